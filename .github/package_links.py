@@ -12,7 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-_LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\[\]]*)\]\((?!https?:|#)(?P<target>[^()\s]+)\)")
+_LINK = re.compile(
+    r"(?P<picture>!?)\[(?P<text>[^\[\]]*)\]\((?!https?:|#)(?P<target>[^()\s]+)\)"
+)
 
 
 def urls(repository: str, tag: str) -> str:

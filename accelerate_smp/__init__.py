@@ -1,7 +1,8 @@
-"""torch-smp for Hugging Face Accelerate and Transformers: ``from accelerate_smp import SmpAccelerator``.
+"""torch-smp for Hugging Face Accelerate and Transformers: ``from accelerate_smp import
+SmpAccelerator``.
 
-Importing needs Accelerate alone; what needs Transformers (``SmpTrainer``, ``SmpTrainerMixin``, their callbacks) is
-imported when it is asked for.
+Importing needs Accelerate alone; what needs Transformers (``SmpTrainer``,
+``SmpTrainerMixin``, their callbacks) is imported when it is asked for.
 """
 
 # ruff: noqa: E402 - the version is looked at before anything is imported that older ones lack

@@ -1,17 +1,20 @@
 """SmpAccelerator: smp_core under Accelerate's API.
 
-Sharding is done by :func:`smp_core.entry.parallelize`, called from ``prepare_model`` (through
-:mod:`accelerate_smp.sharding`), and not by Accelerate's own ``fsdp2_prepare_model`` with our objects attached
-afterwards: one engine for both faces, with the same units, initial weights and refusals. Accelerate's way (1.15) also
+Sharding is done by :func:`smp_core.entry.parallelize`, called from ``prepare_model``
+(through :mod:`accelerate_smp.sharding`), and not by Accelerate's own
+``fsdp2_prepare_model`` with our objects attached afterwards: one engine for both faces,
+with the same units, initial weights and refusals. Accelerate's way (1.15) also
 
 - does nothing on CPU: the FSDP plugin is dropped there and the model wrapped in DDP,
-- refuses 0-d parameters and units of several dtypes, and replicas that are not sharded (no shard mesh for FSDP),
-- makes weights equal on replicas only with ``cpu_ram_efficient_loading``, which sends every whole tensor to the world
-  and fails for persistent buffers.
+- refuses 0-d parameters and units of several dtypes, and replicas that are not sharded
+  (no shard mesh for FSDP),
+- makes weights equal on replicas only with ``cpu_ram_efficient_loading``, which sends
+  every whole tensor to the world and fails for persistent buffers.
 
-To Accelerate the run is a plain multi-process one: its data loaders, samplers, trackers and gather functions work as
-they are, and read the layout from ``parallelism_config`` (:mod:`accelerate_smp.parallelism`). A pre-sharded model
-(Transformers' ``distributed_config=``) keeps its sharding and gets the other features.
+To Accelerate the run is a plain multi-process one: its data loaders, samplers, trackers
+and gather functions work as they are, and read the layout from ``parallelism_config``
+(:mod:`accelerate_smp.parallelism`). A pre-sharded model (Transformers'
+``distributed_config=``) keeps its sharding and gets the other features.
 
 The overridden methods, in this order:
 
@@ -23,7 +26,8 @@ The overridden methods, in this order:
     save_state, load_state                                          folders (accelerate_smp/saved_states.py)
     load_newest_state, keep_state                                   states in memory (accelerate_smp/memory.py)
 
-A process by itself (no launcher) has nothing to shard: everything but save_state and load_state is Accelerate's own.
+A process by itself (no launcher) has nothing to shard: everything but save_state and
+load_state is Accelerate's own.
 """
 
 from __future__ import annotations
@@ -75,30 +79,39 @@ from smp_core.sharding import of_replaced
 from smp_core.sharding.optimizer import ShardedGradScaler, settle_nonfinite
 from smp_core.topology import Topology
 from smp_core.torch_facts import after_each_step
-from smp_core.watch import Preemption, RankWatch, stop_watching, synchronize_metrics, watch_ranks
+from smp_core.watch import (
+    Preemption,
+    RankWatch,
+    stop_watching,
+    synchronize_metrics,
+    watch_ranks,
+)
 
 logger = logging.getLogger("smp")
 
 
 class PreemptibleAccelerator(StatesInMemoryAccelerator):
-    """An Accelerator that takes notices of the job's end, once a loop asks for them: every rank hears of it after the
-    same step, saves and leaves."""
+    """An Accelerator that takes notices of the job's end, once a loop asks for them:
+    every rank hears of it after the same step, saves and leaves."""
 
     _preemption: Preemption | None = None
 
     @property
     def preemption(self) -> Preemption:
-        """The notices to all ranks; made, and its signals taken, when it is first asked for. Collective then."""
+        """The notices to all ranks; made, and its signals taken, when it is first asked
+        for. Collective then."""
         if self._preemption is None:
             self._preemption = Preemption(self.smp_config.checkpoint.preemption_grace_s)
             self._preemption.install()
         return self._preemption
 
     def is_preempted(self) -> bool:
-        """Return whether some rank was told (SIGTERM, SIGUSR1) that the job is about to be ended. Collective.
+        """Return whether some rank was told (SIGTERM, SIGUSR1) that the job is about to
+        be ended. Collective.
 
-        Ask after each optimizer step, schedules included. From the first call on signals do not end the process by
-        themselves; where the answer is True, it is so on every rank::
+        Ask after each optimizer step, schedules included. From the first call on
+        signals do not end the process by themselves; where the answer is True, it is so
+        on every rank::
 
             if accelerator.is_preempted():
                 accelerator.save_state("checkpoints/last")
@@ -107,7 +120,8 @@ class PreemptibleAccelerator(StatesInMemoryAccelerator):
         return self.preemption.agreed()
 
     def leave(self) -> NoReturn:
-        """Wait for the save in flight and end the process with 128 + the signal's number, 143 for SIGTERM. Collective.
+        """Wait for the save in flight and end the process with 128 + the signal's
+        number, 143 for SIGTERM. Collective.
 
         Raises:
             SystemExit: always.
@@ -118,39 +132,56 @@ class PreemptibleAccelerator(StatesInMemoryAccelerator):
         self.preemption.leave("its state is saved")
 
 
-class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, PreemptibleAccelerator, FullWeightsAccelerator):
+class SmpAccelerator(
+    SharedSequencesAccelerator,
+    GradientsAccelerator,
+    PreemptibleAccelerator,
+    FullWeightsAccelerator,
+):
     """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
 
     Args:
-        smp_config: all knobs in one :class:`SmpConfig`, dict or YAML file; default: ``SMP_*`` variables and the file
-            that ``SMP_CONFIG_FILE`` names.
+        smp_config: all knobs in one :class:`SmpConfig`, dict or YAML file; default:
+            ``SMP_*`` variables and the file that ``SMP_CONFIG_FILE`` names.
         smp: False: no sharding, Accelerate as it is (DDP).
-        schedule_in_optimizer_steps: schedules were counted in optimizer steps of all ranks together, and not in batches
-            of the unprepared loader as in Accelerate's examples.
-        batch_layout: where ranks share sequences, which tensors of a batch are split along which dim; by default found
-            out (:class:`smp_core.context_parallel.batch.BatchLayout`).
-        arguments: Accelerator's own, and single knobs (``shard_degree=8``). ``parallelism_config`` and ``fsdp_plugin``
-            are translated to knobs: ``dp_shard_size x cp_size`` is the shard degree.
+        schedule_in_optimizer_steps: schedules were counted in optimizer steps of all
+            ranks together, and not in batches of the unprepared loader as in
+            Accelerate's examples.
+        batch_layout: where ranks share sequences, which tensors of a batch are split
+            along which dim; by default found out
+            (:class:`smp_core.context_parallel.batch.BatchLayout`).
+        arguments: Accelerator's own, and single knobs (``shard_degree=8``).
+            ``parallelism_config`` and ``fsdp_plugin`` are translated to knobs:
+            ``dp_shard_size x cp_size`` is the shard degree.
 
     Raises:
         ValueError: an unknown keyword (with the nearest knob), degrees that do not
-            multiply to the number of processes, fp8 or fp16 where they cannot run, a process group that cannot send
-            from this device, DeepSpeed or Megatron-LM.
+            multiply to the number of processes, fp8 or fp16 where they cannot run, a
+            process group that cannot send from this device, DeepSpeed or Megatron-LM.
     """
 
     counts_ranks_itself = False
-    """True while Trainer computes with ``num_processes``, in which ranks of one batch count once."""
+    """True while Trainer computes with ``num_processes``, in which ranks of one batch
+    count once."""
 
     def __init__(
         self,
         *args: Any,
-        smp_config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        smp_config: SmpConfig
+        | Mapping[str, Any]
+        | str
+        | os.PathLike[str]
+        | None = None,
         smp: bool = True,
         batch_layout: BatchLayout | None = None,
         schedule_in_optimizer_steps: bool = False,
         **arguments: Any,
     ) -> None:
-        knobs = {name: arguments.pop(name) for name in tuple(arguments) if name in SmpConfig.knobs()}
+        knobs = {
+            name: arguments.pop(name)
+            for name in tuple(arguments)
+            if name in SmpConfig.knobs()
+        }
         arguments = accelerators_arguments(self, args, arguments)
         self.smp = smp
         self.batch_layout = batch_layout
@@ -171,10 +202,14 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         refuse_engines(arguments)
         parallelism = arguments.pop("parallelism_config", None)
         fsdp = arguments.pop("fsdp_plugin", None)
-        self.smp_config = settle_fp8(arguments, resolve_config(smp_config, knobs, parallelism, fsdp))
+        self.smp_config = settle_fp8(
+            arguments, resolve_config(smp_config, knobs, parallelism, fsdp)
+        )
         if self.smp_config.checkpoint.full_state_dict:
             why = "save_state writes folders; unsharded weights: save_model, or `smp checkpoint consolidate`"
-            self.smp_config = self.smp_config.with_resolved("checkpoint.full_state_dict", False, why)
+            self.smp_config = self.smp_config.with_resolved(
+                "checkpoint.full_state_dict", False, why
+            )
         self._asked = self.smp_config
 
         # Accelerate, without a sharding engine of its own.
@@ -185,36 +220,60 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
         self._find_ranks()
         if type(self.scaler) is torch.amp.GradScaler:
-            self.scaler.__class__ = ShardedGradScaler  # the same state; it also unscales plain and sharded together
+            # The same state; it also unscales plain and sharded together.
+            self.scaler.__class__ = ShardedGradScaler
         if self.ddp_handler is not None:
-            logger.debug("DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP")
+            logger.debug(
+                "DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP"
+            )
 
     def _find_ranks(self) -> None:
-        """Discover the topology, watch the ranks, and make the mesh unless its degrees wait for the model."""
+        """Discover the topology, watch the ranks, and make the mesh unless its degrees
+        wait for the model."""
         if self.use_distributed and dist.is_initialized():
             _check_backend(self.device, self.init_handler)
             self._topology = Topology.discover()
             self._watch = watch_ranks()
             if self.smp_config.shard_degree != "auto" and self.smp_config.plan is None:
-                mesh, self.smp_config = build_mesh(self._asked, self._topology, self.device)
+                mesh, self.smp_config = build_mesh(
+                    self._asked, self._topology, self.device
+                )
                 self._adopt_mesh(mesh)
             else:
                 self.layout = smallest_layout(self._asked, self._topology)
         elif self.smp_config != SmpConfig():
-            lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
-            lost += ", no loss is chunked" if self.smp_config.chunked_cross_entropy is not None else ""
-            lost += ", no frozen weight is stored as codes" if self.smp_config.frozen_storage is not None else ""
-            lost += ", no state is kept in memory" if self.smp_config.checkpoint.memory_every_n_steps else ""
-            logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
+            lost = "nothing is sharded" + (
+                " or computed in FP8" if self.smp_config.fp8 is not None else ""
+            )
+            lost += (
+                ", no loss is chunked"
+                if self.smp_config.chunked_cross_entropy is not None
+                else ""
+            )
+            lost += (
+                ", no frozen weight is stored as codes"
+                if self.smp_config.frozen_storage is not None
+                else ""
+            )
+            lost += (
+                ", no state is kept in memory"
+                if self.smp_config.checkpoint.memory_every_n_steps
+                else ""
+            )
+            logger.warning(
+                "one process: %s; start with torchrun or `accelerate-smp launch`", lost
+            )
 
     def take_over(self, other: SmpAccelerator) -> None:
-        """Take what another accelerator has in hand: states in memory, the save in flight, notices of the job's end."""
+        """Take what another accelerator has in hand: states in memory, the save in
+        flight, notices of the job's end."""
         for name in ("memory", "_phases_before", "background_saves", "_preemption"):
             setattr(self, name, getattr(other, name))
 
     @property
     def sharding(self) -> bool:
-        """Return whether models are sharded here: ``smp`` is on and there is a process group."""
+        """Return whether models are sharded here: ``smp`` is on and there is a process
+        group."""
         return self._topology is not None
 
     @property
@@ -224,26 +283,50 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             handle = parallel_of(model)
             if handle is not None:
                 return handle
-        raise RuntimeError("no model is sharded yet; accelerator.parallel is there after prepare(model)")
+        raise RuntimeError(
+            "no model is sharded yet; accelerator.parallel is there after prepare(model)"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle for other processes, such as a tokenizing function that asks for ``process_index``.
+        """Pickle for other processes, such as a tokenizing function that asks for
+        ``process_index``.
 
         Groups, threads and prepared objects are left out.
         """
-        own = ("smp_mesh", "layout", "background_saves", "memory", "_topology", "_parallelism", "_watch", "_preemption")
+        own = (
+            "smp_mesh",
+            "layout",
+            "background_saves",
+            "memory",
+            "_topology",
+            "_parallelism",
+            "_watch",
+            "_preemption",
+        )
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
-        left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
-        return {**self.__dict__, **{name: value for name, value in left_out.items() if name in self.__dict__}}
+        left_out: dict[str, Any] = {
+            **dict.fromkeys(own),
+            **{name: [] for name in prepared},
+        }
+        return {
+            **self.__dict__,
+            **{
+                name: value for name, value in left_out.items() if name in self.__dict__
+            },
+        }
 
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as Accelerate does, models first, so that optimizers may stand before them."""
+        """Prepare as Accelerate does, models first, so that optimizers may stand before
+        them."""
         if self.smp_mesh is not None:
-            synchronize_metrics(self.smp_mesh)  # torchmetrics may have been imported since
+            # Torchmetrics may have been imported since.
+            synchronize_metrics(self.smp_mesh)
         if self.sharding:
-            self._prepared_together = [obj for obj in args if isinstance(obj, Optimizer)]
+            self._prepared_together = [
+                obj for obj in args if isinstance(obj, Optimizer)
+            ]
             prepared = list(args)
             try:
                 for place, obj in enumerate(args):
@@ -255,11 +338,17 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Shard the model, also for evaluation alone: a model that is trained later is ready for it."""
+        """Shard the model, also for evaluation alone: a model that is trained later is
+        ready for it."""
         if self.sharding and any(model is each for each in self._models):
-            return model  # Accelerate marks it after prepare, and before 1.15 it would note it a second time
+            # Accelerate marks it after prepare, and before 1.15 it would note it a
+            # second time.
+            return model
         if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if parallel_of(model) is None and not self.verify_device_map(model):
@@ -270,10 +359,13 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             if handle.context is not None:
                 self.run_over_ranks(model)
         with compiled_already(model, self):  # Accelerate still adds autocast
-            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            return super().prepare_model(
+                model, device_placement=False, evaluation_mode=True
+            )
 
     def _parallelize(self, model: nn.Module) -> ParallelModel:
-        """Shard a model; the first one decides the mesh and prints the table of knobs."""
+        """Shard a model; the first one decides the mesh and prints the table of
+        knobs."""
         assert self._topology is not None
         first = all(parallel_of(prepared) is None for prepared in self._models)
         if not first and self.stages > 1:
@@ -282,7 +374,14 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
                 "prepare one. One that is not trained needs no preparing: model.to(accelerator.device). Or write "
                 "pipeline_parallel_degree=1"
             )
-        handle = shard(model, self._asked, self._topology, self, self.smp_mesh, self._prepared_together)
+        handle = shard(
+            model,
+            self._asked,
+            self._topology,
+            self,
+            self.smp_mesh,
+            self._prepared_together,
+        )
         if self.smp_mesh is None:
             self._require_same_readers(handle.mesh)
             self._adopt_mesh(handle.mesh)
@@ -302,12 +401,17 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             )
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:
-        self.smp_mesh, self.layout, self._parallelism = mesh, mesh.layout, SmpParallelism.of(mesh)
+        self.smp_mesh, self.layout, self._parallelism = (
+            mesh,
+            mesh.layout,
+            SmpParallelism.of(mesh),
+        )
         synchronize_metrics(mesh)
 
     @property
     def mesh(self) -> SmpMesh:
-        """The axes and groups; with ``shard_degree="auto"`` available once the first model has been prepared."""
+        """The axes and groups; with ``shard_degree="auto"`` available once the first
+        model has been prepared."""
         if self.smp_mesh is None:
             raise RuntimeError(
                 "shard_degree='auto' is settled when the first model is prepared; call prepare(model) before"
@@ -316,30 +420,41 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The layout in Accelerate's terms; None while ``shard_degree="auto"`` waits for the first model."""
+        """The layout in Accelerate's terms; None while ``shard_degree="auto"`` waits
+        for the first model."""
         if self.counts_ranks_itself:
             return None
         return self._parallelism if self.sharding else super().parallelism_config
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """A mesh with the axes of :attr:`parallelism_config`; those of one rank are left out. Loaders, which are told
-        who reads what, see none.
+        """A mesh with the axes of :attr:`parallelism_config`; those of one rank are
+        left out. Loaders, which are told who reads what, see none.
         """
         if not self.sharding:
             return super().torch_device_mesh
-        return None if self._parallelism is None or self._counted == DATA else self._parallelism.device_mesh
+        return (
+            None
+            if self._parallelism is None or self._counted == DATA
+            else self._parallelism.device_mesh
+        )
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Give an optimizer made from the unsharded parameters the sharded ones, in the same groups."""
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        """Give an optimizer made from the unsharded parameters the sharded ones, in the
+        same groups."""
         if self.sharding and not getattr(optimizer, "_is_accelerate_prepared", False):
             self._adopt(optimizer)
             is_prepared(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Give the optimizer the sharded parameters of the models that it steps, and hook its steps."""
-        handles = [handle for handle in map(parallel_of, self._models) if handle is not None]
+        """Give the optimizer the sharded parameters of the models that it steps, and
+        hook its steps."""
+        handles = [
+            handle for handle in map(parallel_of, self._models) if handle is not None
+        ]
         if not handles:
             raise ValueError(
                 "the optimizer steps parameters of no prepared model; call prepare(model, optimizer), or prepare the "
@@ -363,8 +478,12 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
                 self.memory.before_update()
             on_nonfinite = handle.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
-                parameters = handle.stepped(p for group in optimizer.param_groups for p in group["params"])
-                settle_nonfinite(parameters, handle.grad_norm(parameters=parameters), on_nonfinite)
+                parameters = handle.stepped(
+                    p for group in optimizer.param_groups for p in group["params"]
+                )
+                settle_nonfinite(
+                    parameters, handle.grad_norm(parameters=parameters), on_nonfinite
+                )
 
         return before_step
 
@@ -379,13 +498,15 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         return after_step
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a schedule that ends where it ends on one process (:class:`SmpScheduler`)."""
+        """Prepare a schedule that ends where it ends on one process
+        (:class:`SmpScheduler`)."""
         known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
         batches = self.num_processes if self.layout is None else self.data_size
         if not self.sharding or self.split_batches or len(self._schedulers) == known:
             return prepared
-        if self.schedule_in_optimizer_steps or batches == 1:  # Accelerate's own counts processes, also copies
+        # Accelerate's own counts processes, also copies.
+        if self.schedule_in_optimizer_steps or batches == 1:
             prepared.split_batches = True
             return prepared
         if known == 0 and self.step_scheduler_with_optimizer and self.is_main_process:
@@ -397,8 +518,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         return self._schedulers[-1]
 
     def end_training(self) -> None:
-        """End training as Accelerate does, after the save in flight: free the states in memory, and stop the watch over
-        the ranks."""
+        """End training as Accelerate does, after the save in flight: free the states in
+        memory, and stop the watch over the ranks."""
         self.wait_for_save()
         self.close_memory(ended_well=True)
         if self.sharding:
@@ -409,11 +530,15 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 def _must_say_cpu() -> bool:
     """Return whether Accelerate has to be told ``cpu=True``.
 
-    Accelerate takes a CPU process for a single one unless it is told, even under torchrun. Its ``_shared_state`` is the
-    only sign that no state has been made yet.
+    Accelerate takes a CPU process for a single one unless it is told, even under
+    torchrun. Its ``_shared_state`` is the only sign that no state has been made yet.
     """
     launched = int(os.environ.get("LOCAL_RANK", -1)) != -1
-    return launched and not torch.accelerator.is_available() and PartialState._shared_state == {}
+    return (
+        launched
+        and not torch.accelerator.is_available()
+        and PartialState._shared_state == {}
+    )
 
 
 def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -> None:
@@ -424,8 +549,13 @@ def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -
             f"the process group's backend {backends!r} sends nothing from {device.type}; allowed there: 'gloo', 'mpi'; "
             "write init_process_group('gloo'), or leave it to SmpAccelerator"
         )
-    if asked is not None and asked.backend == "nccl" and "nccl" not in backends:  # also when only a timeout was asked
-        logger.info("InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s", device.type, backends)
+    # Also when only a timeout was asked.
+    if asked is not None and asked.backend == "nccl" and "nccl" not in backends:
+        logger.info(
+            "InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s",
+            device.type,
+            backends,
+        )
 
 
 _prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -433,10 +563,12 @@ _hooks: list[Any] = []
 
 
 def watch_for_unprepared() -> None:
-    """Look at every optimizer's first step from now on, and refuse one that was not prepared with its model.
+    """Look at every optimizer's first step from now on, and refuse one that was not
+    prepared with its model.
 
-    Made before the model was sharded it would train nothing: it steps tensors that the model does not use any more and
-    that never receive a gradient. A prepared optimizer has been given the model's present parameters.
+    Made before the model was sharded it would train nothing: it steps tensors that the
+    model does not use any more and that never receive a gradient. A prepared optimizer
+    has been given the model's present parameters.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_refuse))
@@ -450,7 +582,9 @@ def is_prepared(optimizer: Optimizer) -> None:
 def _refuse(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _prepared:
         return
-    model, n = of_replaced(parameter for group in optimizer.param_groups for parameter in group["params"])
+    model, n = of_replaced(
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
     if model is not None:
         raise ValueError(
             f"{type(optimizer).__name__} steps {n} parameters that {model} had before it was sharded, "
@@ -462,18 +596,25 @@ def _refuse(optimizer: Optimizer, *_: Any) -> None:
 class SmpScheduler(AcceleratedScheduler):
     """A prepared schedule, which ends where it ends on one process.
 
-    A schedule that is stepped with every batch was counted in batches, before the loader was prepared
-    (`len(loader) * epochs`, as all of Accelerate's examples count). Each optimizer step uses up one such batch for each
-    rank that reads its own samples, so the schedule advances by that many. One that is stepped after several optimizer
+    A schedule that is stepped with every batch was counted in batches, before the
+    loader was prepared (`len(loader) * epochs`, as all of Accelerate's examples count).
+    Each optimizer step uses up one such batch for each rank that reads its own samples,
+    so the schedule advances by that many. One that is stepped after several optimizer
     steps, an epoch or an evaluation, was not counted in batches and advances by one.
 
     Args:
         prepared: as Accelerate made it.
-        batches: the batches that one optimizer step uses up, of the size that the unprepared loader has.
+        batches: the batches that one optimizer step uses up, of the size that the
+            unprepared loader has.
     """
 
     def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
-        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
+        super().__init__(
+            prepared.scheduler,
+            prepared.optimizers,
+            prepared.step_with_optimizer,
+            split_batches=True,
+        )
         self._batches = batches
         self._optimizer_steps = [0] * len(self.optimizers)
         for number, optimizer in enumerate(self.optimizers):
@@ -488,7 +629,8 @@ class SmpScheduler(AcceleratedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by the batches of the last optimizer step.
 
-        The schedule does not advance inside an accumulation window, or after a step that the gradient scaler skipped.
+        The schedule does not advance inside an accumulation window, or after a step
+        that the gradient scaler skipped.
         """
         times = 1
         if self.step_with_optimizer and self.gradient_state.sync_gradients:
@@ -497,7 +639,10 @@ class SmpScheduler(AcceleratedScheduler):
                 times = self._batches
             self._optimizer_steps = [0] * len(self.optimizers)
         for _ in range(times):
-            # The last optimizer step of an epoch may use up fewer batches, and OneCycleLR refuses to go past its end.
-            if times > 1 and self.scheduler.last_epoch >= getattr(self.scheduler, "total_steps", float("inf")):
+            # The last optimizer step of an epoch may use up fewer batches, and
+            # OneCycleLR refuses to go past its end.
+            if times > 1 and self.scheduler.last_epoch >= getattr(
+                self.scheduler, "total_steps", float("inf")
+            ):
                 return
             super().step(*args, **kwargs)

@@ -1,6 +1,8 @@
-"""Saves behind training: the writer that an accelerator has with ``async_save=True``; the steps that saves count.
+"""Saves behind training: the writer that an accelerator has with ``async_save=True``;
+the steps that saves count.
 
-Accelerate marks what it has prepared by ``_is_accelerate_prepared``, which has no public name.
+Accelerate marks what it has prepared by ``_is_accelerate_prepared``, which has no
+public name.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ class BackgroundSavingAccelerator(Accelerator):
 
     smp_config: SmpConfig
     _steps_before = 0
-    _steps_of: Mapping[int, int] = MappingProxyType({})  # by the identity of the optimizer
+    # By the identity of the optimizer.
+    _steps_of: Mapping[int, int] = MappingProxyType({})
     background_saves: AsyncCheckpointer | None = None
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps since training began, of the processes before included: load_state and load_newest_state
-        restore it, ``free_memory()`` sets it to 0. Of optimizers that step together, those of the one that has stepped
-        most; one that is prepared after others have stepped counts on from there.
+        """Optimizer steps since training began, of the processes before included:
+        load_state and load_newest_state restore it, ``free_memory()`` sets it to 0. Of
+        optimizers that step together, those of the one that has stepped most; one that
+        is prepared after others have stepped counts on from there.
         """
         return self._steps_before + max(self._steps_of.values(), default=0)
 
@@ -41,19 +45,28 @@ class BackgroundSavingAccelerator(Accelerator):
         """Count on from so many steps."""
         self._steps_before, self._steps_of = steps, {}
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> Any:
         """Prepare as Accelerate does, and count the steps."""
-        if isinstance(optimizer, Optimizer) and not getattr(optimizer, "_is_accelerate_prepared", False):
+        if isinstance(optimizer, Optimizer) and not getattr(
+            optimizer, "_is_accelerate_prepared", False
+        ):
 
             def count() -> None:
-                self._steps_of = {**self._steps_of, id(optimizer): self._steps_of.get(id(optimizer), 0) + 1}
+                self._steps_of = {
+                    **self._steps_of,
+                    id(optimizer): self._steps_of.get(id(optimizer), 0) + 1,
+                }
 
-            self.resume_counting(self.optimizer_steps)  # of a phase of training that may be over
+            # Of a phase of training that may be over.
+            self.resume_counting(self.optimizer_steps)
             after_each_step(optimizer, count)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of what was prepared, as Accelerate does between two trainings: steps are counted anew."""
+        """Let go of what was prepared, as Accelerate does between two trainings: steps
+        are counted anew."""
         self.resume_counting(0)
         return super().free_memory(*objects)
 
@@ -67,6 +80,7 @@ class BackgroundSavingAccelerator(Accelerator):
             self.background_saves.wait()
 
     def settle_save(self) -> None:
-        """Raise the error of a save that has ended since; does not wait for one in flight."""
+        """Raise the error of a save that has ended since; does not wait for one in
+        flight."""
         if self.background_saves is not None:
             self.background_saves.settle()

@@ -1,8 +1,10 @@
-"""Callbacks of transformers' Trainer: SmpMonitorCallback, SmpCheckpointCallback and Fp8MonitorCallback.
+"""Callbacks of transformers' Trainer: SmpMonitorCallback, SmpCheckpointCallback and
+Fp8MonitorCallback.
 
-SmpMonitorCallback measures throughput and memory. The figures are those of Lightning's SmpMonitor
-(smp_core.observe.job_figures). A TrainerCallback does not see batches, so samples, tokens and FLOPs are counted in
-hooks around the model's forward. SmpTrainerMixin puts the figures into every log entry with a loss, so that they reach
+SmpMonitorCallback measures throughput and memory. The figures are those of Lightning's
+SmpMonitor (smp_core.observe.job_figures). A TrainerCallback does not see batches, so
+samples, tokens and FLOPs are counted in hooks around the model's forward.
+SmpTrainerMixin puts the figures into every log entry with a loss, so that they reach
 the console, ``trainer.state.log_history`` and every logger.
 """
 
@@ -15,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
@@ -26,35 +33,42 @@ from smp_core.run_log import FILE
 
 
 class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
-    """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, and bytes between nodes and inside them.
+    """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, and bytes between
+    nodes and inside them.
 
     Args:
-        peak_tflops: the device's peak in TFLOPS at the precision in use, for MFU; default: the known dense bfloat16
-            peak of the GPU. Without it, on a CPU for example, MFU is not reported.
-        flops_per_sample: model FLOPs of one sample's training step, where counting them does not work, as in a compiled
-            model; default: counted while the first batch runs.
-        memory_every_n_steps: optimizer steps between two whose peak memory is taken apart by kind; default: none. A
-            watched step is slower (docs/memory-reports.md).
-        memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
-            ``memory.jsonl`` in the Trainer's ``output_dir``.
-        run_log: the file that ``smp report`` makes a page of (docs/monitoring.md); default ``run.jsonl`` in
-            ``output_dir``.
+        peak_tflops: the device's peak in TFLOPS at the precision in use, for MFU;
+            default: the known dense bfloat16 peak of the GPU. Without it, on a CPU for
+            example, MFU is not reported.
+        flops_per_sample: model FLOPs of one sample's training step, where counting them
+            does not work, as in a compiled model; default: counted while the first
+            batch runs.
+        memory_every_n_steps: optimizer steps between two whose peak memory is taken
+            apart by kind; default: none. A watched step is slower
+            (docs/memory-reports.md).
+        memory_log: the file that gets a JSON line for each watched step, for ``smp
+            memory-report``; default ``memory.jsonl`` in the Trainer's ``output_dir``.
+        run_log: the file that ``smp report`` makes a page of (docs/monitoring.md);
+            default ``run.jsonl`` in ``output_dir``.
 
-    Reported with every log entry of training (``logging_steps``): ``samples_per_second``, ``tokens_per_second``,
-    ``tflops_per_device``, ``mfu``, ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and
-    ``bytes_between_nodes``, ``bytes_inside_nodes``: sent per optimizer step and node. Rates are of the whole job since
-    the last entry; the clock starts after the first step and stands still in evaluations and while saving.
-    With ``memory_every_n_steps`` also the parts of the last watched step's peak, each the highest of all ranks:
-    ``peak_parameters_gib``, ``peak_gathered_gib``, ``peak_gradients_gib``, ``peak_optimizer_gib``,
-    ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``; :meth:`save_memory_plot` draws them. ``latest`` holds the
-    last report.
+    Reported with every log entry of training (``logging_steps``):
+    ``samples_per_second``, ``tokens_per_second``, ``tflops_per_device``, ``mfu``,
+    ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and
+    ``bytes_between_nodes``, ``bytes_inside_nodes``: sent per optimizer step and node.
+    Rates are of the whole job since the last entry; the clock starts after the first
+    step and stands still in evaluations and while saving. With ``memory_every_n_steps``
+    also the parts of the last watched step's peak, each the highest of all ranks:
+    ``peak_parameters_gib``, ``peak_gathered_gib``, ``peak_gradients_gib``,
+    ``peak_optimizer_gib``, ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``;
+    :meth:`save_memory_plot` draws them. ``latest`` holds the last report.
 
-    On CPU ranks with pipeline stages also ``bubble_share``, ``bubble_share_stage_0``, ..., and ``seconds_stage_0``, ...
-    that they compute in an optimizer step; :meth:`save_timeline` draws the last batch.
+    On CPU ranks with pipeline stages also ``bubble_share``, ``bubble_share_stage_0``,
+    ..., and ``seconds_stage_0``, ... that they compute in an optimizer step;
+    :meth:`save_timeline` draws the last batch.
 
     Raises:
-        ValueError: a peak that is not positive, ``memory_every_n_steps`` below 1; when training starts,
-            ``memory_every_n_steps`` where nothing is sharded.
+        ValueError: a peak that is not positive, ``memory_every_n_steps`` below 1; when
+            training starts, ``memory_every_n_steps`` where nothing is sharded.
     """
 
     def __init__(
@@ -85,7 +99,8 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
     ) -> None:
         handle = parallel_of(model)
         log = Path(self._memory_log or Path(str(args.output_dir)) / "memory.jsonl")
-        stepping = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has the real one
+        # Accelerate's wrapper has the real one.
+        stepping = getattr(optimizer, "optimizer", optimizer)
         why_not = (
             "takes the memory of a sharded model apart, and this one is not; leave it out, or use SmpTrainer with more "
             "than one process"
@@ -93,16 +108,30 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         self._start_watching(handle, [stepping], log, state.global_step, why_not)
         self._end()  # of an earlier call of train() that failed
         self._device = torch.device(args.device)
-        self._figures = figures_of_job(handle, self._device, state.global_step, self.peak_tflops, self.flops_per_sample)
+        self._figures = figures_of_job(
+            handle,
+            self._device,
+            state.global_step,
+            self.peak_tflops,
+            self.flops_per_sample,
+        )
         if state.is_world_process_zero:
             path = Path(self._run_log or Path(str(args.output_dir)) / FILE)
             micro_batches = args.gradient_accumulation_steps
-            self._record = RunRecord(handle, [stepping], path, state.global_step, micro_batches)
-        self._stages = None if handle is None or handle.pipeline is None else handle.pipeline.stages
+            self._record = RunRecord(
+                handle, [stepping], path, state.global_step, micro_batches
+            )
+        self._stages = (
+            None
+            if handle is None or handle.pipeline is None
+            else handle.pipeline.stages
+        )
         self._samples = 0
         self._tokens: int | None = None
         if self._stages is not None:
-            self._hooks = [model.register_forward_pre_hook(self._before_stage, with_kwargs=True)]
+            self._hooks = [
+                model.register_forward_pre_hook(self._before_stage, with_kwargs=True)
+            ]
             return
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -110,17 +139,34 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         ]
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **_: Any,
     ) -> None:
-        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
+        numbers = {
+            name: value
+            for name, value in (logs or {}).items()
+            if isinstance(value, (int, float))
+        }
         if self._record is None or self._figures is None:
             return
         if "loss" in numbers:
-            self._record.write_step(state.global_step, {**numbers, **self.latest}, self._figures.details)
+            self._record.write_step(
+                state.global_step, {**numbers, **self.latest}, self._figures.details
+            )
         else:  # of an evaluation, or of Trainer.log in the user's code
             self._record.write_metrics(state.global_step, numbers)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         if self._record is not None:
             self._record.end(state.global_step)
             self._record = None
@@ -134,7 +180,9 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             hook.remove()
         self._hooks = []
 
-    def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _before_forward(
+        self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         if not model.training:
             return
         assert self._figures is not None
@@ -148,9 +196,12 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             self._figures.count(self._samples, self._tokens)
             self._figures.enter("backward")
 
-    # A pipeline stage leaves the model in the middle, once for each micro-batch and chunk; it books at the step's end.
+    # A pipeline stage leaves the model in the middle, once for each micro-batch and
+    # chunk; it books at the step's end.
 
-    def _before_stage(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _before_stage(
+        self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         if model.training:
             samples, tokens = sizes_of(args, kwargs)
             self._samples += samples
@@ -158,20 +209,35 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
 
     def _count_of_stage(self, chunks: int) -> None:
         assert self._figures is not None
-        self._figures.count(self._samples // chunks, None if self._tokens is None else self._tokens // chunks)
+        self._figures.count(
+            self._samples // chunks,
+            None if self._tokens is None else self._tokens // chunks,
+        )
         self._samples, self._tokens = 0, None
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self._figures is not None:
             self._figures.enter("optimizer")
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         self._watch_if_due(state.global_step, self._device)
         if self._stages is not None:
             assert self._figures is not None
             self._figures.measure_forward()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         assert self._figures is not None
         if self._stages is not None:
             self._count_of_stage(self._stages.per_stage)
@@ -184,7 +250,13 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         if control.should_evaluate or control.should_save:
             self._figures.pause()
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         if self._figures is not None and not control.should_save:
             self._figures.resume()
 
@@ -193,7 +265,8 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             self._figures.resume()
 
     def _report(self, step: int) -> None:
-        """Make a report for the next log entry. Collective: every rank calls it after the same optimizer step."""
+        """Make a report for the next log entry. Collective: every rank calls it after
+        the same optimizer step."""
         assert self._figures is not None
         self._note_peak(self._device)
         self.latest = self._figures.report(step, self._highest)
@@ -203,13 +276,15 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
 
 
 class SmpCheckpointCallback(TrainerCallback):
-    """Makes Trainer save every so many optimizer steps and when training ends; give ``save_strategy="no"`` with it.
+    """Makes Trainer save every so many optimizer steps and when training ends; give
+    ``save_strategy="no"`` with it.
 
     Args:
-        checkpoint_interval: optimizer steps between two saves, or ``"auto"``: the interval that loses the least time
-            (Daly 2006), from the measured times of steps and saves and the time between failures.
-        mean_time_between_failures: of the whole job, in seconds or as a timedelta: one node's, divided by the number of
-            nodes. Needed for ``"auto"``.
+        checkpoint_interval: optimizer steps between two saves, or ``"auto"``: the
+            interval that loses the least time (Daly 2006), from the measured times of
+            steps and saves and the time between failures.
+        mean_time_between_failures: of the whole job, in seconds or as a timedelta: one
+            node's, divided by the number of nodes. Needed for ``"auto"``.
 
     ``save_total_limit`` says how many stay.
 
@@ -223,11 +298,19 @@ class SmpCheckpointCallback(TrainerCallback):
         mean_time_between_failures: float | timedelta | None = None,
     ) -> None:
         failures = mean_time_between_failures
-        seconds = failures.total_seconds() if isinstance(failures, timedelta) else failures
+        seconds = (
+            failures.total_seconds() if isinstance(failures, timedelta) else failures
+        )
         self.schedule = SaveSchedule(checkpoint_interval, seconds)
         self._begin: float | None = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         if self.schedule.step() or state.global_step >= state.max_steps:
             control.should_save = True
         self._begin = time.perf_counter() if control.should_save else None
@@ -237,16 +320,20 @@ class SmpCheckpointCallback(TrainerCallback):
             self._begin = time.perf_counter()  # the time before belongs to the step
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self.schedule.saved(0.0 if self._begin is None else time.perf_counter() - self._begin)
+        self.schedule.saved(
+            0.0 if self._begin is None else time.perf_counter() - self._begin
+        )
 
 
 class Fp8MonitorCallback(TrainerCallback):
-    """A callback that measures, every ``every_n_steps`` optimizer steps, how each FP8 layer's numbers fitted.
+    """A callback that measures, every ``every_n_steps`` optimizer steps, how each FP8
+    layer's numbers fitted.
 
-    SmpTrainer puts ``fp8/<module>/<figure>`` of the last probed step into the next log entry with a loss, so that they
-    reach the console, ``trainer.state.log_history`` and every logger; a line of JSON goes to ``fp8.jsonl``, which
-    ``smp fp8-report`` draws. Figures: see :meth:`smp_core.fp8.monitoring.Fp8Probe.end`. A probed step is slower, the
-    others are not touched.
+    SmpTrainer puts ``fp8/<module>/<figure>`` of the last probed step into the next log
+    entry with a loss, so that they reach the console, ``trainer.state.log_history`` and
+    every logger; a line of JSON goes to ``fp8.jsonl``, which ``smp fp8-report`` draws.
+    Figures: see :meth:`smp_core.fp8.monitoring.Fp8Probe.end`. A probed step is slower,
+    the others are not touched.
 
     Args:
         every_n_steps: >= 1.
@@ -261,27 +348,54 @@ class Fp8MonitorCallback(TrainerCallback):
     """
 
     def __init__(
-        self, every_n_steps: int = 100, path: str | Path | None = None, modules: Sequence[str] = ("*",)
+        self,
+        every_n_steps: int = 100,
+        path: str | Path | None = None,
+        modules: Sequence[str] = ("*",),
     ) -> None:
         self._watch = Fp8Watch("Fp8MonitorCallback", every_n_steps, path, modules)
         self.latest: dict[str, float] = {}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: Any,
     ) -> None:
         parallel = parallel_of(model)
         fp8 = None if parallel is None else parallel.fp8
         self._watch.start(fp8, str(args.output_dir), 'smp_config={"fp8": True}')
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         self._watch.step_begins(state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        shown = self._watch.step_ends(state.global_step, writes=state.is_world_process_zero)
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        shown = self._watch.step_ends(
+            state.global_step, writes=state.is_world_process_zero
+        )
         self.latest = shown or self.latest
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **_: Any,
     ) -> None:
         if "loss" in (logs or {}):
             self.latest = {}

@@ -1,4 +1,5 @@
-"""The content of checkpoint folders, and of states in memory: what an accelerator has prepared, written and read.
+"""The content of checkpoint folders, and of states in memory: what an accelerator has
+prepared, written and read.
 
     state_dict, optimizer_states, lr_schedulers    under the names Lightning's folders have, so that each face loads the
                                                    other's; optimizer states by parameter name
@@ -6,11 +7,11 @@
     accelerate                                     step, scaler, samplers, registered objects
     per rank                                       random states
 
-A LightningModule's names begin with the name of its model (``model.``); the prefix is in the folder's metadata and is
-taken off, or put on, when the other face loads.
+A LightningModule's names begin with the name of its model (``model.``); the prefix is
+in the folder's metadata and is taken off, or put on, when the other face loads.
 
-Accelerate has no public names for what was prepared and registered: ``_models``, ``_optimizers``, ``_schedulers``,
-``_dataloaders`` and ``_custom_objects``.
+Accelerate has no public names for what was prepared and registered: ``_models``,
+``_optimizers``, ``_schedulers``, ``_dataloaders`` and ``_custom_objects``.
 """
 
 from __future__ import annotations
@@ -55,12 +56,21 @@ logger = logging.getLogger("smp")
 
 FP8_STATE = "smp_fp8"  # as in Lightning's folders
 _OURS = {"module_prefix": "", "trainer": "accelerate"}  # in the manifest
-# Tensors that are read into place; the rest (a scheduler's, a registered object's) comes whole.
-_SHARDED = ("state_dict.*", "more_state_dicts.*", "optimizer_states.*", f"{REMAINDERS}.*")
+# Tensors that are read into place; the rest (a scheduler's, a registered object's)
+# comes whole.
+_SHARDED = (
+    "state_dict.*",
+    "more_state_dicts.*",
+    "optimizer_states.*",
+    f"{REMAINDERS}.*",
+)
 
 
-def after_commit(accelerator: BackgroundSavingAccelerator, what: str, action: Callable[[], object]) -> None:
-    """Do something to older checkpoints on the main process, once the save in flight has committed."""
+def after_commit(
+    accelerator: BackgroundSavingAccelerator, what: str, action: Callable[[], object]
+) -> None:
+    """Do something to older checkpoints on the main process, once the save in flight
+    has committed."""
     if not accelerator.is_main_process:
         return
     if accelerator.background_saves is None:
@@ -89,7 +99,10 @@ def write(
         "extra_files": config_files(models[0]) if models else {},
         "per_rank": {"random": random or random_state()},
     }
-    if accelerator.smp_config.checkpoint.async_save and accelerator.background_saves is None:
+    if (
+        accelerator.smp_config.checkpoint.async_save
+        and accelerator.background_saves is None
+    ):
         accelerator.background_saves = AsyncCheckpointer()
     if accelerator.background_saves is None:
         save_checkpoint(path, state, **options)
@@ -105,9 +118,15 @@ def keep(
     random: dict[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Keep in shared memory what :func:`write` writes, without files beside it, and ``more``. Collective."""
+    """Keep in shared memory what :func:`write` writes, without files beside it, and
+    ``more``. Collective."""
     state, _ = _whole_state(accelerator, schedulers)
-    tier.save({**state, **(more or {})}, facts["step"], {**_OURS, **facts}, {"random": random or random_state()})
+    tier.save(
+        {**state, **(more or {})},
+        facts["step"],
+        {**_OURS, **facts},
+        {"random": random or random_state()},
+    )
 
 
 def _whole_state(
@@ -122,7 +141,9 @@ def _whole_state(
         state["more_state_dicts"] = [_model_state(model) for model in models[1:]]
     # What steps them.
     optimizers = _optimizers(accelerator)
-    state["optimizer_states"] = [_optimizer_state(_owner(models, each), each) for each in optimizers]
+    state["optimizer_states"] = [
+        _optimizer_state(_owner(models, each), each) for each in optimizers
+    ]
     saved_schedulers = accelerator._schedulers if schedulers is None else schedulers
     state["lr_schedulers"] = [scheduler.state_dict() for scheduler in saved_schedulers]
     # The place in the data, and what else Accelerate saves.
@@ -154,15 +175,23 @@ def read(
     strict: bool = True,
     random: bool = True,
 ) -> None:
-    """Load ``path`` into the objects that the accelerator has prepared, and into ``schedulers``. Collective.
+    """Load ``path`` into the objects that the accelerator has prepared, and into
+    ``schedulers``. Collective.
 
     Args:
         random: also the random states.
     """
     models = _models(accelerator)
-    # Opened once: all parts, on all ranks, are of one save, whatever becomes of the path meanwhile.
-    verify = "sizes" if isinstance(path, OpenCheckpoint) else accelerator.smp_config.checkpoint.verify
-    path = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
+    # Opened once: all parts, on all ranks, are of one save, whatever becomes of the
+    # path meanwhile.
+    verify = (
+        "sizes"
+        if isinstance(path, OpenCheckpoint)
+        else accelerator.smp_config.checkpoint.verify
+    )
+    path = open_checked(
+        path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded"
+    )
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
     accelerator.resume_counting(path.manifest.step or 0)
     load_weights(models[0] if models else None, path, strict, "sizes")
@@ -185,8 +214,14 @@ def read(
     ours, schedules = rest.get("accelerate"), rest.get("lr_schedulers", [])
     if ours is None:
         same = len(schedulers) == len(schedules)
-        loaded = "weights, optimizers and schedulers" if same else "weights and optimizers, but no schedulers,"
-        logger.warning("%s was not saved by Accelerate: %s were loaded", path.address, loaded)
+        loaded = (
+            "weights, optimizers and schedulers"
+            if same
+            else "weights and optimizers, but no schedulers,"
+        )
+        logger.warning(
+            "%s was not saved by Accelerate: %s were loaded", path.address, loaded
+        )
         if same:
             _load_each("schedulers", schedulers, schedules, path)
     else:
@@ -194,30 +229,52 @@ def read(
         accelerator.step = ours["step"]
         if accelerator.scaler is not None and ours["scaler"] is not None:
             accelerator.scaler.load_state_dict(ours["scaler"])
-        for loader, saved in zip(accelerator._dataloaders, ours["dataloaders"], strict=False):
+        for loader, saved in zip(
+            accelerator._dataloaders, ours["dataloaders"], strict=False
+        ):
             _restore_loader(loader, saved)
-        _load_each("registered objects", accelerator._custom_objects, ours["custom_objects"], path)
+        _load_each(
+            "registered objects",
+            accelerator._custom_objects,
+            ours["custom_objects"],
+            path,
+        )
         if random:
-            restore_random(accelerator, path, (accelerator.smp_config.delayed_init or DelayedInit()).seed)
+            restore_random(
+                accelerator,
+                path,
+                (accelerator.smp_config.delayed_init or DelayedInit()).seed,
+            )
 
 
-def restore_random(accelerator: BackgroundSavingAccelerator, path: str | os.PathLike[str], seed: int) -> None:
-    """Give each rank its random states; on another number of ranks, new ones from (seed, step, rank)."""
+def restore_random(
+    accelerator: BackgroundSavingAccelerator, path: str | os.PathLike[str], seed: int
+) -> None:
+    """Give each rank its random states; on another number of ranks, new ones from
+    (seed, step, rank)."""
     path = open_checkpoint(path)
     if any(isinstance(part, dict) and "random" in part for part in read_per_rank(path)):
-        restore_random_state(path, accelerator.state.process_index, accelerator.state.num_processes, seed)
+        restore_random_state(
+            path, accelerator.state.process_index, accelerator.state.num_processes, seed
+        )
 
 
 def load_weights(
-    model: nn.Module | None, path: str | os.PathLike[str], strict: bool = True, verify: str | None = "auto"
+    model: nn.Module | None,
+    path: str | os.PathLike[str],
+    strict: bool = True,
+    verify: str | None = "auto",
 ) -> None:
-    """Load the (first) model's weights from a folder of either face, in place. Collective."""
+    """Load the (first) model's weights from a folder of either face, in place.
+    Collective."""
     if model is None:
         return
     handle = parallel_of(model)
     if handle is not None:
         handle.reshard()
-    opened = open_checked(path, verify, Ranks(), f"weights of {os.fspath(path)} were not loaded")
+    opened = open_checked(
+        path, verify, Ranks(), f"weights of {os.fspath(path)} were not loaded"
+    )
     prefix = opened.manifest.metadata.get("module_prefix", "")
     state = _model_state(model)
     name_there = names_between("", prefix)
@@ -239,7 +296,11 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     handle = parallel_of(model)
-    return named_optimizer_state(model, optimizer) if handle is None else handle.optimizer_state(optimizer)
+    return (
+        named_optimizer_state(model, optimizer)
+        if handle is None
+        else handle.optimizer_state(optimizer)
+    )
 
 
 def _take_model_state(model: nn.Module, state: dict[str, Any]) -> None:
@@ -248,7 +309,9 @@ def _take_model_state(model: nn.Module, state: dict[str, Any]) -> None:
         handle.take_model_state(state)
 
 
-def _load_fp8(models: list[nn.Module], path: OpenCheckpoint, rest: dict[str, Any]) -> None:
+def _load_fp8(
+    models: list[nn.Module], path: OpenCheckpoint, rest: dict[str, Any]
+) -> None:
     """Load the FP8 scales, after the weights."""
     name_there = names_between("", path.manifest.metadata.get("module_prefix", ""))
     saved = [rest.get(FP8_STATE), *rest.get("more_" + FP8_STATE, [])]
@@ -257,11 +320,17 @@ def _load_fp8(models: list[nn.Module], path: OpenCheckpoint, rest: dict[str, Any
         if handle is not None and handle.fp8 is not None:
             handle.fp8.load_state_dict(state, name_there)
         elif state is not None:
-            logger.info("%s has FP8 scales, which are not used: this run computes without FP8", path.address)
+            logger.info(
+                "%s has FP8 scales, which are not used: this run computes without FP8",
+                path.address,
+            )
 
 
 def load_optimizers(
-    models: list[nn.Module], optimizers: list[Optimizer], path: str | os.PathLike[str], rest: dict[str, Any]
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    path: str | os.PathLike[str],
+    rest: dict[str, Any],
 ) -> None:
     """Load optimizer states, by parameter name, on any sharding. Collective."""
     path = open_checkpoint(path)
@@ -274,16 +343,29 @@ def load_optimizers(
     name_there = names_between("", path.manifest.metadata.get("module_prefix", ""))
     for number, optimizer in enumerate(optimizers):
         owner = _owner(models, optimizer)
-        load_named_optimizer_state(path, ("optimizer_states", number), owner, optimizer, name_there, verify="sizes")
+        load_named_optimizer_state(
+            path,
+            ("optimizer_states", number),
+            owner,
+            optimizer,
+            name_there,
+            verify="sizes",
+        )
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
+    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so
+    that an export is complete."""
     files = {}
-    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+    for attribute, name in (
+        ("config", "config.json"),
+        ("generation_config", "generation_config.json"),
+    ):
         to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
         if callable(to_json):
-            files[name] = to_json(use_diff=False) if attribute == "config" else to_json()
+            files[name] = (
+                to_json(use_diff=False) if attribute == "config" else to_json()
+            )
     return files
 
 
@@ -296,7 +378,10 @@ def _models(accelerator: BackgroundSavingAccelerator) -> list[nn.Module]:
 
 
 def _optimizers(accelerator: BackgroundSavingAccelerator) -> list[Optimizer]:
-    return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+    return [
+        getattr(optimizer, "optimizer", optimizer)
+        for optimizer in accelerator._optimizers
+    ]
 
 
 def _owner(models: list[nn.Module], optimizer: Optimizer) -> nn.Module:
@@ -314,11 +399,15 @@ def _loader_state(loader: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if getattr(loader, "use_stateful_dataloader", False):
         state["loader"] = loader.state_dict()
-    # That of the epoch in progress; a sampler that has been read to its end, ahead of training, is in the next one.
+    # That of the epoch in progress; a sampler that has been read to its end, ahead of
+    # training, is in the next one.
     state["epoch"] = getattr(loader, "iteration", 0)
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if isinstance(sampler, SeedableRandomSampler):
-        state["sampler"] = {"epoch": state["epoch"], "initial_seed": sampler.initial_seed}
+        state["sampler"] = {
+            "epoch": state["epoch"],
+            "initial_seed": sampler.initial_seed,
+        }
     return state
 
 
@@ -327,7 +416,10 @@ def _restore_loader(loader: Any, saved: dict[str, Any]) -> None:
         loader.load_state_dict(saved["loader"])
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if "sampler" in saved and isinstance(sampler, SeedableRandomSampler):
-        sampler.epoch, sampler.initial_seed = saved["sampler"]["epoch"], saved["sampler"]["initial_seed"]
+        sampler.epoch, sampler.initial_seed = (
+            saved["sampler"]["epoch"],
+            saved["sampler"]["initial_seed"],
+        )
     if "epoch" in saved and hasattr(loader, "set_epoch"):
         loader.set_epoch(saved["epoch"])
 

@@ -1,7 +1,9 @@
-"""Accelerate's torch.compile (``dynamo_plugin=``, Trainer's ``torch_compile=True``) as the knob ``compile``.
+"""Accelerate's torch.compile (``dynamo_plugin=``, Trainer's ``torch_compile=True``) as
+the knob ``compile``.
 
-Accelerate would compile the sharded model as a whole, and with it the hooks that gather, around the model and around
-every block: such passes did not gather as they should, and a later step failed.
+Accelerate would compile the sharded model as a whole, and with it the hooks that
+gather, around the model and around every block: such passes did not gather as they
+should, and a later step failed.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ def with_dynamo_plugin(config: SmpConfig, accelerator: Accelerator) -> SmpConfig
             f"compile={config.compile!r}, but dynamo_plugin= (Trainer's torch_compile=) asks for {asked!r}; "
             "leave one out"
         )
-    return config.with_resolved("compile", asked, "dynamo_plugin=, or Trainer's torch_compile=")
+    return config.with_resolved(
+        "compile", asked, "dynamo_plugin=, or Trainer's torch_compile="
+    )
 
 
 @contextmanager
 def compiled_already(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Keep Accelerate from compiling a model whose blocks were compiled before it was sharded."""
+    """Keep Accelerate from compiling a model whose blocks were compiled before it was
+    sharded."""
     plugin: Any = accelerator.state.dynamo_plugin
     backend = plugin.backend
     if parallel_of(model) is not None:

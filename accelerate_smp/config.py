@@ -1,8 +1,11 @@
-"""The configuration of an SmpAccelerator, from all the places where users of Accelerate write settings.
+"""The configuration of an SmpAccelerator, from all the places where users of Accelerate
+write settings.
 
-Knobs come from keywords, ``SMP_*`` variables, the file ``SMP_CONFIG_FILE`` names, and Accelerate's own settings
-(``ParallelismConfig``, ``FullyShardedDataParallelPlugin``, given in code or through the variables `accelerate launch`
-sets). Accelerate's are translated or refused, never dropped; two places that contradict each other are an error.
+Knobs come from keywords, ``SMP_*`` variables, the file ``SMP_CONFIG_FILE`` names, and
+Accelerate's own settings (``ParallelismConfig``, ``FullyShardedDataParallelPlugin``,
+given in code or through the variables `accelerate launch` sets). Accelerate's are
+translated or refused, never dropped; two places that contradict each other are an
+error.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from smp_core.config import SmpConfig, nested
 
@@ -36,13 +42,16 @@ def resolve_config(
     """Resolve the configuration in effect.
 
     Args:
-        config: all knobs, as an object, a dict or a YAML file; the environment does not count then.
+        config: all knobs, as an object, a dict or a YAML file; the environment does not
+            count then.
         knobs: single knobs; they override the environment.
-        parallelism, fsdp: Accelerate's own settings, or None to look at the variables `accelerate launch` sets.
+        parallelism, fsdp: Accelerate's own settings, or None to look at the variables
+            `accelerate launch` sets.
 
     Raises:
-        ValueError: an unknown knob, a bad value, ``config`` and ``knobs`` together, an option of Accelerate that has no
-            counterpart, or two places that contradict each other.
+        ValueError: an unknown knob, a bad value, ``config`` and ``knobs`` together, an
+            option of Accelerate that has no counterpart, or two places that contradict
+            each other.
     """
     # The knobs.
     if config is not None:
@@ -66,7 +75,11 @@ def resolve_config(
         fsdp = FullyShardedDataParallelPlugin()
     translated: dict[str, Any] = {}
     if fsdp is not None:
-        translated.update(_from_fsdp(fsdp, has_degree="shard_degree" in asked or parallelism is not None))
+        translated.update(
+            _from_fsdp(
+                fsdp, has_degree="shard_degree" in asked or parallelism is not None
+            )
+        )
     if parallelism is not None:
         translated.update(_from_parallelism(parallelism))
 
@@ -95,7 +108,11 @@ def accelerators_arguments(
         ValueError: a keyword that is neither an argument of Accelerator nor a knob.
     """
     signature = inspect.signature(Accelerator.__init__)
-    unknown = {name: value for name, value in kwargs.items() if name not in signature.parameters}
+    unknown = {
+        name: value
+        for name, value in kwargs.items()
+        if name not in signature.parameters
+    }
     known = [name for name in signature.parameters if name not in ("self", "kwargs")]
     SmpConfig.require_known(unknown, arguments=known)
     arguments = dict(signature.bind_partial(accelerator, *args, **kwargs).arguments)
@@ -109,10 +126,16 @@ def refuse_precision(arguments: Mapping[str, Any]) -> None:
     Args:
         arguments: those for ``Accelerator``.
     """
-    asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    asked = arguments.get("mixed_precision") or os.environ.get(
+        "ACCELERATE_MIXED_PRECISION", "no"
+    )
     asked = str(getattr(asked, "value", asked))
-    if asked == "fp16" and (arguments.get("cpu") or not torch.accelerator.is_available()):
-        raise ValueError("mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'")
+    if asked == "fp16" and (
+        arguments.get("cpu") or not torch.accelerator.is_available()
+    ):
+        raise ValueError(
+            "mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'"
+        )
 
 
 def refuse_engine_in_effect(distributed_type: Any) -> None:
@@ -132,11 +155,18 @@ def refuse_engines(arguments: Mapping[str, Any]) -> None:
         arguments: those for ``Accelerator``.
 
     Raises:
-        ValueError: DeepSpeed or Megatron-LM, asked for in code or by `accelerate launch`.
+        ValueError: DeepSpeed or Megatron-LM, asked for in code or by `accelerate
+            launch`.
     """
     for engine, name in (("DEEPSPEED", "deepspeed"), ("MEGATRON_LM", "megatron_lm")):
-        asked = [f"{name}_plugin="] if arguments.get(f"{name}_plugin") or arguments.get(f"{name}_plugins") else []
-        asked += [f"distributed_type: {engine}"] if _flag(f"ACCELERATE_USE_{engine}") else []
+        asked = (
+            [f"{name}_plugin="]
+            if arguments.get(f"{name}_plugin") or arguments.get(f"{name}_plugins")
+            else []
+        )
+        asked += (
+            [f"distributed_type: {engine}"] if _flag(f"ACCELERATE_USE_{engine}") else []
+        )
         if asked:
             raise ValueError(
                 f"{asked[0]} and SmpAccelerator both want to shard; leave it out (distributed_type: MULTI_GPU or "
@@ -145,7 +175,8 @@ def refuse_engines(arguments: Mapping[str, Any]) -> None:
 
 
 def check_world(parallelism: ParallelismConfig | None, world_size: int) -> None:
-    """Refuse degrees of a ``ParallelismConfig`` whose product is not the number of processes."""
+    """Refuse degrees of a ``ParallelismConfig`` whose product is not the number of
+    processes."""
     if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism = ParallelismConfig()
     if parallelism is None or parallelism.total_size == world_size:
@@ -155,7 +186,10 @@ def check_world(parallelism: ParallelismConfig | None, world_size: int) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")
         if getattr(parallelism, name) != 1
     }
-    shown = " x ".join(f"{name}={size}" for name, size in sizes.items()) or "dp_shard_size=1"
+    shown = (
+        " x ".join(f"{name}={size}" for name, size in sizes.items())
+        or "dp_shard_size=1"
+    )
     raise ValueError(
         f"{shown} makes {parallelism.total_size}, but {world_size} processes were started; start "
         f"{parallelism.total_size}, or leave parallelism_config out and write shard_degree: (replicas follow from it)"
@@ -172,19 +206,29 @@ def engines_off() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _as_config(config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str]) -> SmpConfig:
+def _as_config(
+    config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str],
+) -> SmpConfig:
     if isinstance(config, SmpConfig):
         return config
-    return SmpConfig.from_dict(config) if isinstance(config, Mapping) else SmpConfig.from_yaml(config)
+    return (
+        SmpConfig.from_dict(config)
+        if isinstance(config, Mapping)
+        else SmpConfig.from_yaml(config)
+    )
 
 
 def _asked(config: SmpConfig, written: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the settings that differ from their defaults. A knob that was ``written`` at its default counts too, with
-    all its fields."""
+    """Return the settings that differ from their defaults. A knob that was ``written``
+    at its default counts too, with all its fields."""
     default = SmpConfig()
     at_default = [knob for knob in written if config.asked(knob) == default.asked(knob)]
     plain = [name for knob in at_default for name in SmpConfig.settings_of(knob)]
-    asked = [name for name in SmpConfig.settings() if name in plain or config.asked(name) != default.asked(name)]
+    asked = [
+        name
+        for name in SmpConfig.settings()
+        if name in plain or config.asked(name) != default.asked(name)
+    ]
     return {name: config.asked(name) for name in asked}
 
 
@@ -193,8 +237,13 @@ def _flag(variable: str) -> bool:
 
 
 def _same(asked: Any, translated: Any) -> bool:
-    # "node" and "world" may well be the number the other place writes; the mesh finds out.
-    return asked == translated or asked in ("auto", "node", "world") or list_or_self(asked) == list_or_self(translated)
+    # "node" and "world" may well be the number the other place writes; the mesh finds
+    # out.
+    return (
+        asked == translated
+        or asked in ("auto", "node", "world")
+        or list_or_self(asked) == list_or_self(translated)
+    )
 
 
 def list_or_self(value: Any) -> Any:
@@ -205,9 +254,12 @@ def list_or_self(value: Any) -> Any:
 def _from_parallelism(parallelism: ParallelismConfig) -> dict[str, Any]:
     sequence_ranks = getattr(parallelism, "sp_size", 1)  # Accelerate 1.12
     if sequence_ranks > 1:
-        raise ValueError(f"sp_size={sequence_ranks} belongs to DeepSpeed; allowed: 1; write cp_size={sequence_ranks}")
+        raise ValueError(
+            f"sp_size={sequence_ranks} belongs to DeepSpeed; allowed: 1; write cp_size={sequence_ranks}"
+        )
     return {
-        # Accelerate counts context ranks apart from the shard ranks, smp_core among them.
+        # Accelerate counts context ranks apart from the shard ranks, smp_core among
+        # them.
         "shard_degree": parallelism.dp_shard_size * parallelism.cp_size,
         "context_parallel_degree": parallelism.cp_size,
         "tensor_parallel_degree": parallelism.tp_size,
@@ -215,16 +267,24 @@ def _from_parallelism(parallelism: ParallelismConfig) -> dict[str, Any]:
 
 
 def refuse_fsdp1(version: Any) -> None:
-    """Refuse the first version of FSDP, Accelerate's default where no version is written."""
+    """Refuse the first version of FSDP, Accelerate's default where no version is
+    written."""
     if str(version) != "2":
-        raise ValueError(f"fsdp_version={version}: torch-smp stands on FSDP2; write fsdp_version: 2")
+        raise ValueError(
+            f"fsdp_version={version}: torch-smp stands on FSDP2; write fsdp_version: 2"
+        )
 
 
-def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[str, Any]:
-    """Translate a ``fsdp_config:`` section to settings: knobs, and dotted names of fields."""
+def _from_fsdp(
+    fsdp: FullyShardedDataParallelPlugin, has_degree: bool
+) -> dict[str, Any]:
+    """Translate a ``fsdp_config:`` section to settings: knobs, and dotted names of
+    fields."""
     refuse_fsdp1(fsdp.fsdp_version)
     if fsdp.ignored_modules:
-        raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
+        raise ValueError(
+            "fsdp ignored_modules: torch-smp shards every parameter; leave it out"
+        )
     if fsdp.param_init_fn is not None:
         raise ValueError(
             "fsdp param_init_fn: modules on the meta device use their own reset_parameters(); leave it out"
@@ -241,10 +301,15 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         knobs["shard_degree"] = "world"  # as plain FSDP
     classes = fsdp.transformer_cls_names_to_wrap
     if classes:
-        knobs["units.modules"] = tuple(classes.split(",") if isinstance(classes, str) else classes)
+        knobs["units.modules"] = tuple(
+            classes.split(",") if isinstance(classes, str) else classes
+        )
     if fsdp.min_num_params:
         knobs["units.min_parameters"] = fsdp.min_num_params
-    if getattr(fsdp.cpu_offload, "offload_params", None) or type(fsdp.cpu_offload).__name__ == "CPUOffloadPolicy":
+    if (
+        getattr(fsdp.cpu_offload, "offload_params", None)
+        or type(fsdp.cpu_offload).__name__ == "CPUOffloadPolicy"
+    ):
         knobs["state_offload"] = "all"
     if fsdp.activation_checkpointing:
         knobs["activations.checkpoint"] = "full"
@@ -256,7 +321,9 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         if dtype is not None:
             knobs[knob] = str(dtype).removeprefix("torch.")
     if fsdp.cpu_ram_efficient_loading:
-        logger.info("fsdp cpu_ram_efficient_loading has no effect: rank 0's weights go to every rank unit by unit")
+        logger.info(
+            "fsdp cpu_ram_efficient_loading has no effect: rank 0's weights go to every rank unit by unit"
+        )
     if "FULL" in str(fsdp.state_dict_type):
         logger.info(
             "fsdp state_dict_type=FULL_STATE_DICT has no effect: checkpoints are sharded and load on any number of "

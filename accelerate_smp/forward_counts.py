@@ -1,4 +1,5 @@
-"""Counts of a forward's arguments, and the figures of a job, for the monitors of Trainer and of bare loops."""
+"""Counts of a forward's arguments, and the figures of a job, for the monitors of
+Trainer and of bare loops."""
 
 from __future__ import annotations
 
@@ -19,19 +20,30 @@ TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
 
 def sizes_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return the samples and the tokens of a forward's arguments; None: not known."""
-    token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), Tensor)]
-    inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, Tensor)]
+    token_ids = [
+        kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), Tensor)
+    ]
+    inputs = [
+        each
+        for each in (*token_ids, *args, *kwargs.values())
+        if isinstance(each, Tensor)
+    ]
     samples = [each.shape[0] for each in inputs if each.ndim]
     tokens = token_ids[0].numel() if token_ids else None
     return samples[0] if samples else 0, tokens
 
 
-def _over_ranks(values: list[float], operation: str, device: torch.device) -> list[float]:
-    """Return the sums ("sum") or maxima ("max") of all ranks' values. Collective over the world."""
+def _over_ranks(
+    values: list[float], operation: str, device: torch.device
+) -> list[float]:
+    """Return the sums ("sum") or maxima ("max") of all ranks' values. Collective over
+    the world."""
     if not dist.is_initialized() or not values:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+    dist.all_reduce(
+        tensor, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
+    )
     return tensor.tolist()
 
 
@@ -42,7 +54,8 @@ def figures_of_job(
     peak_tflops: float | None,
     flops_per_sample: float | None,
 ) -> JobFigures:
-    """Return the figures of a run behind ``step`` optimizer steps; the rest as of :class:`JobFigures`."""
+    """Return the figures of a run behind ``step`` optimizer steps; the rest as of
+    :class:`JobFigures`."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return JobFigures(
         handle,

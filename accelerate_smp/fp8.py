@@ -1,9 +1,11 @@
 """The ways to ask Accelerate for FP8, translated to the knob ``fp8``.
 
-Accelerate computes in FP8 by itself only with another library's layers, which ``mixed_precision="fp8"`` means there.
-Here FP8 is a property of the linear layers (``smp_config: {fp8: ...}``) under ``mixed_precision: bf16``. What its own
-settings (the ``fp8_config:`` section, ``TERecipeKwargs``, ``AORecipeKwargs``) say about scaling is understood; what has
-no counterpart is refused or said. Without any of them ``mixed_precision="fp8"`` is an error.
+Accelerate computes in FP8 by itself only with another library's layers, which
+``mixed_precision="fp8"`` means there. Here FP8 is a property of the linear layers
+(``smp_config: {fp8: ...}``) under ``mixed_precision: bf16``. What its own settings (the
+``fp8_config:`` section, ``TERecipeKwargs``, ``AORecipeKwargs``) say about scaling is
+understood; what has no counterpart is refused or said. Without any of them
+``mixed_precision="fp8"`` is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.utils import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.utils import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 
 from smp_core.config import Fp8Recipe, SmpConfig, nearest_name
 
@@ -28,10 +35,20 @@ _NO_EFFECT = {
 }
 _ONLY: dict[str, tuple[Any, str]] = {
     "interval": (1, "scales are made anew after every optimizer step"),
-    "override_linear_precision": ((False, False, False), "all three products run in FP8"),
+    "override_linear_precision": (
+        (False, False, False),
+        "all three products run in FP8",
+    ),
     "use_mxfp8_block_scaling": (False, "a tensor has one scale"),
 }
-_KEYS = (*_SAME, *_NO_EFFECT, *_ONLY, "backend", "fp8_format", "enable_fsdp_float8_all_gather")
+_KEYS = (
+    *_SAME,
+    *_NO_EFFECT,
+    *_ONLY,
+    "backend",
+    "fp8_format",
+    "enable_fsdp_float8_all_gather",
+)
 
 
 def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Recipe:
@@ -46,7 +63,8 @@ def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Reci
         if name not in _KEYS:
             near = nearest_name(name, _KEYS)
             raise ValueError(
-                f"{where}: unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "leave it out")
+                f"{where}: unknown key {key!r}; "
+                + (f"did you mean {near!r}?" if near else "leave it out")
             )
         # What a recipe has too, what it says in other words, and what it does not have.
         if value is None:
@@ -55,7 +73,9 @@ def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Reci
             fields[name] = value
         elif name == "fp8_format":
             if str(value).upper() not in ("HYBRID", "E4M3"):
-                raise ValueError(f"{where}: fp8_format={value!r} is not for training; allowed: HYBRID, E4M3")
+                raise ValueError(
+                    f"{where}: fp8_format={value!r} is not for training; allowed: HYBRID, E4M3"
+                )
             fields["fp8_format"] = str(value).lower()
         elif name == "enable_fsdp_float8_all_gather":
             fields["fp8_all_gather"] = value
@@ -64,7 +84,9 @@ def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Reci
         elif name in _ONLY:
             only, why = _ONLY[name]
             if _plain(value) not in (only, str(only)):
-                raise ValueError(f"{where}: {key}={value!r} has no counterpart: {why}; leave it out")
+                raise ValueError(
+                    f"{where}: {key}={value!r} has no counterpart: {why}; leave it out"
+                )
         elif str(value).lower() not in ("false", "0"):
             logger.info("%s: %s has no effect: %s", where, key, _NO_EFFECT[name])
     return Fp8Recipe(**fields)
@@ -72,16 +94,22 @@ def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Reci
 
 def _from_backend(backend: str, where: str) -> dict[str, Any]:
     if backend == "MSAMP":
-        raise ValueError(f"{where}: backend=MSAMP is not maintained any more; leave backend out")
+        raise ValueError(
+            f"{where}: backend=MSAMP is not maintained any more; leave backend out"
+        )
     if backend == "TE":
-        logger.info("%s: backend TE: the same delayed scaling, by torch-smp's own layers", where)
+        logger.info(
+            "%s: backend TE: the same delayed scaling, by torch-smp's own layers", where
+        )
         return {}
     if backend == "AO":
         logger.info("%s: backend AO: dynamic scaling, by torch-smp's own layers", where)
         return {"scaling": "dynamic"}
     if backend in ("AUTO", "NO"):
         return {}
-    raise ValueError(f"{where}: backend={backend!r} is not allowed; allowed: TE, AO, or leave it out")
+    raise ValueError(
+        f"{where}: backend={backend!r} is not allowed; allowed: TE, AO, or leave it out"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -89,13 +117,17 @@ def _plain(value: Any) -> Any:
 
 
 def settle_fp8(arguments: dict[str, Any], config: SmpConfig) -> SmpConfig:
-    """Take FP8 out of the arguments for ``Accelerator`` and put it into the configuration.
+    """Take FP8 out of the arguments for ``Accelerator`` and put it into the
+    configuration.
 
     Raises:
-        ValueError: ``mixed_precision="fp8"`` and nothing that says how, or two places that say different things.
+        ValueError: ``mixed_precision="fp8"`` and nothing that says how, or two places
+            that say different things.
     """
     # Who asks for it: handlers, the environment, the configuration.
-    asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    asked = arguments.get("mixed_precision") or os.environ.get(
+        "ACCELERATE_MIXED_PRECISION", "no"
+    )
     wants_fp8 = str(getattr(asked, "value", asked)) == "fp8"
     given = _from_handlers(arguments)
     if given is None and wants_fp8:
@@ -115,7 +147,9 @@ def settle_fp8(arguments: dict[str, Any], config: SmpConfig) -> SmpConfig:
                 "and mixed_precision: bf16"
             )
         arguments["mixed_precision"] = "bf16"
-        logger.info("mixed_precision='fp8': linear layers in FP8, everything else as with 'bf16'")
+        logger.info(
+            "mixed_precision='fp8': linear layers in FP8, everything else as with 'bf16'"
+        )
     return config
 
 
@@ -125,22 +159,38 @@ def _from_handlers(arguments: dict[str, Any]) -> Fp8Recipe | None:
     ours = [handler for handler in handlers if isinstance(handler, kinds)]
     if not ours:
         return None
-    arguments["kwargs_handlers"] = [handler for handler in handlers if handler not in ours]
+    arguments["kwargs_handlers"] = [
+        handler for handler in handlers if handler not in ours
+    ]
     handler, where = ours[0], type(ours[0]).__name__
     if isinstance(handler, AORecipeKwargs):
         if handler.module_filter_func is not None:
-            raise ValueError("AORecipeKwargs: module_filter_func has no counterpart; write include and exclude globs")
+            raise ValueError(
+                "AORecipeKwargs: module_filter_func has no counterpart; write include and exclude globs"
+            )
         gather = getattr(handler.config, "enable_fsdp_float8_all_gather", True)
-        return recipe_of({"backend": "AO", "enable_fsdp_float8_all_gather": gather}, where)
-    if isinstance(handler, MSAMPRecipeKwargs) and not isinstance(handler, TERecipeKwargs):
+        return recipe_of(
+            {"backend": "AO", "enable_fsdp_float8_all_gather": gather}, where
+        )
+    if isinstance(handler, MSAMPRecipeKwargs) and not isinstance(
+        handler, TERecipeKwargs
+    ):
         return recipe_of({"backend": "MSAMP"}, where)
     return recipe_of({name: getattr(handler, name, None) for name in _KEYS}, where)
 
 
 def _from_environment() -> Fp8Recipe | None:
     """Read the variables that `accelerate launch` exports of ``fp8_config:``."""
-    settings = {name.removeprefix(_PREFIX).lower(): v for name, v in os.environ.items() if name.startswith(_PREFIX)}
-    overrides = {name: settings.pop(name) for name in tuple(settings) if name.startswith("override_")}
+    settings = {
+        name.removeprefix(_PREFIX).lower(): v
+        for name, v in os.environ.items()
+        if name.startswith(_PREFIX)
+    }
+    overrides = {
+        name: settings.pop(name)
+        for name in tuple(settings)
+        if name.startswith("override_")
+    }
     if any(value.lower() in ("true", "1") for value in overrides.values()):
         settings["override_linear_precision"] = str(overrides)
     settings.pop("opt_level", None)  # of MS-AMP; always exported

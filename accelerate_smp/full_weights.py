@@ -6,7 +6,8 @@
     accelerator.save(...) of shards            refused: it runs on rank 0 alone, which cannot gather them; torch.save
                                                likewise (smp_core/sharding/process.py)
 
-All but the last have to be called on every rank, which is checked before anything is gathered.
+All but the last have to be called on every rank, which is checked before anything is
+gathered.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class FullWeightsAccelerator(Accelerator):
     """An Accelerator whose methods to save give unsharded weights."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict on rank 0's CPU, ``{}`` on the others; of a part of a sharded model too.
-        Collective.
+        """Return the full state dict on rank 0's CPU, ``{}`` on the others; of a part
+        of a sharded model too. Collective.
 
         Raises:
             RuntimeError: it is not called on every rank.
@@ -47,10 +48,20 @@ class FullWeightsAccelerator(Accelerator):
         if handle is not None:
             state = full_state(handle)
         else:
-            holding = (whole for whole in map(parallel_of, self._models) if whole is not None)
-            stages = next((whole.stage_group for whole in holding if model in set(whole.module.modules())), None)
+            holding = (
+                whole for whole in map(parallel_of, self._models) if whole is not None
+            )
+            stages = next(
+                (
+                    whole.stage_group
+                    for whole in holding
+                    if model in set(whole.module.modules())
+                ),
+                None,
+            )
             state = full_state_dict(model.state_dict(), stages=stages)
-        return OrderedDict(state)  # of which `save` into safetensors leaves out tied names, as of a module's own
+        # Of which `save` into safetensors leaves out tied names, as of a module's own.
+        return OrderedDict(state)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save an object as Accelerate does, with unsharded tensors.
@@ -84,8 +95,8 @@ def save_full(model: nn.Module, handle: ParallelModel) -> None:
 
 
 def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Save as the class does, with unsharded weights that rank 0 writes. Collective, unless ``state_dict`` is unsharded
-    already.
+    """Save as the class does, with unsharded weights that rank 0 writes. Collective,
+    unless ``state_dict`` is unsharded already.
     """
     own: Any = type(self).save_pretrained  # type: ignore[attr-defined]
     given = kwargs.get("state_dict")
@@ -97,7 +108,11 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = f"{type(self).__name__.removeprefix('FSDP')}.save_pretrained(...)"
     meet(call)
     handle, prefix = getattr(self, _PART)
-    state = full_state(handle, prefix) if given is None else full_state_dict(given, stages=handle.stage_group)
+    state = (
+        full_state(handle, prefix)
+        if given is None
+        else full_state_dict(given, stages=handle.stage_group)
+    )
     if given is not None:
         kwargs["state_dict"] = state
 
@@ -109,11 +124,16 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def full_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
-    """Return the full state dict of the part of the model whose names begin with ``prefix``. Collective."""
+    """Return the full state dict of the part of the model whose names begin with
+    ``prefix``. Collective."""
     handle.reshard()
     handle.broadcast_buffers()
     state = handle.model_state()
-    own = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+    own = {
+        name[len(prefix) :]: value
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
     return full_state_dict(own, stages=handle.stage_group)
 
 
@@ -124,11 +144,16 @@ def holds_shards(state: Any) -> bool:
 
 @contextlib.contextmanager
 def _showing(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Make ``state_dict()`` of the model and its parts return values of ``state`` inside the block."""
+    """Make ``state_dict()`` of the model and its parts return values of ``state``
+    inside the block."""
     shown = dict(model.named_modules())
     for name, part in shown.items():
         start = f"{name}." if name else ""
-        own = {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+        own = {
+            key[len(start) :]: value
+            for key, value in state.items()
+            if key.startswith(start)
+        }
         part.state_dict = _giving(own)  # type: ignore[method-assign]
     try:
         yield

@@ -11,10 +11,12 @@ _ATTACHED = "_smp_parallel"
 
 
 def attach(model: nn.Module, handle: ParallelModel) -> None:
-    """Let ``model`` carry its handle; not as a submodule, whose tensors would be saved twice."""
+    """Let ``model`` carry its handle; not as a submodule, whose tensors would be saved
+    twice."""
     object.__setattr__(model, _ATTACHED, handle)
 
 
 def parallel_of(model: nn.Module | None) -> ParallelModel | None:
-    """Return the handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
+    """Return the handle of a model that :class:`SmpAccelerator` sharded, compiled or
+    not; None for any other."""
     return None if model is None else getattr(uncompiled(model), _ATTACHED, None)

@@ -1,14 +1,18 @@
-"""The command `accelerate-smp launch`: one YAML for Accelerate's launcher and for torch-smp.
+"""The command `accelerate-smp launch`: one YAML for Accelerate's launcher and for
+torch-smp.
 
-The file is one of `accelerate config` with a section ``smp_config:`` beside Accelerate's own keys. Accelerate refuses
-keys it does not know, so its part is handed to its own launcher in a temporary file, and every worker reads the section
-from the file itself (``SMP_CONFIG_FILE``). Four things of Accelerate's launcher are put right on the way:
+The file is one of `accelerate config` with a section ``smp_config:`` beside
+Accelerate's own keys. Accelerate refuses keys it does not know, so its part is handed
+to its own launcher in a temporary file, and every worker reads the section from the
+file itself (``SMP_CONFIG_FILE``). Four things of Accelerate's launcher are put right on
+the way:
 
-- a script with a plain ``Accelerator`` or ``Trainer`` gets ours (:mod:`accelerate_smp.run`);
-- on CPU it starts one process whatever ``num_processes`` says: here as many as asked for, under torchrun, with
-  ``ACCELERATE_USE_CPU`` so that they know each other;
-- a ``parallelism_config:`` section has no effect unless its keys carry a prefix and FSDP is on: here they are exported
-  as they are;
+- a script with a plain ``Accelerator`` or ``Trainer`` gets ours
+  (:mod:`accelerate_smp.run`);
+- on CPU it starts one process whatever ``num_processes`` says: here as many as asked
+  for, under torchrun, with ``ACCELERATE_USE_CPU`` so that they know each other;
+- a ``parallelism_config:`` section has no effect unless its keys carry a prefix and
+  FSDP is on: here they are exported as they are;
 - ``smp_config:`` is checked before a worker is started.
 """
 
@@ -65,8 +69,9 @@ class LaunchFile:
         """Read ``path``.
 
         Raises:
-            ValueError: no such file, no ``smp_config:`` section, an unknown key in it or in ``parallelism_config:``, or
-                a value that is not allowed; what is not built yet is not asked here.
+            ValueError: no such file, no ``smp_config:`` section, an unknown key in it
+                or in ``parallelism_config:``, or a value that is not allowed; what is
+                not built yet is not asked here.
         """
         file = Path(path)
         document = read_yaml(file)
@@ -81,7 +86,9 @@ class LaunchFile:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         del accelerate[YAML_SECTION]
-        parallelism = _parallelism(path, accelerate.pop("parallelism_config", None) or {})
+        parallelism = _parallelism(
+            path, accelerate.pop("parallelism_config", None) or {}
+        )
         asked = accelerate.pop("fp8_config", None)
         if asked is not None:
             recipe = recipe_of(asked, f"{path}: fp8_config")
@@ -90,8 +97,12 @@ class LaunchFile:
                     f"{path}: fp8_config says {recipe} and smp_config fp8={smp.fp8}; remove one of the two"
                 )
             smp = dataclasses.replace(smp, fp8=recipe)
-        if str(accelerate.get("mixed_precision", "no")) == "fp8" and smp.fp8 is not None:
-            accelerate["mixed_precision"] = "bf16"  # what everything but the linear layers computes in
+        if (
+            str(accelerate.get("mixed_precision", "no")) == "fp8"
+            and smp.fp8 is not None
+        ):
+            # What everything but the linear layers computes in.
+            accelerate["mixed_precision"] = "bf16"
         return cls(file, smp, accelerate, parallelism)
 
     def check(self, processes: int) -> None:
@@ -110,7 +121,9 @@ class LaunchFile:
         for size in self.parallelism.values():
             product *= size
         if self.parallelism and product != processes:
-            shown = " x ".join(f"{name}={size}" for name, size in self.parallelism.items())
+            shown = " x ".join(
+                f"{name}={size}" for name, size in self.parallelism.items()
+            )
             raise ValueError(
                 f"{self.path}: {shown} makes {product}, but num_processes={processes}; write num_processes: {product}, "
                 "or leave parallelism_config out: replicas follow from shard_degree"
@@ -123,7 +136,8 @@ class LaunchFile:
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Start the workers that `accelerate launch` would, with the flags of `accelerate launch`.
+    """Start the workers that `accelerate launch` would, with the flags of `accelerate
+    launch`.
 
     Args:
         arguments: what follows `accelerate-smp launch`.
@@ -144,15 +158,26 @@ def launch(arguments: Sequence[str]) -> None:
     file = LaunchFile.read(args.config_file)
     refuse_flags(args)
     if not (args.module or args.no_python or os.path.isfile(args.training_script)):
-        raise ValueError(f"{args.training_script}: no such file; write the script, and its arguments behind it")
-    processes = args.num_processes or file.accelerate.get("num_processes") or max(torch.cuda.device_count(), 1)
+        raise ValueError(
+            f"{args.training_script}: no such file; write the script, and its arguments behind it"
+        )
+    processes = (
+        args.num_processes
+        or file.accelerate.get("num_processes")
+        or max(torch.cuda.device_count(), 1)
+    )
     file.check(processes)
     os.environ[CONFIG_FILE_VARIABLE] = str(file.path.resolve())
     if file.smp.fp8 is not None:
         os.environ["SMP_FP8"] = json.dumps(file.smp.fp8.to_dict())
     if file.parallelism:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        os.environ.update({f"PARALLELISM_CONFIG_{name.upper()}": str(n) for name, n in file.parallelism.items()})
+        os.environ.update(
+            {
+                f"PARALLELISM_CONFIG_{name.upper()}": str(n)
+                for name, n in file.parallelism.items()
+            }
+        )
     kind = file.accelerate.get("distributed_type")
     on_cpu = bool(args.cpu or file.accelerate.get("use_cpu") or kind == "MULTI_CPU")
     on_cpu = on_cpu or not torch.accelerator.is_available()
@@ -161,11 +186,18 @@ def launch(arguments: Sequence[str]) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         args.cpu = False  # with it Accelerate would start a single process
     if args.no_python:
-        logger.warning("--no_python: a plain Accelerator or Trainer in the program stays what it is, without torch-smp")
+        logger.warning(
+            "--no_python: a plain Accelerator or Trainer in the program stays what it is, without torch-smp"
+        )
     else:
-        # SmpAccelerator in the place of Accelerator, SmpTrainer in the place of Trainer.
+        # SmpAccelerator in the place of Accelerator, SmpTrainer in the place of
+        # Trainer.
         as_module = ["-m"] if args.module else []
-        args.training_script_args = [*as_module, args.training_script, *args.training_script_args]
+        args.training_script_args = [
+            *as_module,
+            args.training_script,
+            *args.training_script_args,
+        ]
         args.training_script, args.module = "accelerate_smp.run", True
     with tempfile.TemporaryDirectory(prefix="accelerate-smp-") as folder:
         args.config_file = os.path.join(folder, "accelerate.yaml")
@@ -180,19 +212,32 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 def _ended(who: str, status: int) -> int:
-    """Print how a worker ended, whose own traceback has been printed. Returns the exit status a shell would show."""
+    """Print how a worker ended, whose own traceback has been printed. Returns the exit
+    status a shell would show."""
     by_signal = status < 0
-    how = f"was ended by {signal.Signals(-status).name}" if by_signal else f"ended with exit status {status}"
+    how = (
+        f"was ended by {signal.Signals(-status).name}"
+        if by_signal
+        else f"ended with exit status {status}"
+    )
     print(f"accelerate-smp: {who} {how}; its output is above", file=sys.stderr)
     return 128 - status if by_signal else status
 
 
-def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) -> dict[str, Any]:
-    """Return Accelerate's part of the file, such that its launcher starts ``processes`` workers."""
-    known = {"compute_environment": "LOCAL_MACHINE", **document, "num_processes": processes}
+def for_accelerate(
+    document: Mapping[str, Any], processes: int, on_cpu: bool
+) -> dict[str, Any]:
+    """Return Accelerate's part of the file, such that its launcher starts ``processes``
+    workers."""
+    known = {
+        "compute_environment": "LOCAL_MACHINE",
+        **document,
+        "num_processes": processes,
+    }
     kind = str(known.get("distributed_type") or "NO")
     if on_cpu or kind == "NO":
-        # To the launcher "several workers under torchrun"; on CPU the workers detect their device.
+        # To the launcher "several workers under torchrun"; on CPU the workers detect
+        # their device.
         kind = kind if kind == "FSDP" and processes > 1 else "MULTI_GPU"
     if processes == 1 and kind in ("MULTI_GPU", "MULTI_CPU"):
         kind = "NO"
@@ -200,8 +245,12 @@ def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) ->
     if on_cpu:
         known["use_cpu"] = True
         known.pop("gpu_ids", None)
-    # A port that is free now, instead of 29500, which may be in use; several machines have to agree on one.
-    if known.get("main_process_port") is None and int(known.get("num_machines", 1)) == 1:
+    # A port that is free now, instead of 29500, which may be in use; several machines
+    # have to agree on one.
+    if (
+        known.get("main_process_port") is None
+        and int(known.get("num_machines", 1)) == 1
+    ):
         known["main_process_port"] = 0
     return known
 
@@ -212,11 +261,17 @@ def _parallelism(path: Any, section: Mapping[str, Any]) -> dict[str, int]:
         name = str(key).removeprefix(_PREFIX)
         if name not in _PARALLELISM:
             if name in ("cp_backend", "cp_comm_strategy", "sp_backend"):
-                raise ValueError(f"{path}: parallelism_config: {key} has no effect in torch-smp; leave it out")
+                raise ValueError(
+                    f"{path}: parallelism_config: {key} has no effect in torch-smp; leave it out"
+                )
             near = nearest_name(name, _PARALLELISM)
             hint = f"; did you mean {near!r}?" if near else ""
-            raise ValueError(f"{path}: parallelism_config: unknown key {key!r}{hint}; known: {', '.join(_PARALLELISM)}")
+            raise ValueError(
+                f"{path}: parallelism_config: unknown key {key!r}{hint}; known: {', '.join(_PARALLELISM)}"
+            )
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{path}: parallelism_config: {key}={value!r}; allowed: integers from 1 up")
+            raise ValueError(
+                f"{path}: parallelism_config: {key}={value!r}; allowed: integers from 1 up"
+            )
         sizes[name] = value
     return sizes

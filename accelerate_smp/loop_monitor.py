@@ -1,7 +1,9 @@
-"""SmpMonitor: the throughput and memory of a bare Accelerate loop, and which rank the others wait for.
+"""SmpMonitor: the throughput and memory of a bare Accelerate loop, and which rank the
+others wait for.
 
-The figures are those of Lightning's SmpMonitor (smp_core.observe.job_figures). A loop has no hooks between the parts of
-a step, so these are told by what it calls anyway: the model's forward, ``accelerator.backward`` and ``optimizer.step``.
+The figures are those of Lightning's SmpMonitor (smp_core.observe.job_figures). A loop
+has no hooks between the parts of a step, so these are told by what it calls anyway: the
+model's forward, ``accelerator.backward`` and ``optimizer.step``.
 """
 
 from __future__ import annotations
@@ -21,21 +23,24 @@ from smp_core.torch_facts import after_each_step
 
 
 class SmpMonitor(WatchesMemory):
-    """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, bytes, parts of a step and the slow rank.
+    """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, bytes, parts of a
+    step and the slow rank.
 
     Args:
         accelerator, model, optimizer: as ``accelerator.prepare`` returned them.
         every_n_steps: optimizer steps between two reports; the same on all ranks.
-        run_log: the file that ``smp report`` makes a page of (docs/monitoring.md); None: none is written.
+        run_log: the file that ``smp report`` makes a page of (docs/monitoring.md);
+            None: none is written.
         step: optimizer steps that an earlier run took.
         peak_tflops, flops_per_sample: as of :class:`accelerate_smp.SmpMonitorCallback`.
 
-    ``latest`` holds the last report, by the names of docs/monitoring.md. A forward in evaluation mode stops the clock
-    until the next one in training mode. A loop that calls ``loss.backward()`` itself has no part `backward`.
+    ``latest`` holds the last report, by the names of docs/monitoring.md. A forward in
+    evaluation mode stops the clock until the next one in training mode. A loop that
+    calls ``loss.backward()`` itself has no part `backward`.
 
     Raises:
-        ValueError: ``every_n_steps`` below 1, a peak that is not positive, a model that was not prepared, pipeline
-            stages.
+        ValueError: ``every_n_steps`` below 1, a peak that is not positive, a model that
+            was not prepared, pipeline stages.
     """
 
     def __init__(
@@ -51,7 +56,9 @@ class SmpMonitor(WatchesMemory):
         flops_per_sample: float | None = None,
     ) -> None:
         if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more")
+            raise ValueError(
+                f"every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more"
+            )
         check_peak(peak_tflops)
         handle = parallel_of(model)
         if accelerator.sharding and handle is None:
@@ -67,11 +74,20 @@ class SmpMonitor(WatchesMemory):
         self.every_n_steps, self.step = every_n_steps, step
         self.latest: dict[str, float] = {}
         self._accelerator, self._device = accelerator, accelerator.device
-        self._figures = figures_of_job(handle, self._device, step, peak_tflops, flops_per_sample)
-        stepping = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has the real one
+        self._figures = figures_of_job(
+            handle, self._device, step, peak_tflops, flops_per_sample
+        )
+        # Accelerate's wrapper has the real one.
+        stepping = getattr(optimizer, "optimizer", optimizer)
         self._record: RunRecord | None = None
         if run_log is not None and accelerator.is_main_process:
-            self._record = RunRecord(handle, [stepping], Path(run_log), step, accelerator.gradient_accumulation_steps)
+            self._record = RunRecord(
+                handle,
+                [stepping],
+                Path(run_log),
+                step,
+                accelerator.gradient_accumulation_steps,
+            )
         self._reported = step
         self._evaluates = False
         self._samples = 0
@@ -93,7 +109,9 @@ class SmpMonitor(WatchesMemory):
         (:class:`smp_core.observe.step_times.Straggler`)."""
         return self._figures.straggler
 
-    def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _before_forward(
+        self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         if model.training == self._evaluates:
             self._evaluates = not model.training
             (self._figures.pause if self._evaluates else self._figures.resume)()
@@ -109,7 +127,8 @@ class SmpMonitor(WatchesMemory):
 
     @contextlib.contextmanager
     def around_backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Take a backward pass of ``loss`` into account; for :class:`SmpAccelerator`."""
+        """Take a backward pass of ``loss`` into account; for
+        :class:`SmpAccelerator`."""
         weight = self._accelerator.batch_weight
         if weight == 0:
             self._figures.count(0, 0)  # the batch is repeated
@@ -120,7 +139,9 @@ class SmpMonitor(WatchesMemory):
         try:
             yield
         finally:
-            self._figures.enter("optimizer" if self._accelerator.sync_gradients else "data")
+            self._figures.enter(
+                "optimizer" if self._accelerator.sync_gradients else "data"
+            )
 
     def _after_step(self) -> None:
         self.step += 1
@@ -130,15 +151,22 @@ class SmpMonitor(WatchesMemory):
         self._figures.start_clock()
 
     def _report(self) -> None:
-        """Make a report. Collective: every rank calls it after the same optimizer step."""
+        """Make a report. Collective: every rank calls it after the same optimizer
+        step."""
         self._note_peak(self._device)
-        self.latest, self._reported = self._figures.report(self.step, self._highest), self.step
+        self.latest, self._reported = (
+            self._figures.report(self.step, self._highest),
+            self.step,
+        )
         if self._record is not None:
             loss = {} if self._figures.loss is None else {"loss": self._figures.loss}
-            self._record.write_step(self.step, {**loss, **self.latest}, self._figures.details)
+            self._record.write_step(
+                self.step, {**loss, **self.latest}, self._figures.details
+            )
 
     def end(self) -> None:
-        """Report about the last steps and end the log; ``accelerator.end_training`` does it. Collective."""
+        """Report about the last steps and end the log; ``accelerator.end_training``
+        does it. Collective."""
         if self.step > self._reported:
             self._report()
         self._figures.end()

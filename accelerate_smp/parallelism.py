@@ -1,4 +1,5 @@
-"""The run's layout in Accelerate's terms: its data loaders, Trainer and TRL read ``accelerator.parallelism_config``.
+"""The run's layout in Accelerate's terms: its data loaders, Trainer and TRL read
+``accelerator.parallelism_config``.
 
 dp_replicate_size   replicas of the model states
 dp_shard_size       ranks of a partition group that read different samples: shard_degree / context degree
@@ -19,7 +20,8 @@ from smp_core.cluster import SmpMesh
 
 @dataclass
 class SmpParallelism(ParallelismConfig):
-    """A ``ParallelismConfig`` that describes the run, to read from. Made by :meth:`of`; nothing is set through it."""
+    """A ``ParallelismConfig`` that describes the run, to read from. Made by :meth:`of`;
+    nothing is set through it."""
 
     @classmethod
     def of(cls, mesh: SmpMesh) -> SmpParallelism:
@@ -34,31 +36,34 @@ class SmpParallelism(ParallelismConfig):
         return config
 
     def __post_init__(self) -> None:
-        # Not the base's: it reads sizes from the environment, and refuses replicas whose ranks all share sequences.
-        self.cp_backend, self.sp_backend, self.sp_size = "torch", "deepspeed", 1  # Accelerate before 1.12 has none
+        # Not the base's: it reads sizes from the environment, and refuses replicas
+        # whose ranks all share sequences. Accelerate before 1.12 has none.
+        self.cp_backend, self.sp_backend, self.sp_size = "torch", "deepspeed", 1
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axis for FSDP2: the partition group alone; smp_core reduces across replicas."""
+        """The axis for FSDP2: the partition group alone; smp_core reduces across
+        replicas."""
         return ["dp_shard_cp"]
 
     @property
     def non_data_parallel_size(self) -> int:
-        """The number by which Trainer divides its count of targets before Transformers 5.20: 1, see
-        ``SmpTrainerMixin.get_tp_size``.
+        """The number by which Trainer divides its count of targets before Transformers
+        5.20: 1, see ``SmpTrainerMixin.get_tp_size``.
         """
         return 1
 
     @property
     def cp_enabled(self) -> bool:
-        """The flag of torch's context parallelism, which Accelerate and Trainer would switch on: False, smp_core shares
-        sequences.
+        """The flag of torch's context parallelism, which Accelerate and Trainer would
+        switch on: False, smp_core shares sequences.
         """
         return False
 
     @property
     def tp_enabled(self) -> bool:
-        """The flag of a model that Transformers split before it was prepared: False, smp_core splits it."""
+        """The flag of a model that Transformers split before it was prepared: False,
+        smp_core splits it."""
         return False
 
 
@@ -79,10 +84,14 @@ def _device_mesh(mesh: SmpMesh) -> DeviceMesh | None:
         return None
     names = tuple(active)
     if mesh.batch_degree > 1:
-        return init_device_mesh(mesh.device.type, tuple(active.values()), mesh_dim_names=names)
+        return init_device_mesh(
+            mesh.device.type, tuple(active.values()), mesh_dim_names=names
+        )
     ours = {"dp_replicate": mesh.replicate_group, "dp_shard": mesh.shard_group}
     ranks = torch.arange(mesh.topology.world_size).view(tuple(active.values()))
     groups = [ours[name] for name in names]
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], mesh.device.type, mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, mesh.device.type, mesh=ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(
+        groups, mesh.device.type, mesh=ranks, mesh_dim_names=names
+    )

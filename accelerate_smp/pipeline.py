@@ -1,8 +1,10 @@
 """Steps through pipeline stages under Accelerate.
 
-A function under ``@accelerator.pipeline_step`` runs once for each micro-batch of its batch on every stage, and leaves
-at the call of the model on all but the last. Backward passes are over when it returns; ``accelerator.backward(loss)``
-closes the window then, and refuses a loss that was changed in between. Without stages the function is called as it is.
+A function under ``@accelerator.pipeline_step`` runs once for each micro-batch of its
+batch on every stage, and leaves at the call of the model on all but the last. Backward
+passes are over when it returns; ``accelerator.backward(loss)`` closes the window then,
+and refuses a loss that was changed in between. Without stages the function is called as
+it is.
 
     num_processes         ranks that hold different tokens, and not those of one batch that hold copies
     prepare_data_loader   ranks that share a batch read the same samples
@@ -37,11 +39,13 @@ INSIDE_STEP = (
 
 
 class PipelinedAccelerator(Accelerator):
-    """An Accelerator for ranks that hold stages of a model. With one stage it is Accelerate's own.
+    """An Accelerator for ranks that hold stages of a model. With one stage it is
+    Accelerate's own.
 
     Attributes:
-        layout: the axes of the run; None: nothing is sharded. While ``shard_degree="auto"`` waits for the first model,
-            with the smallest partition groups: who shares a batch does not depend on them.
+        layout: the axes of the run; None: nothing is sharded. While
+            ``shard_degree="auto"`` waits for the first model, with the smallest
+            partition groups: who shares a batch does not depend on them.
     """
 
     layout: Layout | None = None
@@ -54,12 +58,14 @@ class PipelinedAccelerator(Accelerator):
         """The pipeline stages of this run."""
         return 1 if self.layout is None else self.layout.pipeline
 
-    # What Accelerate calls processes are ranks that hold something of their own; those of one batch hold copies.
+    # What Accelerate calls processes are ranks that hold something of their own; those
+    # of one batch hold copies.
 
     @property
     def num_processes(self) -> int:
-        """The ranks that hold different tokens, which ``gather`` and ``reduce`` go over and gradients are divided by;
-        inside ``prepare_data_loader`` those that read different samples. ``dist.get_world_size()`` counts processes.
+        """The ranks that hold different tokens, which ``gather`` and ``reduce`` go over
+        and gradients are divided by; inside ``prepare_data_loader`` those that read
+        different samples. ``dist.get_world_size()`` counts processes.
         """
         if self.layout is None or self._counted is None:
             return super().num_processes
@@ -67,7 +73,8 @@ class PipelinedAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:
-        """The place of this rank among :attr:`num_processes`. ``dist.get_rank()`` tells processes apart."""
+        """The place of this rank among :attr:`num_processes`. ``dist.get_rank()`` tells
+        processes apart."""
         rank: int = super().process_index
         if self.layout is None or self._counted is None:
             return rank
@@ -88,38 +95,52 @@ class PipelinedAccelerator(Accelerator):
             self._counted = before
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader as Accelerate does; ranks that share a batch read the same samples."""
+        """Prepare a loader as Accelerate does; ranks that share a batch read the same
+        samples."""
         with self._counting(DATA):
             return super().prepare_data_loader(*args, **kwargs)
 
     @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Split inputs as Accelerate does, between ranks that read different samples."""
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> Iterator[Any]:
+        """Split inputs as Accelerate does, between ranks that read different
+        samples."""
         with self._counting(DATA):
             reader: Any = SimpleNamespace(
-                num_processes=self.num_processes, process_index=self.process_index, device=self.device
+                num_processes=self.num_processes,
+                process_index=self.process_index,
+                device=self.device,
             )
-        with PartialState.split_between_processes(reader, inputs, apply_padding) as part:
+        with PartialState.split_between_processes(
+            reader, inputs, apply_padding
+        ) as part:
             yield part
 
     @contextlib.contextmanager
     def profile(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Profile as Accelerate does; each process writes a file."""
-        with contextlib.ExitStack() as files, super().profile(*args, **kwargs) as profiler:
+        with (
+            contextlib.ExitStack() as files,
+            super().profile(*args, **kwargs) as profiler,
+        ):
             yield profiler
             files.enter_context(self._counting(None))
 
     def pipeline_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a function take its batch through the pipeline stages, forward and backward.
+        """Let a function take its batch through the pipeline stages, forward and
+        backward.
 
         Args:
-            function: takes a batch first, calls the model once, and returns the loss, or a dict with it under "loss"
-                and numbers beside it. It must not communicate.
+            function: takes a batch first, calls the model once, and returns the loss,
+                or a dict with it under "loss" and numbers beside it. It must not
+                communicate.
 
         Returns:
-            a function of the same arguments. It returns the means over micro-batches, on all ranks; the loss is for
-            ``accelerator.backward``, which has nothing left to compute. Without gradients the batch goes forward as
-            one, and what the function returned on the last stage is returned on all ranks.
+            a function of the same arguments. It returns the means over micro-batches,
+            on all ranks; the loss is for ``accelerator.backward``, which has nothing
+            left to compute. Without gradients the batch goes forward as one, and what
+            the function returned on the last stage is returned on all ranks.
         """
 
         @functools.wraps(function)
@@ -133,7 +154,9 @@ class PipelinedAccelerator(Accelerator):
 
             if not torch.is_grad_enabled():
                 return self.evaluate_in_stages(handle, of, batch)
-            return self.train_in_stages(handle, of, batch, self.gradient_accumulation_steps)
+            return self.train_in_stages(
+                handle, of, batch, self.gradient_accumulation_steps
+            )
 
         return step
 
@@ -158,7 +181,8 @@ class PipelinedAccelerator(Accelerator):
         Args:
             of: computes what a micro-batch returns.
             divisor: of the loss, in ``backward`` or before it.
-            adds_up: losses of micro-batches are parts of the batch's; False: it is their mean.
+            adds_up: losses of micro-batches are parts of the batch's; False: it is
+                their mean.
 
         Returns:
             what the whole batch returned, on all ranks.
@@ -177,19 +201,31 @@ class PipelinedAccelerator(Accelerator):
         with self._inside_step():
             calls = [functools.partial(of, part) for part in parts]
             results = pipeline.train(
-                calls, lambda result: scaled(part_of_mean(loss_in(result))), weight / divisor, batch, within
+                calls,
+                lambda result: scaled(part_of_mean(loss_in(result))),
+                weight / divisor,
+                batch,
+                within,
             )
-        returned = self.over_shared_sequences(pipeline.share_made(lambda: mean_of(results, name)))
+        returned = self.over_shared_sequences(
+            pipeline.share_made(lambda: mean_of(results, name))
+        )
         loss = loss_in(returned)
         if adds_up:
             loss *= count
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()  # backward will scale it, too
-        loss.requires_grad_().register_hook(functools.partial(_require_unchanged, divisor / scale))
+        # Backward will scale it, too.
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        loss.requires_grad_().register_hook(
+            functools.partial(_require_unchanged, divisor / scale)
+        )
         self._stepped = handle
         return returned
 
-    def evaluate_in_stages(self, handle: ParallelModel, of: Callable[[Any], Any], batch: Any) -> Any:
-        """Take a batch forward; return what the last stage's call returned, on all ranks. Collective over stages."""
+    def evaluate_in_stages(
+        self, handle: ParallelModel, of: Callable[[Any], Any], batch: Any
+    ) -> Any:
+        """Take a batch forward; return what the last stage's call returned, on all
+        ranks. Collective over stages."""
         assert handle.pipeline is not None
         parts, within = self.split_micro_batches([batch])
         with self._inside_step(), within(0):
@@ -197,13 +233,13 @@ class PipelinedAccelerator(Accelerator):
             return self.over_shared_sequences(handle.pipeline.share(result))
 
     def split_micro_batches(self, parts: list[Any]) -> tuple[list[Any], Within]:
-        """Return this rank's parts of micro-batches, and what each of them runs in: they as they are, where no ranks
-        share sequences."""
+        """Return this rank's parts of micro-batches, and what each of them runs in:
+        they as they are, where no ranks share sequences."""
         return parts, lambda _: contextlib.nullcontext()
 
     def over_shared_sequences(self, returned: Any) -> Any:
-        """Return what a step returned of the sequences that this rank shares with others: it as it is, where there are
-        none."""
+        """Return what a step returned of the sequences that this rank shares with
+        others: it as it is, where there are none."""
         return returned
 
     @contextlib.contextmanager
@@ -215,10 +251,12 @@ class PipelinedAccelerator(Accelerator):
             self._is_inside_step = False
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward as Accelerate does; the loss of a step in stages has been through it, and its window is closed.
+        """Run backward as Accelerate does; the loss of a step in stages has been
+        through it, and its window is closed.
 
         Raises:
-            ValueError: a loss that was changed since, gradients that were zeroed since, a loss of no such step.
+            ValueError: a loss that was changed since, gradients that were zeroed since,
+                a loss of no such step.
         """
         if self.stages == 1:
             super().backward(loss, **kwargs)
@@ -242,7 +280,8 @@ class PipelinedAccelerator(Accelerator):
         """Gather as Accelerate does.
 
         Raises:
-            ValueError: inside a step in pipeline stages, which come to it one after the other.
+            ValueError: inside a step in pipeline stages, which come to it one after the
+                other.
         """
         if self._is_inside_step:
             raise ValueError(INSIDE_STEP)

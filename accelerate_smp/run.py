@@ -1,7 +1,9 @@
-"""The command `-m accelerate_smp.run script.py ARGS`: an unmodified script on torch-smp.
+"""The command `-m accelerate_smp.run script.py ARGS`: an unmodified script on
+torch-smp.
 
-Puts SmpAccelerator in the place of ``accelerate.Accelerator`` and SmpTrainer in the place of ``transformers.Trainer``,
-so that also their subclasses (Seq2SeqTrainer, TRL's) stand on it, and runs the script as ``__main__``:
+Puts SmpAccelerator in the place of ``accelerate.Accelerator`` and SmpTrainer in the
+place of ``transformers.Trainer``, so that also their subclasses (Seq2SeqTrainer, TRL's)
+stand on it, and runs the script as ``__main__``:
 
     accelerate launch --config_file acc.yaml -m accelerate_smp.run train.py --lr 1e-4
     torchrun --nproc-per-node 8 -m accelerate_smp.run train.py --lr 1e-4
@@ -39,8 +41,8 @@ def replace_accelerator() -> None:
 
 
 def replace_trainer() -> None:
-    """Make Trainer SmpTrainer as soon as ``transformers.trainer`` is imported; a script without it does not wait for
-    the import.
+    """Make Trainer SmpTrainer as soon as ``transformers.trainer`` is imported; a script
+    without it does not wait for the import.
     """
     if _TRAINERS[0] in sys.modules:
         _put_trainer_in_place()
@@ -64,11 +66,13 @@ class _AlreadyThere:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """A finder that lets others find a Trainer, and replaces the Trainer after its module was executed, whichever is
-    imported first.
+    """A finder that lets others find a Trainer, and replaces the Trainer after its
+    module was executed, whichever is imported first.
     """
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in _TRAINERS:
             return None
         sys.meta_path.remove(self)
@@ -82,7 +86,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            if fullname == _TRAINERS[1] or _TRAINERS[1] not in sys.modules:  # else ours is being executed around it
+            # Else ours is being executed around it.
+            if fullname == _TRAINERS[1] or _TRAINERS[1] not in sys.modules:
                 _put_trainer_in_place()
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]

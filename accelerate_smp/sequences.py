@@ -1,4 +1,5 @@
-"""The sequences that several ranks share, under Accelerate: the further work of SmpAccelerator for them.
+"""The sequences that several ranks share, under Accelerate: the further work of
+SmpAccelerator for them.
 
 prepare_data_loader    context peers read the same samples, and a loader yields this rank's part of the first peer's
                        batch
@@ -25,19 +26,29 @@ from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
 from smp_core.checkpoint import iterate_tensors
 from smp_core.cluster import DATA, GRADIENTS, Axis, Ranks, SmpMesh
-from smp_core.context_parallel import BatchLayout, SplitBatch, active_split, enabled, part_of_mean, shifts_labels
+from smp_core.context_parallel import (
+    BatchLayout,
+    SplitBatch,
+    active_split,
+    enabled,
+    part_of_mean,
+    shifts_labels,
+)
 from smp_core.engine import ParallelModel
 from smp_core.pipeline import Within
 from smp_core.watch import here
 
 
 class SharedSequencesAccelerator(PipelinedAccelerator):
-    """An Accelerator for ranks that share sequences. While the context degree is 1 it is Accelerate's own.
+    """An Accelerator for ranks that share sequences. While the context degree is 1 it
+    is Accelerate's own.
 
     Attributes:
-        batch_layout: the tensors of a batch to split, and their dims; None: found in the batch.
+        batch_layout: the tensors of a batch to split, and their dims; None: found in
+            the batch.
         split_in_loader: whether loaders yield parts; False where SmpTrainer splits.
-        count_targets: whether targets are counted when micro-batches are split; False where SmpTrainer counts.
+        count_targets: whether targets are counted when micro-batches are split; False
+            where SmpTrainer counts.
         joins_uneven: whether ranks that run out of batches repeat their last one.
         batch_weight: factor of the present batch's loss; 0.0 where it is repeated.
     """
@@ -51,7 +62,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     _number = 0  # that of the batch which is present
     _n_split = 0
     _split_as: Any = None
-    """Tensors of the batches that a loader has yielded -> their batch's number; none is kept alive."""
+    """Tensors of the batches that a loader has yielded -> their batch's number; none is
+    kept alive."""
     _each_sample_once = False
 
     if TYPE_CHECKING:
@@ -70,17 +82,28 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     @property
     def batch_degree(self) -> int:
         """The ranks that read the same batch."""
-        return 1 if self.layout is None else self.layout.world_size // self.layout.size(*DATA)
+        return (
+            1
+            if self.layout is None
+            else self.layout.world_size // self.layout.size(*DATA)
+        )
 
-    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader as Accelerate does; it yields this rank's part of each batch."""
-        if self.layout is None or getattr(data_loader, "_is_accelerate_prepared", False):
+    def prepare_data_loader(
+        self, data_loader: DataLoader, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Prepare a loader as Accelerate does; it yields this rank's part of each
+        batch."""
+        if self.layout is None or getattr(
+            data_loader, "_is_accelerate_prepared", False
+        ):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         prepared = self._prepared_alike(data_loader, *args, **kwargs)
         require_as_many_batches(prepared)
         return self._through_here(prepared)
 
-    def _prepared_alike(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+    def _prepared_alike(
+        self, data_loader: DataLoader, *args: Any, **kwargs: Any
+    ) -> Any:
         """Prepare a loader that reads the same samples on ranks that share a batch."""
         if self.batch_degree == 1:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -91,16 +114,22 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
                 "them; write False or leave it out"
             )
         if isinstance(data_loader.dataset, IterableDataset):
-            self.dataloader_config.dispatch_batches = False  # every rank reads the stream and takes its samples
+            # Every rank reads the stream and takes its samples.
+            self.dataloader_config.dispatch_batches = False
         try:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         finally:
             self.dataloader_config.dispatch_batches = before
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader of the batches that are left of an epoch; behind it ``dataloader`` is in the next one."""
+        """Return a loader of the batches that are left of an epoch; behind it
+        ``dataloader`` is in the next one."""
         left = super().skip_first_batches(dataloader, num_batches)
-        return self._through_here(left, dataloader) if self.smp and left is not dataloader else left
+        return (
+            self._through_here(left, dataloader)
+            if self.smp and left is not dataloader
+            else left
+        )
 
     def _through_here(self, prepared: Any, rest_of: Any = None) -> Any:
         """Let the batches of a prepared loader come through this accelerator.
@@ -114,43 +143,62 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             epoch = getattr(loader, "iteration", None)
             batches = loader.batch_sampler
             # Where all are skipped, loaders of rank 0's batches would deal out none.
-            if rest_of is None or not hasattr(batches, "skip_batches") or batches.skip_batches < batches.total_length:
+            if (
+                rest_of is None
+                or not hasattr(batches, "skip_batches")
+                or batches.skip_batches < batches.total_length
+            ):
                 yield from through(loader)
             if rest_of is not None and epoch is not None:
-                rest_of.iteration = epoch + 1  # also where nothing was left, which Accelerate does not count
+                # Also where nothing was left, which Accelerate does not count.
+                rest_of.iteration = epoch + 1
 
         def through(loader: Any) -> Iterator[Any]:
-            # An evaluation in the block repeats nothing: its results would count twice. What it evaluates is in
-            # Accelerate's own list, `_models`, which has no public name.
-            if accelerator.joins_uneven and any(model.training for model in accelerator._models):
+            # An evaluation in the block repeats nothing: its results would count twice.
+            # What it evaluates is in Accelerate's own list, `_models`, which has no
+            # public name.
+            if accelerator.joins_uneven and any(
+                model.training for model in accelerator._models
+            ):
                 before = accelerator.batch_weight
                 for batch, accelerator.batch_weight in joined(loader, kind.__iter__):
                     yield batch
                 accelerator.batch_weight = before
                 return
-            around = accelerator._present, accelerator._number  # of a loop that this one is inside of
+            # Of a loop that this one is inside of.
+            around = accelerator._present, accelerator._number
             for batch in kind.__iter__(loader):
                 part = accelerator._part_of(batch)
                 number = accelerator._number
                 yield part
-                if accelerator._number != number:  # two loaders take turns: neither is inside of the other
+                # Two loaders take turns: neither is inside of the other.
+                if accelerator._number != number:
                     around = None, 0
             accelerator._present, accelerator._number = around
 
-        # A property of Accelerate's loaders hides their class behind their base's; object's own slot sets the class.
-        methods = {"__iter__": iterate, "set_epoch": _tell_epoch, "__module__": kind.__module__}
+        # A property of Accelerate's loaders hides their class behind their base's;
+        # object's own slot sets the class.
+        methods = {
+            "__iter__": iterate,
+            "set_epoch": _tell_epoch,
+            "__module__": kind.__module__,
+        }
         ours = type(kind.__name__, (kind,), methods)
         vars(object)["__class__"].__set__(prepared, ours)
         return prepared
 
     @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Run a block of training in which ranks may run out of batches before others (docs/uneven-batches.md).
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Run a block of training in which ranks may run out of batches before others
+        (docs/uneven-batches.md).
 
         Args:
-            joinables: as of Accelerate's; what is joined are the prepared loaders that the block iterates.
-            even_batches: False: samples are dealt out to ranks without repeating any. None: as the accelerator was
-                told.
+            joinables: as of Accelerate's; what is joined are the prepared loaders that
+                the block iterates.
+            even_batches: False: samples are dealt out to ranks without repeating any.
+                None: as the accelerator was told.
 
         Raises:
             ValueError: several ranks share a batch.
@@ -186,13 +234,16 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         return self._present.batch
 
     def _require_present(self, given: Any) -> None:
-        """Refuse a call of the model with a batch that the loader has left behind: it would attend over this rank's
-        part alone, or by the tokens of another batch.
+        """Refuse a call of the model with a batch that the loader has left behind: it
+        would attend over this rank's part alone, or by the tokens of another batch.
 
         Raises:
             ValueError: the batch is not the one that the loader yielded last.
         """
-        numbers = [(self._split_as or {}).get(tensor) for _, tensor in iterate_tensors(given, mapping=MutableMapping)]
+        numbers = [
+            (self._split_as or {}).get(tensor)
+            for _, tensor in iterate_tensors(given, mapping=MutableMapping)
+        ]
         present = None if self._present is None else self._number
         if any(number not in (None, present) for number in numbers):
             raise ValueError(
@@ -206,10 +257,13 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         context = self.parallel.context
         assert context is not None
         shifts = shifts_labels(self.parallel.module)
-        return context.split(batch, self.batch_layout, shifts=shifts, count=self.count_targets)
+        return context.split(
+            batch, self.batch_layout, shifts=shifts, count=self.count_targets
+        )
 
     def split_micro_batches(self, parts: list[Any]) -> tuple[list[Any], Within]:
-        """Return this rank's parts of micro-batches, and what each of them runs in. Collective over all ranks."""
+        """Return this rank's parts of micro-batches, and what each of them runs in.
+        Collective over all ranks."""
         if self.context_degree == 1:
             return super().split_micro_batches(parts)
         splits = [self._split(part) for part in parts]
@@ -226,7 +280,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         return [split.batch for split in splits], within
 
     def over_shared_sequences(self, returned: Any) -> Any:
-        """Return tokens of whole sequences, and the means of numbers over the ranks that share them. Collective."""
+        """Return tokens of whole sequences, and the means of numbers over the ranks
+        that share them. Collective."""
         if self.context_degree == 1:
             return returned
         return recursively_apply(self._whole, returned)
@@ -239,14 +294,17 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     def run_over_ranks(self, model: nn.Module) -> None:
         """Let ``model`` attend over the present batch's unsplit sequences.
 
-        Hooks do it, because the model's other hooks, which fill in positions and counts, have to see the batch too.
-        A step in pipeline stages does it around each micro-batch, whose forward leaves the model in the middle.
+        Hooks do it, because the model's other hooks, which fill in positions and
+        counts, have to see the batch too. A step in pipeline stages does it around each
+        micro-batch, whose forward leaves the model in the middle.
         """
         if self.stages > 1:
             return
         entered: list[AbstractContextManager[None]] = []
 
-        def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(
+            model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             # A trial of the model, which enters a batch of its own, calls it too.
             present = self._present if active_split() is None else None
             if active_split() is None:
@@ -265,39 +323,54 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         model.register_forward_hook(leave, always_call=True)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward as Accelerate does; a mean over this rank's targets counts as its part of the mean over all of
-        them.
+        """Run backward as Accelerate does; a mean over this rank's targets counts as
+        its part of the mean over all of them.
         """
         with enabled(self._present):
             loss = part_of_mean(loss)
-            super().backward(loss if self.batch_weight == 1.0 else loss * self.batch_weight, **kwargs)
+            super().backward(
+                loss if self.batch_weight == 1.0 else loss * self.batch_weight, **kwargs
+            )
 
     def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Gather a tensor of the present batch's tokens over all ranks that share them. Collective; no gradient."""
+        """Gather a tensor of the present batch's tokens over all ranks that share them.
+        Collective; no gradient."""
         if self._present is None:
             return tensor
         assert self.parallel.context is not None
         return self.parallel.context.gather(tensor, self._present, dim)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather as Accelerate does, of each batch one copy; inside :meth:`gather_for_metrics` each sample once."""
+        """Gather as Accelerate does, of each batch one copy; inside
+        :meth:`gather_for_metrics` each sample once."""
         with here.waiting("accelerator.gather"):
             gathered = super().gather(tensor)
         if self.layout is None:
             return gathered
         world = self.layout.world_size
-        holders = list(self._readers if self._each_sample_once else self.layout.ranks(0, *GRADIENTS))
+        holders = list(
+            self._readers
+            if self._each_sample_once
+            else self.layout.ranks(0, *GRADIENTS)
+        )
         if len(holders) == world:
             return gathered
-        return recursively_apply(lambda t: t.unflatten(0, (world, -1))[holders].flatten(0, 1), gathered)
+        return recursively_apply(
+            lambda t: t.unflatten(0, (world, -1))[holders].flatten(0, 1), gathered
+        )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce as Accelerate does, of each batch one copy."""
-        if self.layout is None or self.layout.size(*GRADIENTS) == self.layout.world_size:
+        if (
+            self.layout is None
+            or self.layout.size(*GRADIENTS) == self.layout.world_size
+        ):
             return super().reduce(tensor, reduction, scale)
         if self._is_inside_step:
             raise ValueError(INSIDE_STEP)
-        return recursively_apply(self._reduced, tensor, reduction=reduction, error_on_other_type=True)
+        return recursively_apply(
+            self._reduced, tensor, reduction=reduction, error_on_other_type=True
+        )
 
     def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
         total = tensor.clone()
@@ -314,7 +387,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that read different samples: for collectives of your own, and counts of samples."""
+        """The ranks that read different samples: for collectives of your own, and
+        counts of samples."""
         group: dist.ProcessGroup = self.mesh.data_group
         return group
 
@@ -326,20 +400,31 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     @property
     def data_rank(self) -> int:
         """The place of this rank among those that read different samples."""
-        return 0 if self.layout is None else self.layout.coordinate(self.state.process_index, *DATA)
+        return (
+            0
+            if self.layout is None
+            else self.layout.coordinate(self.state.process_index, *DATA)
+        )
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather unsplit sequences, each sample once; a number becomes the mean over the ranks that share it."""
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False
+    ) -> Any:
+        """Gather unsplit sequences, each sample once; a number becomes the mean over
+        the ranks that share it."""
         if self.batch_degree == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         first = self.state.process_index in self._readers
         try:
-            input_data = recursively_apply(self._over_context, input_data, error_on_other_type=True)
+            input_data = recursively_apply(
+                self._over_context, input_data, error_on_other_type=True
+            )
         except TypeError:
             return super().gather_for_metrics(input_data if first else [], True)
         self._each_sample_once = not use_gather_object
         try:
-            return super().gather_for_metrics(input_data if first or not use_gather_object else [], use_gather_object)
+            return super().gather_for_metrics(
+                input_data if first or not use_gather_object else [], use_gather_object
+            )
         finally:
             self._each_sample_once = False
 
@@ -352,7 +437,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         return self.mean_over_context(tensor) if tensor.is_floating_point() else tensor
 
     def mean_over_context(self, tensor: Tensor) -> Tensor:
-        """Average a tensor over the ranks that share sequences. Collective over them."""
+        """Average a tensor over the ranks that share sequences. Collective over
+        them."""
         if self.context_degree == 1:
             return tensor
         tensor = tensor.detach().clone()
@@ -361,10 +447,12 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
 
 def _tell_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to all samplers of a prepared loader, each inside of the one before, and to its dataset.
+    """Tell the epoch to all samplers of a prepared loader, each inside of the one
+    before, and to its dataset.
 
-    Accelerate does so in one process; on several ranks it leaves out the user's batch sampler, or dataset, behind what
-    deals batches out to ranks, and on all behind what skips some.
+    Accelerate does so in one process; on several ranks it leaves out the user's batch
+    sampler, or dataset, behind what deals batches out to ranks, and on all behind what
+    skips some.
     """
     loader.iteration = epoch
     inside = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

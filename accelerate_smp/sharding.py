@@ -1,4 +1,5 @@
-"""The sharding of a model by Accelerate's settings, and the hooks that the model has from then on."""
+"""The sharding of a model by Accelerate's settings, and the hooks that the model has
+from then on."""
 
 from __future__ import annotations
 
@@ -28,18 +29,23 @@ def shard(
     mesh: SmpMesh | None,
     optimizers: Sequence[Optimizer] = (),
 ) -> ParallelModel:
-    """Shard a model; a pre-sharded one keeps its sharding and gets the other features. Collective.
+    """Shard a model; a pre-sharded one keeps its sharding and gets the other features.
+    Collective.
 
     Args:
         accelerator: gives device, precision and gradient scaler.
-        mesh: the mesh of the models before; None: this is the first one, which resolves ``shard_degree="auto"``.
-        optimizers: prepared together with models; memory is planned for those that step this one.
+        mesh: the mesh of the models before; None: this is the first one, which resolves
+            ``shard_degree="auto"``.
+        optimizers: prepared together with models; memory is planned for those that step
+            this one.
 
     Raises:
         ValueError: :func:`smp_core.entry.parallelize` refuses the model or the knobs.
     """
     device = accelerator.device  # first: it raises if Accelerate's state was reset
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        accelerator.mixed_precision
+    )
     precision = Precision(
         mixed if accelerator.native_amp else None,
         f"mixed_precision={accelerator.mixed_precision!r}",
@@ -66,15 +72,20 @@ def shard(
 def steps(optimizer: Optimizer, model: nn.Module) -> bool:
     """Return whether the optimizer has any of the model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return any(
+        id(parameter) in own
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def _gather_anew_for_evaluation(model: nn.Module, handle: ParallelModel) -> None:
     """Reshard the model before and after each forward without gradients.
 
-    After: FSDP2 keeps the root unsharded for a backward, and without one ``model.parameters()`` would stay the
-    unsharded ones, which an optimizer made after an evaluation would step. Before: units that stay unsharded in a
-    window may hold other weights than those to be evaluated, averages for example.
+    After: FSDP2 keeps the root unsharded for a backward, and without one
+    ``model.parameters()`` would stay the unsharded ones, which an optimizer made after
+    an evaluation would step. Before: units that stay unsharded in a window may hold
+    other weights than those to be evaluated, averages for example.
     """
 
     def around(*_: Any) -> None:

@@ -1,7 +1,8 @@
-"""SmpTrainerMixin: smp_core under transformers' Trainer and its subclasses (TRL's SFTTrainer).
+"""SmpTrainerMixin: smp_core under transformers' Trainer and its subclasses (TRL's
+SFTTrainer).
 
-Trainer builds its Accelerator itself, so the mixin puts SmpAccelerator in its place while it does; the rest is what
-Trainer leaves undone for sharded models:
+Trainer builds its Accelerator itself, so the mixin puts SmpAccelerator in its place
+while it does; the rest is what Trainer leaves undone for sharded models:
 
     save_model           always a model that ``from_pretrained`` loads: safetensors, config, tokenizer
     checkpoints, resume  on any number of ranks (accelerate_smp/trainer_checkpoints.py)
@@ -20,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import Trainer, TrainerCallback, TrainingArguments, trainer as trainer_module
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    trainer as trainer_module,
+)
 from transformers.integrations import WandbCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
@@ -48,22 +54,29 @@ else:
     _Base = object
 
 
-class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _Base):
-    """A mixin before a Trainer class: ``class MyTrainer(SmpTrainerMixin, SFTTrainer): ...``.
+class SmpTrainerMixin(
+    PipelinedTrainerMixin, SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _Base
+):
+    """A mixin before a Trainer class: ``class MyTrainer(SmpTrainerMixin, SFTTrainer):
+    ...``.
 
     Args:
-        smp_config: all knobs as :class:`SmpConfig`, dict or YAML file; default: ``SMP_*`` variables and the file that
-            ``SMP_CONFIG_FILE`` names.
+        smp_config: all knobs as :class:`SmpConfig`, dict or YAML file; default:
+            ``SMP_*`` variables and the file that ``SMP_CONFIG_FILE`` names.
         arguments: the Trainer's own.
     """
 
     accelerator: SmpAccelerator
     _came_sharded = False
     _ignores_count: bool | None = None
-    """Whether the loss takes the count of targets and does not divide by it; None: not seen yet."""
+    """Whether the loss takes the count of targets and does not divide by it; None: not
+    seen yet."""
 
     def __init__(
-        self, *arguments: Any, smp_config: SmpConfig | Mapping[str, Any] | str | None = None, **keywords: Any
+        self,
+        *arguments: Any,
+        smp_config: SmpConfig | Mapping[str, Any] | str | None = None,
+        **keywords: Any,
     ) -> None:
         self._smp_config = smp_config
         super().__init__(*arguments, **keywords)
@@ -75,11 +88,14 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
                     f"label_smoothing_factor={self.args.label_smoothing_factor}: this Transformers' Trainer multiplies "
                     "the smoothed loss by the number of ranks; write 0, or type: pip install -U 'transformers>=5'"
                 )
-            self.label_smoother = SmoothedLabels(self.label_smoother.epsilon, shift=_predicts_next_token(self.model))
+            self.label_smoother = SmoothedLabels(
+                self.label_smoother.epsilon, shift=_predicts_next_token(self.model)
+            )
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """The flag by which Trainer leaves a model alone that Transformers sharded: SmpAccelerator does not."""
+        """The flag by which Trainer leaves a model alone that Transformers sharded:
+        SmpAccelerator does not."""
         return self._came_sharded and not self.accelerator.sharding
 
     @is_distributed_loading_by_transformers.setter
@@ -88,7 +104,8 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     @property
     def place_model_on_device(self) -> bool:
-        """The flag by which Trainer moves the model; a pre-sharded model is on its device."""
+        """The flag by which Trainer moves the model; a pre-sharded model is on its
+        device."""
         return self._place_model and not self._came_sharded
 
     @place_model_on_device.setter
@@ -96,8 +113,9 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         self._place_model = value
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Accelerator as Trainer does, but an SmpAccelerator. A trial of a search makes one when it has
-        begun already, so that it takes over what the one before has in hand.
+        """Create the Accelerator as Trainer does, but an SmpAccelerator. A trial of a
+        search makes one when it has begun already, so that it takes over what the one
+        before has in hand.
         """
         before: SmpAccelerator | None = getattr(self, "accelerator", None)
         self._see_the_other_cpus()
@@ -109,19 +127,28 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             )
         options = self.args.fsdp_config
         if self.args.fsdp and isinstance(options, dict) and "version" in options:
-            os.environ.setdefault("FSDP_VERSION", str(options["version"]))  # Transformers 4 leaves it out
+            # Transformers 4 leaves it out.
+            os.environ.setdefault("FSDP_VERSION", str(options["version"]))
         stock = trainer_module.Accelerator
-        trainer_module.Accelerator = functools.partial(SmpAccelerator, smp_config=self._smp_config)  # type: ignore[misc]
+        trainer_module.Accelerator = functools.partial(
+            SmpAccelerator, smp_config=self._smp_config
+        )  # type: ignore[misc]
         try:
             super().create_accelerator_and_postprocess()
         finally:
             trainer_module.Accelerator = stock  # type: ignore[misc]
         if on_cpu:
-            self.args.dataloader_pin_memory = False  # there is no device to copy to; torch would warn for every loader
+            # There is no device to copy to; torch would warn for every loader.
+            self.args.dataloader_pin_memory = False
         if before is not None:
             self.accelerator.take_over(before)
-        self.accelerator.split_in_loader = False  # targets are counted in whole batches first
-        if self.args.save_only_model and self.args.load_best_model_at_end and self.accelerator.sharding:
+        # Targets are counted in whole batches first.
+        self.accelerator.split_in_loader = False
+        if (
+            self.args.save_only_model
+            and self.args.load_best_model_at_end
+            and self.accelerator.sharding
+        ):
             raise ValueError(
                 "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
                 "save_only_model=False"
@@ -138,16 +165,22 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             )
 
     def _see_the_other_cpus(self) -> None:
-        """Set ``use_cpu=True``: TrainingArguments take a CPU process under torchrun for a single one otherwise."""
+        """Set ``use_cpu=True``: TrainingArguments take a CPU process under torchrun for
+        a single one otherwise."""
         alone = self.args.world_size == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
-        if alone and "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
+        if (
+            alone
+            and "LOCAL_RANK" in os.environ
+            and not torch.accelerator.is_available()
+        ):
             self.args.use_cpu = True
             self.args.__dict__.pop("_setup_devices", None)
             assert self.args.device.type == "cpu"
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Create the optimizer as Trainer does, in the same groups before and after the model is sharded: Trainer would
-        divide those of a model that has been evaluated by meshes, and no other run could load their states."""
+        """Create the optimizer as Trainer does, in the same groups before and after the
+        model is sharded: Trainer would divide those of a model that has been evaluated
+        by meshes, and no other run could load their states."""
         found: Any = getattr(trainer_module, "has_mixed_dtensor", None)
         trainer_module.has_mixed_dtensor = lambda tensors: False
         try:
@@ -156,33 +189,51 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             trainer_module.has_mixed_dtensor = found
 
     def get_tp_size(self) -> int:
-        """Return 1: the ranks that share a batch count its targets once each, and the losses of all are averaged.
-        Transformers before 5.20 divides the count by such ranks and not the loss.
+        """Return 1: the ranks that share a batch count its targets once each, and the
+        losses of all are averaged. Transformers before 5.20 divides the count by such
+        ranks and not the loss.
         """
         return 1
 
     get_cp_size = get_tp_size
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as Trainer does, which multiplies it by ranks where targets of all of them are counted; an
-        auxiliary loss of routers is a mean, and is not multiplied. Nor is the mean of a model that takes the count and
-        does not divide by it (BERT's classifiers)."""
+        """Compute the loss as Trainer does, which multiplies it by ranks where targets
+        of all of them are counted; an auxiliary loss of routers is a mean, and is not
+        multiplied. Nor is the mean of a model that takes the count and does not divide
+        by it (BERT's classifiers)."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         is_multiplied = counts and self.args.average_tokens_across_devices
         count = kwargs.get("num_items_in_batch")
         with self._counting_ranks_once():
-            factor = self.accelerator.num_processes if is_multiplied and count is not None else 1
+            factor = (
+                self.accelerator.num_processes
+                if is_multiplied and count is not None
+                else 1
+            )
             model = args[0] if args else kwargs["model"]
-            with losses_multiplied_by(factor), self._seeing_use_of(count if factor > 1 else None, model):
+            with (
+                losses_multiplied_by(factor),
+                self._seeing_use_of(count if factor > 1 else None, model),
+            ):
                 result = super().compute_loss(*args, **kwargs)
         if factor == 1 or not self._ignores_count:
             return result
-        return (result[0] / factor, *result[1:]) if isinstance(result, tuple) else result / factor
+        return (
+            (result[0] / factor, *result[1:])
+            if isinstance(result, tuple)
+            else result / factor
+        )
 
     @contextlib.contextmanager
     def _seeing_use_of(self, count: Any, model: torch.nn.Module) -> Iterator[None]:
-        """Find out, the first time, whether a loss is divided by the count of targets."""
-        parallel = parallel_of(model) if self._ignores_count is None and isinstance(count, torch.Tensor) else None
+        """Find out, the first time, whether a loss is divided by the count of
+        targets."""
+        parallel = (
+            parallel_of(model)
+            if self._ignores_count is None and isinstance(count, torch.Tensor)
+            else None
+        )
         if parallel is None or not self._can_see_use(parallel):
             yield
             return
@@ -191,9 +242,14 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         self._ignores_count = not reads.seen
 
     def _can_see_use(self, parallel: ParallelModel) -> bool:
-        """Return whether the loss is computed here, as written: not compiled, nor over stages or context ranks."""
+        """Return whether the loss is computed here, as written: not compiled, nor over
+        stages or context ranks."""
         compiles = self.args.torch_compile or parallel.config.compile
-        return not compiles and parallel.pipeline is None and parallel.config.context_parallel_degree == 1
+        return (
+            not compiles
+            and parallel.pipeline is None
+            and parallel.config.context_parallel_degree == 1
+        )
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._counting_ranks_once():
@@ -201,8 +257,9 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     @contextlib.contextmanager
     def _counting_ranks_once(self) -> Iterator[None]:
-        """Let the accelerator tell Trainer of no ranks that share a batch: Transformers before 5.20 divides counts and
-        ``num_processes`` by them, which here counts them once already (a loss of 0 at two tensor ranks)."""
+        """Let the accelerator tell Trainer of no ranks that share a batch: Transformers
+        before 5.20 divides counts and ``num_processes`` by them, which here counts them
+        once already (a loss of 0 at two tensor ranks)."""
         before = self.accelerator.counts_ranks_itself
         self.accelerator.counts_ranks_itself = True
         try:
@@ -219,20 +276,27 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         return False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as Trainer does, with the figures of :class:`SmpMonitorCallback` and :class:`Fp8MonitorCallback`
-        alongside the loss, and the loss of a whole training.
+        """Log as Trainer does, with the figures of :class:`SmpMonitorCallback` and
+        :class:`Fp8MonitorCallback` alongside the loss, and the loss of a whole
+        training.
         """
         if "train_loss" in logs and "train_runtime" in logs:
-            logs["train_loss"] = self._over_ranks(logs["train_loss"])  # Trainer writes into what it returns, too
+            # Trainer writes into what it returns, too.
+            logs["train_loss"] = self._over_ranks(logs["train_loss"])
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, (SmpMonitorCallback, Fp8MonitorCallback)):
                     logs = {**logs, **callback.latest}
         super().log(logs, *args, **kwargs)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """Train as Trainer does; with ``optimizer_shard="world"`` a warning says which of a user's callbacks and
-        methods look for gradients where there are none."""
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        """Train as Trainer does; with ``optimizer_shard="world"`` a warning says which
+        of a user's callbacks and methods look for gradients where there are none."""
         says = _SaysWhereGradientsAre(self)
         self.add_callback(says)
         try:
@@ -240,11 +304,13 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         finally:
             self.remove_callback(says)
         loss = self._over_ranks(output.training_loss)
-        return TrainOutput(output.global_step, loss, {**output.metrics, "train_loss": loss})
+        return TrainOutput(
+            output.global_step, loss, {**output.metrics, "train_loss": loss}
+        )
 
     def _over_ranks(self, train_loss: float) -> float:
-        """Return the loss of a whole training: to those of all ranks that it logged Trainer adds this rank's own, of
-        the steps after the last logged one."""
+        """Return the loss of a whole training: to those of all ranks that it logged
+        Trainer adds this rank's own, of the steps after the last logged one."""
         own = torch.tensor(train_loss, dtype=torch.float64, device=self.args.device)
         mean: torch.Tensor = self.accelerator.reduce(own, "mean")
         return mean.item()
@@ -252,7 +318,8 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
     # Evaluation
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as Trainer does, with rank 0's BatchNorm statistics on every rank; no bytes count to a step."""
+        """Evaluate as Trainer does, with rank 0's BatchNorm statistics on every rank;
+        no bytes count to a step."""
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None:
             return super().evaluation_loop(*args, **kwargs)
@@ -267,8 +334,11 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         return result
 
     @contextlib.contextmanager
-    def _evaluation_that_may_end(self, dataloader: Any, *_: Any, **__: Any) -> Iterator[None]:
-        """Let an evaluation in the middle of training be left when the job is about to be ended."""
+    def _evaluation_that_may_end(
+        self, dataloader: Any, *_: Any, **__: Any
+    ) -> Iterator[None]:
+        """Let an evaluation in the middle of training be left when the job is about to
+        be ended."""
         if self.leaves is None:
             yield
             return
@@ -280,8 +350,9 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     @contextlib.contextmanager
     def _counting_samples_of_a_rank(self) -> Iterator[None]:
-        """Let Trainer repeat the loss of a batch once for each sample that this rank has of it: with ``split_batches``
-        it takes a rank's part for the whole batch, and the last batch of a stream has the loss of rank 0."""
+        """Let Trainer repeat the loss of a batch once for each sample that this rank
+        has of it: with ``split_batches`` it takes a rank's part for the whole batch,
+        and the last batch of a stream has the loss of rank 0."""
         before = self.args.per_device_eval_batch_size
         if self.accelerator.split_batches:
             self.args.per_device_eval_batch_size = before // self.accelerator.data_size
@@ -292,24 +363,31 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
 
     # Saving
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the files that ``from_pretrained`` loads: safetensors, ``config.json``, tokenizer. Collective."""
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        """Write the files that ``from_pretrained`` loads: safetensors, ``config.json``,
+        tokenizer. Collective."""
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None:
             super().save_model(output_dir, _internal_call)
             return
         meet("trainer.save_model(...)")
         with _as_one_model(handle.module):
-            self._save(output_dir or self.args.output_dir, state_dict=full_state(handle))
+            self._save(
+                output_dir or self.args.output_dir, state_dict=full_state(handle)
+            )
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self.push_to_hub(
+                commit_message="Model save", revision=self.args.hub_revision
+            )
 
 
 @contextlib.contextmanager
 def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
-    """Hide that Transformers sharded the model: it would gather itself on all ranks when it is saved, whatever state it
-    is given.
+    """Hide that Transformers sharded the model: it would gather itself on all ranks
+    when it is saved, whatever state it is given.
     """
     config = getattr(model, "config", None)
     sharding = getattr(config, "distributed_config", None)
@@ -323,10 +401,22 @@ def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _ReadsValue(TorchFunctionMode):
-    """Sees whether anything is computed with the value of a tensor; where it lies and what it is does not count."""
+    """Sees whether anything is computed with the value of a tensor; where it lies and
+    what it is does not count."""
 
     _OTHER = frozenset(
-        ("__get__", "to", "cpu", "cuda", "contiguous", "clone", "detach", "size", "dim", "is_floating_point")
+        (
+            "__get__",
+            "to",
+            "cpu",
+            "cuda",
+            "contiguous",
+            "clone",
+            "detach",
+            "size",
+            "dim",
+            "is_floating_point",
+        )
     )
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -334,7 +424,9 @@ class _ReadsValue(TorchFunctionMode):
         self._copies = [tensor]
         self.seen = False
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         given = iterate_tensors([args, kwargs])
         if any(tensor is copy for _, tensor in given for copy in self._copies):
@@ -348,8 +440,9 @@ class _ReadsValue(TorchFunctionMode):
 class SmoothedLabels(LabelSmoother):
     """A label smoother that decides by itself whether labels are shifted.
 
-    Trainer tells it by the name of the model's class, which FSDP2 changes: labels of a sharded causal language model
-    would be compared with the tokens they stand at. Of a split batch the targets are known already.
+    Trainer tells it by the name of the model's class, which FSDP2 changes: labels of a
+    sharded causal language model would be compared with the tokens they stand at. Of a
+    split batch the targets are known already.
     """
 
     def __init__(self, epsilon: float, shift: bool) -> None:
@@ -357,21 +450,40 @@ class SmoothedLabels(LabelSmoother):
         self.shift = shift
 
     def __call__(
-        self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+        self,
+        model_output: Any,
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
     ) -> torch.Tensor:
         split = active_split()
         if split is not None and split.shift_labels is not None:
-            count = split.tokens_per_rank if num_items_in_batch is None else num_items_in_batch
-            return super().__call__(model_output, split.shift_labels, num_items_in_batch=count)
+            count = (
+                split.tokens_per_rank
+                if num_items_in_batch is None
+                else num_items_in_batch
+            )
+            return super().__call__(
+                model_output, split.shift_labels, num_items_in_batch=count
+            )
         shift = shift_labels or self.shift
-        return super().__call__(model_output, labels, shift_labels=shift, num_items_in_batch=num_items_in_batch)
+        return super().__call__(
+            model_output,
+            labels,
+            shift_labels=shift,
+            num_items_in_batch=num_items_in_batch,
+        )
 
 
 def _predicts_next_token(model: Any) -> bool:
-    """Return whether a model is one of Transformers' causal language models, adapters and sharding put aside."""
+    """Return whether a model is one of Transformers' causal language models, adapters
+    and sharding put aside."""
     if hasattr(model, "get_base_model"):  # PEFT
         model = model.get_base_model()
-    return any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__)
+    return any(
+        kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        for kind in type(model).__mro__
+    )
 
 
 class _SaysWhereGradientsAre(TrainerCallback):
@@ -382,12 +494,19 @@ class _SaysWhereGradientsAre(TrainerCallback):
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         handle = parallel_of(model)
-        if handle is not None and (handle.window.world is not None or handle.pipeline is not None):
+        if handle is not None and (
+            handle.window.world is not None or handle.pipeline is not None
+        ):
             in_stages = handle.window.world is None
-            say_where_gradients_are(self._before_steps(), "trainer.accelerator.parallel", in_stages=in_stages)
+            say_where_gradients_are(
+                self._before_steps(),
+                "trainer.accelerator.parallel",
+                in_stages=in_stages,
+            )
 
     def _before_steps(self) -> Iterator[Callable[..., Any]]:
-        """Yield what a user's callbacks and Trainer do between backward passes and steps."""
+        """Yield what a user's callbacks and Trainer do between backward passes and
+        steps."""
         for callback in self.trainer.callback_handler.callbacks:
             yield from _written_by_user(type(callback), "on_pre_optimizer_step")
             yield from _written_by_user(type(callback), "on_optimizer_step")
@@ -395,21 +514,30 @@ class _SaysWhereGradientsAre(TrainerCallback):
 
 
 def _written_by_user(kind: type, name: str) -> Iterator[Callable[..., Any]]:
-    """Yield the methods of this name of a class and its bases, but those of Transformers and of this package."""
+    """Yield the methods of this name of a class and its bases, but those of
+    Transformers and of this package."""
     for base in kind.__mro__:
-        if name in vars(base) and base.__module__.split(".")[0] not in ("transformers", "accelerate_smp"):
+        if name in vars(base) and base.__module__.split(".")[0] not in (
+            "transformers",
+            "accelerate_smp",
+        ):
             yield vars(base)[name]
 
 
-# What WandbCallback does on rank 0 alone, by the variable that asks for it, and what to write instead.
+# What WandbCallback does on rank 0 alone, by the variable that asks for it, and what to
+# write instead.
 _WEIGHTS_OF_RANK_0 = {
-    "WANDB_LOG_MODEL": ("saves the model", "write trainer.save_model(folder) and upload the folder on rank 0"),
+    "WANDB_LOG_MODEL": (
+        "saves the model",
+        "write trainer.save_model(folder) and upload the folder on rank 0",
+    ),
     "WANDB_WATCH": ("reads weights and gradients", "grad_norm is logged without it"),
 }
 
 
 def _refuse_trackers_of_weights(callbacks: Iterable[TrainerCallback]) -> None:
-    """Refuse what would leave rank 0 waiting for the others, which Weights & Biases does not call.
+    """Refuse what would leave rank 0 waiting for the others, which Weights & Biases
+    does not call.
 
     Raises:
         ValueError: ``WANDB_LOG_MODEL`` or ``WANDB_WATCH`` asks for weights.
@@ -426,4 +554,5 @@ def _refuse_trackers_of_weights(callbacks: Iterable[TrainerCallback]) -> None:
 
 
 class SmpTrainer(SmpTrainerMixin, Trainer):
-    """A :class:`transformers.Trainer` on smp_core, with the same arguments, and ``smp_config``."""
+    """A :class:`transformers.Trainer` on smp_core, with the same arguments, and
+    ``smp_config``."""

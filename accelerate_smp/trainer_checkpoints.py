@@ -1,7 +1,8 @@
 """The checkpoints of transformers' Trainer, and the resumption from them.
 
-Trainer hands saving and loading to methods of its own, one for each part (``_save_optimizer_and_scheduler``,
-``_load_rng_state``, ...); those are overridden here:
+Trainer hands saving and loading to methods of its own, one for each part
+(``_save_optimizer_and_scheduler``, ``_load_rng_state``, ...); those are overridden
+here:
 
     checkpoints     beside the model the folder ``smp_state``: sharded weights and optimizer states by name, schedule,
                     scaler, random states; loads on any number of ranks
@@ -22,7 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainerState, trainer as trainer_module
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    IntervalStrategy,
+    has_length,
+)
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
@@ -58,7 +63,8 @@ class CheckpointingTrainerMixin(_Base):
     accelerator: SmpAccelerator
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save as Trainer does; ``save_total_limit`` removes older checkpoints once this one has committed."""
+        """Save as Trainer does; ``save_total_limit`` removes older checkpoints once
+        this one has committed."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
@@ -67,7 +73,8 @@ class CheckpointingTrainerMixin(_Base):
         if limit is None or limit <= 0 or not self.accelerator.is_main_process:
             return
         run_dir = self._get_output_dir(trial=trial)
-        # Chosen now: by the time this one has committed the next may have its folder, with nothing whole in it.
+        # Chosen now: by the time this one has committed the next may have its folder,
+        # with nothing whole in it.
         found = _oldest_first(run_dir, self.state.global_step)
         best = self.state.best_model_checkpoint
 
@@ -75,27 +82,44 @@ class CheckpointingTrainerMixin(_Base):
             for path in _surplus(found, limit, best):
                 shutil.rmtree(path, ignore_errors=True)
 
-        checkpoints.after_commit(self.accelerator, f"rotation of the checkpoints in {run_dir}", rotate)
+        checkpoints.after_commit(
+            self.accelerator, f"rotation of the checkpoints in {run_dir}", rotate
+        )
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-        """Log as Trainer does. It removes checkpoints after the entry that ends a training: saves end before."""
+        """Log as Trainer does. It removes checkpoints after the entry that ends a
+        training: saves end before."""
         if "train_runtime" in logs:
             self.accelerator.wait_for_save()
         super().log(logs, *arguments, **keywords)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         facts, random = self.facts_of_save()
-        checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler], random)
+        checkpoints.write(
+            self.accelerator,
+            os.path.join(output_dir, STATE_FOLDER),
+            facts,
+            [self.lr_scheduler],
+            random,
+        )
 
     def facts_of_save(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return what the manifest of a save says, and this rank's random states; None: the present ones."""
-        facts: dict[str, Any] = {"step": self.state.global_step, **self._data_position()}
+        """Return what the manifest of a save says, and this rank's random states; None:
+        the present ones."""
+        facts: dict[str, Any] = {
+            "step": self.state.global_step,
+            **self._data_position(),
+        }
         if self.leaves is None:
             return facts, None
-        return {**facts, "lacks_evaluation": self.leaves.lacks_evaluation}, self.leaves.random
+        return {
+            **facts,
+            "lacks_evaluation": self.leaves.lacks_evaluation,
+        }, self.leaves.random
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
-        """Log, evaluate and save as Trainer does after a step; then keep the state in memory."""
+        """Log, evaluate and save as Trainer does after a step; then keep the state in
+        memory."""
         super()._maybe_log_save_evaluate(*arguments, **keywords)
         if self.kept is not None:
             self.kept.after_step()
@@ -107,8 +131,13 @@ class CheckpointingTrainerMixin(_Base):
         """Do nothing: the state folder has them."""
 
     def samples_of_a_batch(self) -> int:
-        """Return the samples that all ranks read together; with ``split_batches`` they share the batch of one."""
-        readers = 1 if self.accelerator.split_batches else self.args.world_size // self.accelerator.batch_degree
+        """Return the samples that all ranks read together; with ``split_batches`` they
+        share the batch of one."""
+        readers = (
+            1
+            if self.accelerator.split_batches
+            else self.args.world_size // self.accelerator.batch_degree
+        )
         return int(self._train_batch_size) * readers
 
     def _data_position(self) -> dict[str, Any]:
@@ -121,24 +150,31 @@ class CheckpointingTrainerMixin(_Base):
         batches = len(loader) if has_length(loader) else stream
         return {
             "epoch": int(epoch),
-            "samples_in_epoch": round((epoch - int(epoch)) * batches) * self.samples_of_a_batch(),
+            "samples_in_epoch": round((epoch - int(epoch)) * batches)
+            * self.samples_of_a_batch(),
             "samples_per_step": per_step,
         }
 
     # Resuming
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *arguments: Any, **keywords: Any
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *arguments: Any,
+        **keywords: Any,
     ) -> Any:
-        """Train as Trainer does. ``resume_from_checkpoint=True`` skips broken checkpoints, with a warning that names
-        them; ``"last"`` does too, and begins anew where no save has been completed yet, for jobs that are started
-        again and again with the same command.
+        """Train as Trainer does. ``resume_from_checkpoint=True`` skips broken
+        checkpoints, with a warning that names them; ``"last"`` does too, and begins
+        anew where no save has been completed yet, for jobs that are started again and
+        again with the same command.
 
-        With another number of ranks or another batch size, gradient accumulation is adapted so that an optimizer step
-        keeps its number of samples.
+        With another number of ranks or another batch size, gradient accumulation is
+        adapted so that an optimizer step keeps its number of samples.
 
         Raises:
-            ValueError: no accumulation keeps it, and ``checkpoint.allow_batch_change`` is not set.
+            ValueError: no accumulation keeps it, and ``checkpoint.allow_batch_change``
+                is not set.
         """
         self._opened, self._resumes_from = {}, None
         try:
@@ -146,11 +182,15 @@ class CheckpointingTrainerMixin(_Base):
             self._run_folder = os.path.abspath(str(self._get_output_dir(trial)))
             with self._keeping_in_memory():
                 resume_from_checkpoint = self._beginning(resume_from_checkpoint)
-                if isinstance(resume_from_checkpoint, str) and self._has_state(resume_from_checkpoint):
+                if isinstance(resume_from_checkpoint, str) and self._has_state(
+                    resume_from_checkpoint
+                ):
                     self._keep_global_batch(resume_from_checkpoint)
                     self._resumes_from = resume_from_checkpoint
                 with self._leaving_when_told(), self._skipping_batches():
-                    return super().train(resume_from_checkpoint, trial, *arguments, **keywords)
+                    return super().train(
+                        resume_from_checkpoint, trial, *arguments, **keywords
+                    )
         except BaseException:
             if self.accelerator.background_saves is not None:
                 try:
@@ -167,7 +207,8 @@ class CheckpointingTrainerMixin(_Base):
 
     @contextlib.contextmanager
     def _keeping_in_memory(self) -> Iterator[None]:
-        """Keep the newest state in shared memory while training goes on; free it if that ends well. Collective."""
+        """Keep the newest state in shared memory while training goes on; free it if
+        that ends well. Collective."""
         tier = self.accelerator.make_memory(self._run_folder, "trainer", STATE_FOLDER)
         if tier is None:
             yield
@@ -184,11 +225,14 @@ class CheckpointingTrainerMixin(_Base):
             kept.close(ended_well)
 
     def _beginning(self, resume: str | bool | None) -> str | bool | None:
-        """Return where to begin: ``"last"`` and True become the newest of disk and memory. Collective."""
+        """Return where to begin: ``"last"`` and True become the newest of disk and
+        memory. Collective."""
         if self.kept is not None:
             begin: str | bool | None = self.kept.begin(resume, self._newest_undamaged)
             if self.kept.loaded is not None:
-                self._opened = {os.path.join(str(begin), STATE_FOLDER): self.kept.loaded}
+                self._opened = {
+                    os.path.join(str(begin), STATE_FOLDER): self.kept.loaded
+                }
             return begin
         if resume == "last":
             return self._newest_undamaged()
@@ -196,9 +240,12 @@ class CheckpointingTrainerMixin(_Base):
 
     @contextlib.contextmanager
     def _skipping_batches(self) -> Iterator[None]:
-        """Let Trainer skip the batches of an epoch as the accelerator does, which knows who reads them."""
+        """Let Trainer skip the batches of an epoch as the accelerator does, which knows
+        who reads them."""
         stock = trainer_module.skip_first_batches
-        trainer_module.skip_first_batches = lambda *arguments: self.accelerator.skip_first_batches(*arguments)
+        trainer_module.skip_first_batches = lambda *arguments: (
+            self.accelerator.skip_first_batches(*arguments)
+        )
         try:
             yield
         finally:
@@ -208,7 +255,8 @@ class CheckpointingTrainerMixin(_Base):
 
     @contextlib.contextmanager
     def _leaving_when_told(self) -> Iterator[None]:
-        """Take notices of the job's end while training goes on, and keep what checkpoints say of evaluations."""
+        """Take notices of the job's end while training goes on, and keep what
+        checkpoints say of evaluations."""
         if not self.accelerator.sharding:
             yield
             return
@@ -222,17 +270,23 @@ class CheckpointingTrainerMixin(_Base):
             self.leaves = None
 
     def save_training(self) -> None:
-        """Save a checkpoint of the present step, in the middle of training. Collective."""
+        """Save a checkpoint of the present step, in the middle of training.
+        Collective."""
         self._save_checkpoint(self.model, self._trial_in_training)
 
     _opened: Mapping[str, OpenCheckpoint] = {}
 
     def _state_of(self, checkpoint: str) -> OpenCheckpoint:
-        """Open the state folder, once for a resumption: all its parts are of one save. Collective the first time."""
+        """Open the state folder, once for a resumption: all its parts are of one save.
+        Collective the first time."""
         path = os.path.join(checkpoint, STATE_FOLDER)
         if path not in self._opened:
             verify = self.accelerator.smp_config.checkpoint.verify
-            self._opened = {path: open_checked(path, verify, Ranks(), f"checkpoint {path} was not loaded")}
+            self._opened = {
+                path: open_checked(
+                    path, verify, Ranks(), f"checkpoint {path} was not loaded"
+                )
+            }
         return self._opened[path]
 
     def _has_state(self, checkpoint: str) -> bool:
@@ -240,7 +294,8 @@ class CheckpointingTrainerMixin(_Base):
         return path in self._opened or is_checkpoint(path)
 
     def _newest_undamaged(self) -> str | None:
-        """Return the newest complete checkpoint of the run, None where there is none at all. Collective."""
+        """Return the newest complete checkpoint of the run, None where there is none at
+        all. Collective."""
         ranks = Ranks()
 
         def candidates() -> list[str]:
@@ -249,29 +304,49 @@ class CheckpointingTrainerMixin(_Base):
             return [path for path in found if not self._looks_unfinished(path)]
 
         found = ranks.on_first("no checkpoint to resume from", candidates)
-        ours = [path for path in found if os.path.isdir(os.path.join(path, STATE_FOLDER))]
+        ours = [
+            path for path in found if os.path.isdir(os.path.join(path, STATE_FOLDER))
+        ]
         if not ours or ours[0] != found[0]:
-            return found[0] if found else None  # Trainer's own, which have nothing to check
+            # Trainer's own, which have nothing to check.
+            return found[0] if found else None
         states = [os.path.join(path, STATE_FOLDER) for path in ours]
-        return os.path.dirname(first_undamaged(states, self.accelerator.smp_config.checkpoint.verify))
+        return os.path.dirname(
+            first_undamaged(states, self.accelerator.smp_config.checkpoint.verify)
+        )
 
     def _looks_unfinished(self, path: str) -> bool:
-        """Return whether a crash came before the optimizer states or the Trainer's own state were there."""
-        states = (os.path.join(path, name) for name in (STATE_FOLDER, trainer_module.OPTIMIZER_NAME))
-        lacking = [] if any(os.path.exists(state) for state in states) else [STATE_FOLDER]
+        """Return whether a crash came before the optimizer states or the Trainer's own
+        state were there."""
+        states = (
+            os.path.join(path, name)
+            for name in (STATE_FOLDER, trainer_module.OPTIMIZER_NAME)
+        )
+        lacking = (
+            [] if any(os.path.exists(state) for state in states) else [STATE_FOLDER]
+        )
         try:
-            TrainerState.load_from_json(os.path.join(path, trainer_module.TRAINER_STATE_NAME))
+            TrainerState.load_from_json(
+                os.path.join(path, trainer_module.TRAINER_STATE_NAME)
+            )
         except (OSError, ValueError, TypeError):
             lacking.append(trainer_module.TRAINER_STATE_NAME)
         if lacking:
-            logger.warning("BROKEN CHECKPOINT SKIPPED: %s has no (readable) %s", path, " and no ".join(lacking))
+            logger.warning(
+                "BROKEN CHECKPOINT SKIPPED: %s has no (readable) %s",
+                path,
+                " and no ".join(lacking),
+            )
         return bool(lacking)
 
     def _keep_global_batch(self, checkpoint: str) -> None:
         saved = self._state_of(checkpoint).manifest.metadata.get("samples_per_step")
         steps = self.args.gradient_accumulation_steps
         now = self.get_total_train_batch_size(self.args)
-        if saved in (None, now) or self.accelerator.smp_config.checkpoint.allow_batch_change:
+        if (
+            saved in (None, now)
+            or self.accelerator.smp_config.checkpoint.allow_batch_change
+        ):
             return
         change = f"an optimizer step had {saved} samples when {checkpoint} was saved and has {now} here"
         if saved % (now // steps):
@@ -289,7 +364,9 @@ class CheckpointingTrainerMixin(_Base):
             saved,
         )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
         if self._has_state(resume_from_checkpoint):
             return  # weights follow with the optimizer, once the model is sharded
         target: Any = model or self.model
@@ -305,15 +382,20 @@ class CheckpointingTrainerMixin(_Base):
             return
         if self._has_state(checkpoint):
             where = self._state_of(checkpoint)
-            checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)  # Trainer asks for them later
+            # Trainer asks for them later.
+            checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)
             return
         stock = os.path.join(checkpoint, trainer_module.OPTIMIZER_NAME)
         if not os.path.isfile(stock):
-            logger.warning("%s holds no optimizer states: they start afresh", checkpoint)
+            logger.warning(
+                "%s holds no optimizer states: they start afresh", checkpoint
+            )
             return
         assert self.optimizer is not None and self.lr_scheduler is not None
         saved = torch.load(stock, map_location="cpu", weights_only=True)
-        load_full_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), saved)
+        load_full_optimizer_state(
+            getattr(self.optimizer, "optimizer", self.optimizer), saved
+        )
         schedule = os.path.join(checkpoint, trainer_module.SCHEDULER_NAME)
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
@@ -327,7 +409,10 @@ class CheckpointingTrainerMixin(_Base):
             return
         opened = self._state_of(checkpoint)
         checkpoints.restore_random(self.accelerator, opened, self.args.seed)
-        if opened.manifest.metadata.get("lacks_evaluation") and self.args.eval_strategy != IntervalStrategy.NO:
+        if (
+            opened.manifest.metadata.get("lacks_evaluation")
+            and self.args.eval_strategy != IntervalStrategy.NO
+        ):
             self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
 
     def _load_best_model(self) -> None:
@@ -342,20 +427,26 @@ class CheckpointingTrainerMixin(_Base):
         checkpoints.load_weights(self.model, os.path.join(best, STATE_FOLDER))
 
     def get_train_dataloader(self) -> Any:
-        """Make the loader of the batch size that was asked for: Transformers 4.57 goes on with the checkpoint's."""
+        """Make the loader of the batch size that was asked for: Transformers 4.57 goes
+        on with the checkpoint's."""
         if not self.args.auto_find_batch_size:
             self._train_batch_size = self.args.train_batch_size
         return super().get_train_dataloader()
 
-    def set_initial_training_values(self, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    def set_initial_training_values(
+        self, *arguments: Any, **keywords: Any
+    ) -> tuple[Any, ...]:
         """Count epochs and steps as Trainer does, and note the steps of an epoch."""
-        values: tuple[Any, ...] = super().set_initial_training_values(*arguments, **keywords)
+        values: tuple[Any, ...] = super().set_initial_training_values(
+            *arguments, **keywords
+        )
         self._steps_per_epoch = values[1]
         return values
 
     def _load_callback_state(self) -> None:
-        """Load callbacks' states as Trainer does, before it computes the data position from the number of steps; with
-        another global batch that number is counted in samples.
+        """Load callbacks' states as Trainer does, before it computes the data position
+        from the number of steps; with another global batch that number is counted in
+        samples.
         """
         super()._load_callback_state()
         if self._resumes_from is None:
@@ -382,9 +473,12 @@ class CheckpointingTrainerMixin(_Base):
 
 
 def _oldest_first(run_dir: str, step: int) -> list[str]:
-    """List the checkpoints in the order of their saves; the one of ``step``, saved just now, is at the end."""
+    """List the checkpoints in the order of their saves; the one of ``step``, saved just
+    now, is at the end."""
     just_now = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-    by_step: list[str] = [path for path in sort_checkpoints(run_dir) if Path(path) != Path(just_now)]
+    by_step: list[str] = [
+        path for path in sort_checkpoints(run_dir) if Path(path) != Path(just_now)
+    ]
     return [*sorted(by_step, key=_age), just_now]
 
 
@@ -396,8 +490,11 @@ def _age(checkpoint: str) -> tuple[int, int, str]:
 
 
 def _surplus(found: list[str], limit: int, best: str | None) -> list[str]:
-    """List the oldest checkpoints, so that ``limit`` complete ones stay; the newest and the best stay as in Trainer."""
-    older_best = [path for path in found[:-1] if best is not None and Path(path) == Path(best)]
+    """List the oldest checkpoints, so that ``limit`` complete ones stay; the newest and
+    the best stay as in Trainer."""
+    older_best = [
+        path for path in found[:-1] if best is not None and Path(path) == Path(best)
+    ]
     others = [path for path in found if path not in older_best]
     states = [os.path.join(path, STATE_FOLDER) for path in others]
     return others[: len(surplus(states, max(1, limit - len(older_best))))]

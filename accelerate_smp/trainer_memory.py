@@ -1,7 +1,9 @@
-"""The newest state of transformers' Trainer in shared memory: kept where Trainer saves, and gone on from.
+"""The newest state of transformers' Trainer in shared memory: kept where Trainer saves,
+and gone on from.
 
-Trainer reads where a run stands from a file, ``trainer_state.json``, in the folder that it resumes from. A state in
-memory has its text, which is written into the run's folder in memory before Trainer looks there.
+Trainer reads where a run stands from a file, ``trainer_state.json``, in the folder that
+it resumes from. A state in memory has its text, which is written into the run's folder
+in memory before Trainer looks there.
 """
 
 from __future__ import annotations
@@ -70,30 +72,42 @@ class KeepsInMemory(TrainerCallback):
         Ranks().together(f"{newest.address} was not loaded", write)
         return folder.path
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         self._tier.begin(state.global_step)
 
     def after_step(self) -> None:
-        """Keep the state of the present step if it is due. Collective; where Trainer saves, so that what it logs and
-        evaluates after the step is in it."""
+        """Keep the state of the present step if it is due. Collective; where Trainer
+        saves, so that what it logs and evaluates after the step is in it."""
         trainer = self._trainer
         step = trainer.state.global_step
         if not self._tier.is_due(step):
             return
         trainer.store_flos()
         writes = trainer.accelerator.is_main_process
-        text, _ = Ranks().together("the state was not kept", lambda: _text_of(trainer) if writes else "")
+        text, _ = Ranks().together(
+            "the state was not kept", lambda: _text_of(trainer) if writes else ""
+        )
         facts, random = trainer.facts_of_save()
         more = {_TRAINER_STATE: text}
-        checkpoints.keep(trainer.accelerator, self._tier, facts, [trainer.lr_scheduler], random, more)
+        checkpoints.keep(
+            trainer.accelerator, self._tier, facts, [trainer.lr_scheduler], random, more
+        )
 
     def close(self, ended_well: bool) -> None:
-        """Free the memory if the run ended well; otherwise the state stays, and a line says so."""
+        """Free the memory if the run ended well; otherwise the state stays, and a line
+        says so."""
         self._trainer.accelerator.close_memory(ended_well)
 
 
 def _text_of(trainer: Any) -> str:
-    """Return what Trainer would write to ``trainer_state.json`` now, callbacks' states included."""
+    """Return what Trainer would write to ``trainer_state.json`` now, callbacks' states
+    included."""
     callbacks = {
         name: list(state) if isinstance(state, list) else state
         for name, state in trainer.state.stateful_callbacks.items()
@@ -105,5 +119,8 @@ def _text_of(trainer: Any) -> str:
                 callbacks[name].append(callback.state())
             else:
                 callbacks[name] = callback.state()
-    fields = {field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)}
+    fields = {
+        field.name: getattr(trainer.state, field.name)
+        for field in dataclasses.fields(trainer.state)
+    }
     return json.dumps({**fields, "stateful_callbacks": callbacks})

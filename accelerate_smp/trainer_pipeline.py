@@ -1,6 +1,7 @@
-"""Steps through pipeline stages under transformers' Trainer: ``compute_loss`` runs once for each micro-batch on every
-stage, and what Trainer computes from its loss is of the whole batch. Evaluation and prediction call the model without
-gradients, which goes through all stages by itself.
+"""Steps through pipeline stages under transformers' Trainer: ``compute_loss`` runs once
+for each micro-batch on every stage, and what Trainer computes from its loss is of the
+whole batch. Evaluation and prediction call the model without gradients, which goes
+through all stages by itself.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ class PipelinedTrainerMixin(_Base):
     _takes_micro_batches = False
 
     def training_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Take a batch forward and backward as Trainer does, in micro-batches where there are stages."""
+        """Take a batch forward and backward as Trainer does, in micro-batches where
+        there are stages."""
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None or handle.pipeline is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        # Trainer divides by what it counted over a whole optimizer step, or by the number of batches.
+        # Trainer divides by what it counted over a whole optimizer step, or by the
+        # number of batches.
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -42,7 +48,9 @@ class PipelinedTrainerMixin(_Base):
         divisor = 1 if scaled else self.current_gradient_accumulation_steps
         own, shadowed = self.compute_loss, vars(self).get("compute_loss")
 
-        def in_micro_batches(model: torch.nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
+        def in_micro_batches(
+            model: torch.nn.Module, inputs: dict[str, Any], **options: Any
+        ) -> Any:
             return self.accelerator.train_in_stages(
                 handle,
                 functools.partial(own, model, **options),
@@ -52,7 +60,8 @@ class PipelinedTrainerMixin(_Base):
                 name="compute_loss",
             )
 
-        # Of the instance, for this call: subclasses of the user's own come before this class.
+        # Of the instance, for this call: subclasses of the user's own come before this
+        # class.
         vars(self)["compute_loss"] = in_micro_batches
         self._takes_micro_batches = True
         try:

@@ -1,8 +1,10 @@
-"""What transformers' Trainer does when its job is about to be ended: it saves on all ranks after the same step, and
-leaves. In an evaluation that takes too long it does so after a batch, if all ranks have as many of them.
+"""What transformers' Trainer does when its job is about to be ended: it saves on all
+ranks after the same step, and leaves. In an evaluation that takes too long it does so
+after a batch, if all ranks have as many of them.
 
-Trainer goes on behind the evaluation that followed a checkpoint's step. So a checkpoint says whether it lacks one, and
-the resumed run begins with it: its metrics count, and it draws the random numbers that it would have drawn.
+Trainer goes on behind the evaluation that followed a checkpoint's step. So a checkpoint
+says whether it lacks one, and the resumed run begins with it: its metrics count, and it
+draws the random numbers that it would have drawn.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from smp_core.checkpoint.random_state import random_state
@@ -35,7 +43,11 @@ class LeavesWhenTold(TrainerCallback):
         self._preemption.begin_phase()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
     ) -> TrainerControl:
         self._evaluation_follows = _evaluates_now(args, state)
         if self._preemption.agreed():
@@ -44,7 +56,13 @@ class LeavesWhenTold(TrainerCallback):
             control.should_evaluate = False
         return control
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
         if self._leaves:
             self._trainer.accelerator.leave()
 
@@ -52,12 +70,14 @@ class LeavesWhenTold(TrainerCallback):
 
     @property
     def lacks_evaluation(self) -> bool:
-        """Return whether a checkpoint of this instant lacks an evaluation that belongs to its step."""
+        """Return whether a checkpoint of this instant lacks an evaluation that belongs
+        to its step."""
         return self._evaluation_follows or self._before_evaluation is not None
 
     @property
     def random(self) -> dict[str, Any] | None:
-        """Random states of this rank from before the evaluation in progress; None where there is none."""
+        """Random states of this rank from before the evaluation in progress; None where
+        there is none."""
         return self._before_evaluation
 
     def begin_evaluation(self, loader: Any) -> None:
@@ -75,7 +95,11 @@ class LeavesWhenTold(TrainerCallback):
         self._preemption.begin_phase()
 
     def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
     ) -> None:
         if self._in_evaluation and self._preemption.agreed(whole_step=False):
             self._trainer.save_training()
@@ -86,4 +110,8 @@ def _evaluates_now(args: TrainingArguments, state: TrainerState) -> bool:
     """Return whether an epoch ends with this step, and with an evaluation."""
     epoch = state.epoch or 0.0
     at_end = abs(epoch - round(epoch)) < 1e-6 and epoch > 0
-    return at_end and args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= epoch
+    return (
+        at_end
+        and args.eval_strategy == IntervalStrategy.EPOCH
+        and args.eval_delay <= epoch
+    )

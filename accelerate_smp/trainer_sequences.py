@@ -1,14 +1,18 @@
 """The sequences that several ranks share, under transformers' Trainer.
 
-Trainer counts targets over the micro-batches of an optimizer step and divides by them, so the loss is exact as soon as
+Trainer counts targets over the micro-batches of an optimizer step and divides by them,
+so the loss is exact as soon as
 
-    batches are split where Trainer would prepare torch's own context parallelism (``_prepare_context_parallel_inputs``,
-    private as all of Trainer's steps; there is no public hook around forward and backward)
-    targets are counted once per sample, without those that cross into another document (``_get_num_items_in_batch``)
+    batches are split where Trainer would prepare torch's own context parallelism
+    (``_prepare_context_parallel_inputs``, private as all of Trainer's steps; there is
+    no public hook around forward and backward) targets are counted once per sample,
+    without those that cross into another document (``_get_num_items_in_batch``)
 
-and evaluation and prediction see unsplit sequences and each sample once. Functions that compute a loss from logits and
-labels (``label_smoothing_factor``, ``compute_loss_func``) get this rank's tokens and their targets. Models with a loss
-in chunks (``chunked_cross_entropy``) smooth labels themselves, and chunk in evaluation too where only the loss counts.
+and evaluation and prediction see unsplit sequences and each sample once. Functions that
+compute a loss from logits and labels (``label_smoothing_factor``,
+``compute_loss_func``) get this rank's tokens and their targets. Models with a loss in
+chunks (``chunked_cross_entropy``) smooth labels themselves, and chunk in evaluation too
+where only the loss counts.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ else:
 
 
 class SharedSequencesTrainerMixin(_Base):
-    """A mixin before a Trainer class. While the context degree is 1 it changes nothing."""
+    """A mixin before a Trainer class. While the context degree is 1 it changes
+    nothing."""
 
     accelerator: SmpAccelerator
     _split: SplitBatch | None = None
@@ -60,9 +65,12 @@ class SharedSequencesTrainerMixin(_Base):
 
     @property
     def compute_loss_func(self) -> Callable[..., Any] | None:
-        """The user's loss function; while sequences are shared, it sees this rank's tokens and their targets."""
+        """The user's loss function; while sequences are shared, it sees this rank's
+        tokens and their targets."""
         function = self._compute_loss_func
-        return None if function is None else functools.partial(_of_own_targets, function)
+        return (
+            None if function is None else functools.partial(_of_own_targets, function)
+        )
 
     @compute_loss_func.setter
     def compute_loss_func(self, function: Callable[..., Any] | None) -> None:
@@ -79,13 +87,15 @@ class SharedSequencesTrainerMixin(_Base):
     def _prepare_context_parallel_inputs(
         self, model: torch.nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], contextlib.AbstractContextManager[None]], dict[str, Any]]:
-        """Return a context for forward and backward, and this rank's part of the first context peer's batch."""
+        """Return a context for forward and backward, and this rank's part of the first
+        context peer's batch."""
         context = self._context
         if context is None:
             return super()._prepare_context_parallel_inputs(model, inputs)
         self._check_context_parallel()
         inputs = self._prepare_inputs(inputs)
-        # Trainer has counted the targets of all micro-batches, unless the model does not take their number.
+        # Trainer has counted the targets of all micro-batches, unless the model does
+        # not take their number.
         count = self.accelerator.count_targets = not self.model_accepts_loss_kwargs
         if self._takes_micro_batches:
             return contextlib.nullcontext, inputs  # each micro-batch is split by itself
@@ -93,15 +103,18 @@ class SharedSequencesTrainerMixin(_Base):
         return functools.partial(enabled, self._split), self._split.batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Prepare a batch as Trainer does, once: copies of a split batch's labels would not be known as its own."""
+        """Prepare a batch as Trainer does, once: copies of a split batch's labels would
+        not be known as its own."""
         if self._split is not None and inputs is self._split.batch:
             return dict(inputs)
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)
         return prepared
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Count targets as Trainer does: of all micro-batches, over all ranks, or for this one its part of those that
-        it shares.
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Any], device: torch.device
+    ) -> Any:
+        """Count targets as Trainer does: of all micro-batches, over all ranks, or for
+        this one its part of those that it shares.
         """
         context = self._context
         if context is None or not batch_samples or "labels" not in batch_samples[0]:
@@ -109,33 +122,46 @@ class SharedSequencesTrainerMixin(_Base):
         counted = []
         for batch in batch_samples:
             labels = labels_within_documents(batch)
-            # Whether a row's first label counts is Trainer's own decision, by the class of the model.
+            # Whether a row's first label counts is Trainer's own decision, by the class
+            # of the model.
             labels[:, 0] = batch["labels"][:, 0]
             # Peers may have other samples than the first, whose batch it is.
-            counted.append({"labels": labels if context.group.rank == 0 else torch.full_like(labels, -100)})
+            counted.append(
+                {
+                    "labels": labels
+                    if context.group.rank == 0
+                    else torch.full_like(labels, -100)
+                }
+            )
         number = super()._get_num_items_in_batch(counted, device)
         if not isinstance(number, Tensor):
             return number
         if self.args.average_tokens_across_devices:
             return number
-        dist.broadcast(number, src=context.group.ranks[0], group=context.group.process_group)
+        dist.broadcast(
+            number, src=context.group.ranks[0], group=context.group.process_group
+        )
         return number / context.degree
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count tokens as Trainer does, which adds up the unsplit batches of all ranks that share them."""
+        """Count tokens as Trainer does, which adds up the unsplit batches of all ranks
+        that share them."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         counted = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + counted // self.accelerator.context_degree
+        self.state.num_input_tokens_seen = (
+            before + counted // self.accelerator.context_degree
+        )
 
     def store_flos(self) -> None:
-        """Add up operations as Trainer does, over all ranks; those of a batch that several ranks share, once."""
+        """Add up operations as Trainer does, over all ranks; those of a batch that
+        several ranks share, once."""
         self.current_flos = round(self.current_flos / self.accelerator.batch_degree)
         super().store_flos()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the sampler as Trainer does; one that deals batches out to ranks itself (``batch_rebalance``) deals them
-        out to those that read different samples."""
+        """Make the sampler as Trainer does; one that deals batches out to ranks itself
+        (``batch_rebalance``) deals them out to those that read different samples."""
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
         shared = self.accelerator.batch_degree
         if shared == 1 or not hasattr(sampler, "dp_size"):
@@ -149,19 +175,27 @@ class SharedSequencesTrainerMixin(_Base):
             drop_last=sampler.drop_last,
         )
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as Trainer does; a model whose loss is chunked smooths labels itself, because smoothing
-        needs logits.
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the loss as Trainer does; a model whose loss is chunked smooths
+        labels itself, because smoothing needs logits.
         """
         if self._predicts and self._context is not None and active_split() is None:
-            # Trainer splits batches of an evaluation since Transformers 5.20; before, only those of training.
+            # Trainer splits batches of an evaluation since Transformers 5.20; before,
+            # only those of training.
             make, inputs = self._prepare_context_parallel_inputs(model, inputs)
             with make():
                 return self.compute_loss(model, inputs, *args, **kwargs)
         smoother, handle = self.label_smoother, parallel_of(self.model)  # type: ignore[arg-type]
-        in_chunks = handle is not None and handle.config.chunked_cross_entropy is not None
+        in_chunks = (
+            handle is not None and handle.config.chunked_cross_entropy is not None
+        )
         # A loss of the user's own calls the smoother itself.
-        trainers_own = self.compute_loss_func is None and super().compute_loss.__func__ is Trainer.compute_loss  # type: ignore[attr-defined]
+        trainers_own = (
+            self.compute_loss_func is None
+            and super().compute_loss.__func__ is Trainer.compute_loss  # type: ignore[attr-defined]
+        )
         if smoother is None or not in_chunks or not trainers_own:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self.label_smoother = None
@@ -178,12 +212,15 @@ class SharedSequencesTrainerMixin(_Base):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Predict as Trainer does, with the loss of the unsplit sequences, and logits of all their tokens."""
+        """Predict as Trainer does, with the loss of the unsplit sequences, and logits
+        of all their tokens."""
         context = self._context
         asked_for = loss_only() if prediction_loss_only else contextlib.nullcontext()
         if context is None:
             with asked_for:
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+                return super().prediction_step(
+                    model, inputs, prediction_loss_only, ignore_keys
+                )
         # Without labels there is no loss, whose computation would split the batch.
         self._split = None
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -193,7 +230,9 @@ class SharedSequencesTrainerMixin(_Base):
         self._predicts = True
         try:
             with around, asked_for:
-                loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+                loss, logits, labels = super().prediction_step(
+                    model, inputs, prediction_loss_only, ignore_keys
+                )
         finally:
             self._predicts = False
         # Of all ranks that share the sequences.
@@ -204,15 +243,18 @@ class SharedSequencesTrainerMixin(_Base):
         return loss, logits, labels
 
 
-def _of_own_targets(function: Callable[..., Any], outputs: Any, labels: Tensor | None, **options: Any) -> Any:
-    """Call a loss function of Trainer, which compares a token's logits with the next token's label, on this rank's
-    tokens.
+def _of_own_targets(
+    function: Callable[..., Any], outputs: Any, labels: Tensor | None, **options: Any
+) -> Any:
+    """Call a loss function of Trainer, which compares a token's logits with the next
+    token's label, on this rank's tokens.
 
-    The targets of a split batch become the labels of the tokens after them, and a token without logits of its own
-    stands at the end.
+    The targets of a split batch become the labels of the tokens after them, and a token
+    without logits of its own stands at the end.
     """
     split = active_split()
-    if split is None or split.labels is None:  # whole sequences, or labels where their tokens are
+    # Whole sequences, or labels where their tokens are.
+    if split is None or split.labels is None:
         return function(outputs, labels, **options)
     assert split.shift_labels is not None
     labels = F.pad(split.shift_labels, (1, 0), value=IGNORED)

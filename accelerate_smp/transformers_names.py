@@ -1,6 +1,8 @@
-"""What differs between versions of Transformers under Trainer, in one place; and the refusal of older versions.
+"""What differs between versions of Transformers under Trainer, in one place; and the
+refusal of older versions.
 
-Modules that need something else than Trainer, its callbacks and its arguments import it from here.
+Modules that need something else than Trainer, its callbacks and its arguments import it
+from here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ try:
 except ImportError:  # Transformers 4
 
     def sort_checkpoints(output_dir: str) -> list[str]:  # type: ignore[misc]
-        """Return the checkpoints in a run's folder, the one of the fewest steps first."""
+        """Return the checkpoints in a run's folder, the one of the fewest steps
+        first."""
         steps = {}
         for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             step = path.name.rpartition("-")[2]
@@ -30,7 +33,10 @@ except ImportError:  # Transformers 4
         return sorted(steps, key=lambda path: steps[path])
 
 
-# Transformers 4 takes the mean over a rank's own targets instead, and then multiplies it by the number of ranks.
-SMOOTHS_BY_COUNT = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+# Transformers 4 takes the mean over a rank's own targets instead, and then multiplies
+# it by the number of ranks.
+SMOOTHS_BY_COUNT = (
+    "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+)
 
 __all__ = ["SMOOTHS_BY_COUNT", "sort_checkpoints"]

@@ -1,4 +1,5 @@
-"""Loaders that give some ranks more batches than others: refused, or joined (:mod:`smp_core.watch.joined`)."""
+"""Loaders that give some ranks more batches than others: refused, or joined
+(:mod:`smp_core.watch.joined`)."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from smp_core.watch import count_samples, join
 logger = logging.getLogger("smp")
 
 
-def joined(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[tuple[Any, float]]:
-    """Yield a prepared loader's batches until no rank has any more, each with the factor of its loss; no sample is
-    repeated to make batches even. Collective.
+def joined(
+    loader: Any, iterate: Callable[[Any], Iterator[Any]]
+) -> Iterator[tuple[Any, float]]:
+    """Yield a prepared loader's batches until no rank has any more, each with the
+    factor of its loss; no sample is repeated to make batches even. Collective.
 
-    The end of the loader, at which Accelerate ends an accumulation window, is that of all ranks.
+    The end of the loader, at which Accelerate ends an accumulation window, is that of
+    all ranks.
 
     Args:
         iterate: the loader's own ``__iter__``.
@@ -38,7 +42,8 @@ def joined(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[tup
                 loader.end_of_dataloader = following is None
                 batch, weight = present
                 device = getattr(loader, "device", None)
-                yield batch if device is None else send_to_device(batch, device), weight  # it may be another rank's
+                # It may be another rank's.
+                yield batch if device is None else send_to_device(batch, device), weight
                 present = following
         finally:
             loader.end()
@@ -47,7 +52,9 @@ def joined(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[tup
 @contextlib.contextmanager
 def _dealing_each_sample_once(loader: Any) -> Iterator[None]:
     """Let a prepared loader repeat no sample, inside."""
-    sampler = _dealing(getattr(loader, "batch_sampler", None)) or _dealing(getattr(loader, "sampler", None))
+    sampler = _dealing(getattr(loader, "batch_sampler", None)) or _dealing(
+        getattr(loader, "sampler", None)
+    )
     if sampler is None:
         logger.warning(
             "join_uneven_inputs: this loader has no batch sampler (its dataset is a stream), and Accelerate repeats "
@@ -70,13 +77,18 @@ def _dealing(sampler: Any) -> BatchSamplerShard | None:
 
 
 def require_as_many_batches(loader: Any) -> None:
-    """Refuse a prepared loader of which some ranks get a batch more: the others would not take part in its gathers.
+    """Refuse a prepared loader of which some ranks get a batch more: the others would
+    not take part in its gathers.
 
     Raises:
         ValueError: names the batches and ranks, and what to write.
     """
     sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last:
+    if (
+        not isinstance(sampler, BatchSamplerShard)
+        or sampler.even_batches
+        or sampler.drop_last
+    ):
         return
     dealt, ranks = sampler.batch_sampler, sampler.num_processes
     if sampler.split_batches:

@@ -1,11 +1,14 @@
-"""`smp verify` under Accelerate and the Trainer of Transformers: what a recorded run changes, and what it tells.
+"""`smp verify` under Accelerate and the Trainer of Transformers: what a recorded run
+changes, and what it tells.
 
-An Accelerator that is made in such a process is an SmpAccelerator, as under `-m accelerate_smp.run`; it gets the ranks
-and the layout that were asked for, starts no trackers, and a Trainer saves nothing. The one process has Accelerate's
-own behaviour, and the schedule and the length of an epoch that the ranks have.
+An Accelerator that is made in such a process is an SmpAccelerator, as under `-m
+accelerate_smp.run`; it gets the ranks and the layout that were asked for, starts no
+trackers, and a Trainer saves nothing. The one process has Accelerate's own behaviour,
+and the schedule and the length of an epoch that the ranks have.
 
-Private names: ``GradientState._set_sync_gradients``, which Accelerator's own ``accumulate`` calls, and Accelerator's
-lists ``_models`` and ``_schedulers``; ``_present`` is SmpAccelerator's batch that is split at the moment.
+Private names: ``GradientState._set_sync_gradients``, which Accelerator's own
+``accumulate`` calls, and Accelerator's lists ``_models`` and ``_schedulers``;
+``_present`` is SmpAccelerator's batch that is split at the moment.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ _OF_THE_RUN = ("runtime", "per_second", "flos", "epoch", "step", "memory")
 
 
 def install() -> None:
-    """Record every accelerator and Trainer of this process, if `smp verify` has started it."""
+    """Record every accelerator and Trainer of this process, if `smp verify` has started
+    it."""
     request = requested()
     if request is None or _Recording.of_process is not None:
         return
@@ -80,7 +84,9 @@ class _Recording:
     def __init__(self, request: Request) -> None:
         self.request, self.recorder = request, Recorder(request)
         self.alone = request.role == "one process"
-        self.ranks_facts: dict[str, Any] = read_record(request.batches).facts if self.alone else {}
+        self.ranks_facts: dict[str, Any] = (
+            read_record(request.batches).facts if self.alone else {}
+        )
         self.is_trainer, self.micro_batches = False, 1
         self._model: nn.Module | None = None
         self._loaders = 0
@@ -94,7 +100,8 @@ class _Recording:
 
     @property
     def readers(self) -> int:
-        """The ranks that read different samples, which one process stands for; on ranks 1."""
+        """The ranks that read different samples, which one process stands for; on ranks
+        1."""
         return int(self.ranks_facts.get("data_size", 1))
 
     # The accelerator
@@ -117,36 +124,54 @@ class _Recording:
             resolve = accelerators.resolve_config
 
             def resolved(*args: Any, **kwargs: Any) -> Any:
-                return resolve(*args, **kwargs).with_asked("smp verify", **request.knobs)
+                return resolve(*args, **kwargs).with_asked(
+                    "smp verify", **request.knobs
+                )
 
             accelerators.resolve_config = resolved
             accelerators.check_world = lambda *_: None  # of the script's own degrees
 
-    def _made(self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any) -> None:
+    def _made(
+        self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any
+    ) -> None:
         if self.request.float64:
             kwargs["mixed_precision"] = "no"
         kwargs.pop("log_with", None)
         original(accelerator, *args, **kwargs)
         if not accelerator.smp:
-            refuse("SmpAccelerator(smp=False) trains without torch-smp, and there is nothing to verify; leave it out")
+            refuse(
+                "SmpAccelerator(smp=False) trains without torch-smp, and there is nothing to verify; leave it out"
+            )
         if self.request.role == "look":
             tell_degrees(self.request, accelerator.smp_config, 0)
         if self.request.one_by_one and not self.is_trainer:
             accelerator.gradient_accumulation_steps *= self.readers
 
     def _prepare_model(
-        self, original: Any, accelerator: SmpAccelerator, model: nn.Module, *args: Any, **kw: Any
+        self,
+        original: Any,
+        accelerator: SmpAccelerator,
+        model: nn.Module,
+        *args: Any,
+        **kw: Any,
     ) -> Any:
         if self.request.float64:
             model.double()
         prepared = original(accelerator, model, *args, **kw)
-        if self._model is None and any(parameter.requires_grad for parameter in model.parameters()):
+        if self._model is None and any(
+            parameter.requires_grad for parameter in model.parameters()
+        ):
             self._model = model
             self.recorder.record.facts["precision"] = accelerator.mixed_precision
         return prepared
 
     def _prepare_optimizer(
-        self, original: Any, accelerator: SmpAccelerator, optimizer: Any, *args: Any, **kw: Any
+        self,
+        original: Any,
+        accelerator: SmpAccelerator,
+        optimizer: Any,
+        *args: Any,
+        **kw: Any,
     ) -> Any:
         new = not getattr(optimizer, "_is_accelerate_prepared", False)
         prepared = original(accelerator, optimizer, *args, **kw)
@@ -156,15 +181,24 @@ class _Recording:
             after_each_step(stepping, self._after_step)
         return prepared
 
-    def _prepare_scheduler(self, original: Any, accelerator: SmpAccelerator, scheduler: Any) -> Any:
-        """Let the schedule of one process advance by the batches that the ranks' would."""
+    def _prepare_scheduler(
+        self, original: Any, accelerator: SmpAccelerator, scheduler: Any
+    ) -> Any:
+        """Let the schedule of one process advance by the batches that the ranks'
+        would."""
         prepared = original(accelerator, scheduler)
-        if accelerator.schedule_in_optimizer_steps or accelerator.split_batches or self.readers == 1:
+        if (
+            accelerator.schedule_in_optimizer_steps
+            or accelerator.split_batches
+            or self.readers == 1
+        ):
             return prepared
         accelerator._schedulers[-1] = SmpScheduler(prepared, self.readers)
         return accelerator._schedulers[-1]
 
-    def _backward(self, original: Any, accelerator: SmpAccelerator, loss: Tensor, **kwargs: Any) -> None:
+    def _backward(
+        self, original: Any, accelerator: SmpAccelerator, loss: Tensor, **kwargs: Any
+    ) -> None:
         if self._training_loader is None:
             if not self._latest[0]:
                 refuse(_UNPREPARED)
@@ -177,26 +211,37 @@ class _Recording:
         original(accelerator, loss, **kwargs)
         self.recorder.leave_backward()
 
-    def _clip(self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any) -> Any:
+    def _clip(
+        self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any
+    ) -> Any:
         if accelerator.sync_gradients:
             self._note_gradients(accelerator)
         elif self.request.one_by_one:
             return torch.zeros(())
         return original(accelerator, *args, **kwargs)
 
-    def _accumulate(self, original: Any, accelerator: SmpAccelerator, *models: Any) -> Any:
+    def _accumulate(
+        self, original: Any, accelerator: SmpAccelerator, *models: Any
+    ) -> Any:
         self.recorder.record.facts["accumulates"] = True
         return original(accelerator, *models)
 
     def _log(
-        self, original: Any, accelerator: SmpAccelerator, values: Mapping[str, Any], *args: Any, **kw: Any
+        self,
+        original: Any,
+        accelerator: SmpAccelerator,
+        values: Mapping[str, Any],
+        *args: Any,
+        **kw: Any,
     ) -> None:
         self.note_logged(values)
 
     def note_logged(self, values: Mapping[str, Any]) -> None:
         """Note numbers that the script logs."""
         for name, value in values.items():
-            if isinstance(value, (int, float, Tensor)) and not any(word in name for word in _OF_THE_RUN):
+            if isinstance(value, (int, float, Tensor)) and not any(
+                word in name for word in _OF_THE_RUN
+            ):
                 if not isinstance(value, Tensor) or value.numel() == 1:
                     self._logged[name] = float(value)
 
@@ -220,27 +265,42 @@ class _Recording:
             self.recorder.note_sample(hash_)
         self._samples.clear()
         facts = self.recorder.record.facts
-        facts["batches of a step"] = max(facts.get("batches of a step", 1), len(self._batches_of_step))
+        facts["batches of a step"] = max(
+            facts.get("batches of a step", 1), len(self._batches_of_step)
+        )
         self._batches_of_step.clear()
         self.recorder.step_ended(self._logged)
 
     # Loaders
 
     def change_loaders(self) -> None:
-        """Let the recorder see, and in one process replace, every batch of a prepared loader."""
+        """Let the recorder see, and in one process replace, every batch of a prepared
+        loader."""
         for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
             kind.__iter__ = self._iterating(kind.__iter__)  # type: ignore[method-assign, assignment]
             if self.alone:
                 kind.__len__ = self._length(kind.__len__)  # type: ignore[method-assign, assignment]
 
     def _prepare_data_loader(
-        self, original: Any, accelerator: SmpAccelerator, loader: Any, *args: Any, **kw: Any
+        self,
+        original: Any,
+        accelerator: SmpAccelerator,
+        loader: Any,
+        *args: Any,
+        **kw: Any,
     ) -> Any:
         sampler = getattr(loader, "sampler", None)
-        if self.readers > 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
-            if not accelerator.use_seedable_sampler:  # as Accelerate does on several ranks
+        if (
+            self.readers > 1
+            and isinstance(sampler, RandomSampler)
+            and sampler.generator is None
+        ):
+            # As Accelerate does on several ranks.
+            if not accelerator.use_seedable_sampler:
                 sampler.generator = torch.Generator()
-                sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+                sampler.generator.manual_seed(
+                    int(torch.empty((), dtype=torch.int64).random_().item())
+                )
         prepared = original(accelerator, loader, *args, **kw)
         if not hasattr(prepared, "verify_name"):
             prepared.verify_name = f"loader {self._loaders}"
@@ -249,7 +309,9 @@ class _Recording:
 
     def _length(self, original: Any) -> Any:
         def length(loader: Any) -> int:
-            return math.ceil(original(loader) / (1 if self.request.one_by_one else self.readers))
+            return math.ceil(
+                original(loader) / (1 if self.request.one_by_one else self.readers)
+            )
 
         return length
 
@@ -271,15 +333,19 @@ class _Recording:
         return iterate
 
     def _sync(self, number: int) -> None:
-        """Let a loop without ``accumulate`` step once it has had the batches of all ranks, one after another."""
-        if self.request.one_by_one and not (self.is_trainer or self.ranks_facts.get("accumulates")):
+        """Let a loop without ``accumulate`` step once it has had the batches of all
+        ranks, one after another."""
+        if self.request.one_by_one and not (
+            self.is_trainer or self.ranks_facts.get("accumulates")
+        ):
             batches = self.ranks_facts.get("batches of a step", 1)
             if batches > 1:
                 refuse(_COUNTED_BY_HAND.format(batches=batches))
             GradientState()._set_sync_gradients((number + 1) % self.readers == 0)
 
     def _begin(self, loader: Any) -> None:
-        """Begin with the model that was prepared, when the first batch is about to be read. Collective."""
+        """Begin with the model that was prepared, when the first batch is about to be
+        read. Collective."""
         if self._model is None or self.recorder.has_begun:
             return
         recorder, handle = self.recorder, parallel_of(self._model)
@@ -288,11 +354,14 @@ class _Recording:
         facts["data_size"] = recorder.record.data_size
         if self.alone:
             wanted = recorder.batches_of_ranks(getattr(loader, "verify_name", ""))
-            recorder.record.natural = natural_samples(loader.base_dataloader, wanted, recorder.as_computed)
+            recorder.record.natural = natural_samples(
+                loader.base_dataloader, wanted, recorder.as_computed
+            )
 
 
 def _around(name: str, method: Callable[..., Any]) -> None:
-    """Let ``method`` stand around one of SmpAccelerator's: it gets the original, the accelerator and the arguments."""
+    """Let ``method`` stand around one of SmpAccelerator's: it gets the original, the
+    accelerator and the arguments."""
     original = getattr(SmpAccelerator, name)
 
     @functools.wraps(original)
@@ -310,12 +379,15 @@ def verify(
     steps: int = 3,
     float64: bool = False,
 ) -> Report:
-    """Run a function that trains for a few steps in one process and at layouts, and compare (docs/verify.md).
+    """Run a function that trains for a few steps in one process and at layouts, and
+    compare (docs/verify.md).
 
     Args:
-        train: a function at the top of a module, which makes an accelerator or a Trainer and trains.
+        train: a function at the top of a module, which makes an accelerator or a
+            Trainer and trains.
         arguments: of the function; they are pickled.
-        layouts: knobs of each layout, as a mapping or as text ("shard_degree=2 tensor_parallel_degree=2").
+        layouts: knobs of each layout, as a mapping or as text ("shard_degree=2
+            tensor_parallel_degree=2").
         steps: optimizer steps.
         float64: compute in float64, where layouts agree to rounding.
 
@@ -323,9 +395,12 @@ def verify(
         the report; ``print(report)`` shows the table, ``report.agrees`` is the verdict.
 
     Raises:
-        ValueError: a run that did not come to its steps, with the end of its output; what cannot be pickled.
+        ValueError: a run that did not come to its steps, with the end of its output;
+            what cannot be pickled.
     """
-    return verify_call(_train, (train, arguments), layouts, steps=steps, float64=float64)
+    return verify_call(
+        _train, (train, arguments), layouts, steps=steps, float64=float64
+    )
 
 
 def _train(train: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -334,14 +409,19 @@ def _train(train: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 
 def install_trainer() -> None:
-    """Record every SmpTrainer of this process, if `smp verify` has started it; behind :func:`install`."""
+    """Record every SmpTrainer of this process, if `smp verify` has started it; behind
+    :func:`install`."""
     install()
     recording = _Recording.of_process
     if recording is None:
         return
     from accelerate_smp import trainer
 
-    mixin: Any = next(kind for kind in trainer.SmpTrainer.__mro__ if kind.__name__ == "SmpTrainerMixin")
+    mixin: Any = next(
+        kind
+        for kind in trainer.SmpTrainer.__mro__
+        if kind.__name__ == "SmpTrainerMixin"
+    )
     made, log = mixin.__init__, mixin.log
 
     @functools.wraps(made)
@@ -373,4 +453,7 @@ def _change_arguments(recording: _Recording, args: Any) -> None:
         args.bf16 = args.fp16 = False
     if recording.request.one_by_one:
         args.gradient_accumulation_steps *= recording.readers
-    recording.is_trainer, recording.micro_batches = True, args.gradient_accumulation_steps
+    recording.is_trainer, recording.micro_batches = (
+        True,
+        args.gradient_accumulation_steps,
+    )

@@ -1,11 +1,15 @@
-"""Checkpoint throughput: this project's against plain torch DCP and Lightning's and Accelerate's own full saves.
+"""Checkpoint throughput: this project's against plain torch DCP and Lightning's and
+Accelerate's own full saves.
 
-    python benchmarks/checkpoint.py --ranks 2 --gigabytes 0.5 --repeats 5 --folder /some/disk
+    python benchmarks/checkpoint.py --ranks 2 --gigabytes 0.5 --repeats 5 --folder
+    /some/disk
 
-One FSDP2 model with AdamW states is saved and loaded by every method in turn, in one run, round after round, so that a
-slow moment of the disk or the machine meets all of them; medians are compared. All saves end with their bytes on the
-disk (fsync). Loads are measured warm (page cache) and cold (the files' pages dropped before). Also measured: how long
-training stalls per asynchronous save, and consolidate's peak memory. Prints a table, writes JSON beside it.
+One FSDP2 model with AdamW states is saved and loaded by every method in turn, in one
+run, round after round, so that a slow moment of the disk or the machine meets all of
+them; medians are compared. All saves end with their bytes on the disk (fsync). Loads
+are measured warm (page cache) and cold (the files' pages dropped before). Also
+measured: how long training stalls per asynchronous save, and consolidate's peak memory.
+Prints a table, writes JSON beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +38,10 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -66,13 +73,19 @@ print(memory("VmHWM") - before)
 
 
 class Training:
-    """A sharded model with AdamW states of about the asked size, in bytes over all ranks."""
+    """A sharded model with AdamW states of about the asked size, in bytes over all
+    ranks."""
 
     def __init__(self, size: float) -> None:
         torch.manual_seed(0)
-        layers = max(1, round(size / 12 / WIDTH**2))  # float32 weight, exp_avg, exp_avg_sq
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        # float32 weight, exp_avg, exp_avg_sq.
+        layers = max(1, round(size / 12 / WIDTH**2))
+        self.model = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        )
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)
+        )
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
@@ -92,12 +105,15 @@ class Training:
 
 
 def lightning_full_save(training: Training) -> Callable[[str], None]:
-    """Return Lightning's own full save (ModelParallelStrategy(save_distributed_checkpoint=False))."""
+    """Return Lightning's own full save
+    (ModelParallelStrategy(save_distributed_checkpoint=False))."""
     module = importlib.import_module("lightning.fabric.strategies.model_parallel")
 
     def save(path: str) -> None:
         state = {"state_dict": training.model, "optimizer": training.optimizer}
-        module._save_checkpoint(Path(path), state, full_state_dict=True, rank=dist.get_rank())
+        module._save_checkpoint(
+            Path(path), state, full_state_dict=True, rank=dist.get_rank()
+        )
 
     return save
 
@@ -106,23 +122,32 @@ def accelerate_full_save(training: Training) -> Callable[[str], None]:
     """Return Accelerate's own full save (FSDP2, FULL_STATE_DICT)."""
     utils = importlib.import_module("accelerate.utils.fsdp_utils")
     utils.logger = SimpleNamespace(info=lambda *arguments: None)
-    kind = importlib.import_module("torch.distributed.fsdp.fully_sharded_data_parallel").StateDictType
+    kind = importlib.import_module(
+        "torch.distributed.fsdp.fully_sharded_data_parallel"
+    ).StateDictType
     plugin = SimpleNamespace(
         state_dict_type=kind.FULL_STATE_DICT,
         fsdp_version=2,
         state_dict_config=SimpleNamespace(offload_to_cpu=True, rank0_only=True),
     )
-    accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size(), is_fsdp2=True)
+    accelerator = SimpleNamespace(
+        process_index=dist.get_rank(),
+        num_processes=dist.get_world_size(),
+        is_fsdp2=True,
+    )
 
     def save(path: str) -> None:
         utils.save_fsdp_model(plugin, accelerator, training.model, path)
-        utils.save_fsdp_optimizer(plugin, accelerator, training.optimizer, training.model, path)
+        utils.save_fsdp_optimizer(
+            plugin, accelerator, training.optimizer, training.model, path
+        )
 
     return save
 
 
 def fsync_tree(path: str) -> None:
-    """Bring a file or folder to the disk: Lightning and Accelerate do not, and the comparison should be of equals."""
+    """Bring a file or folder to the disk: Lightning and Accelerate do not, and the
+    comparison should be of equals."""
     for file in filter(Path.is_file, [Path(path), *Path(path).rglob("*")]):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -160,9 +185,14 @@ def measure(folder: str, size: float, repeats: int) -> dict[str, Any]:
     saves: dict[str, Callable[[str], None]] = {
         "DCP": lambda path: dcp.save(training.state(), checkpoint_id=path),
         "torch-smp": lambda path: save_checkpoint(path, training.state()),
-        "torch-smp sha256": lambda path: save_checkpoint(path, training.state(), digest="sha256"),
+        "torch-smp sha256": lambda path: save_checkpoint(
+            path, training.state(), digest="sha256"
+        ),
     }
-    for name, maker in (("Lightning full", lightning_full_save), ("Accelerate full", accelerate_full_save)):
+    for name, maker in (
+        ("Lightning full", lightning_full_save),
+        ("Accelerate full", accelerate_full_save),
+    ):
         try:
             saves[name] = maker(training)
         except ImportError:
@@ -170,20 +200,39 @@ def measure(folder: str, size: float, repeats: int) -> dict[str, Any]:
     loads: dict[str, Callable[[str], None]] = {
         "DCP": lambda path: dcp.load(training.state(), checkpoint_id=path),
         "torch-smp": lambda path: load_checkpoint(path, training.state()),
-        "torch-smp sizes": lambda path: load_checkpoint(path, training.state(), verify="sizes"),
-        "torch-smp digests": lambda path: load_checkpoint(path, training.state(), verify="digests"),
+        "torch-smp sizes": lambda path: load_checkpoint(
+            path, training.state(), verify="sizes"
+        ),
+        "torch-smp digests": lambda path: load_checkpoint(
+            path, training.state(), verify="digests"
+        ),
     }
-    seconds: dict[str, dict[str, list[float]]] = {"save": {}, "load warm": {}, "load cold": {}}
+    seconds: dict[str, dict[str, list[float]]] = {
+        "save": {},
+        "load warm": {},
+        "load cold": {},
+    }
     for number in range(repeats + 1):  # the first round warms up and is not counted
         for name, save in saves.items():
             path = f"{folder}/{name.replace(' ', '-')}"
-            on_first(lambda path=path: shutil.rmtree(path, ignore_errors=True) or Path(path).unlink(missing_ok=True))  # type: ignore[misc]
+            on_first(
+                lambda path=path: (
+                    shutil.rmtree(path, ignore_errors=True)
+                    or Path(path).unlink(missing_ok=True)
+                )
+            )  # type: ignore[misc]
             on_first(os.sync)
-            took = timed(lambda save=save, path=path: (save(path), on_first(lambda: fsync_tree(path)))[0])  # type: ignore[misc]
+            took = timed(
+                lambda save=save, path=path: (
+                    save(path),
+                    on_first(lambda: fsync_tree(path)),
+                )[0]
+            )  # type: ignore[misc]
             if number:
                 seconds["save"].setdefault(name, []).append(took)
         for name, load in loads.items():
-            path = f"{folder}/{name.split()[0]}"  # digests and sizes are ways to check the same checkpoint
+            # Digests and sizes are ways to check the same checkpoint.
+            path = f"{folder}/{name.split()[0]}"
             for kind in ("load warm", "load cold"):
                 if kind == "load cold":
                     on_first(lambda path=path: drop_pages(path))  # type: ignore[misc]
@@ -199,15 +248,20 @@ def measure(folder: str, size: float, repeats: int) -> dict[str, Any]:
 
 
 def measure_check(training: Training, path: str) -> dict[str, list[list[float]]]:
-    """Measure loads that check every byte and loads that do not, in pairs, each kind first in every other one: seconds,
-    and those of the processor on rank 0, where waiting for others on a busy machine does not count."""
+    """Measure loads that check every byte and loads that do not, in pairs, each kind
+    first in every other one: seconds, and those of the processor on rank 0, where
+    waiting for others on a busy machine does not count."""
     measured: dict[str, list[list[float]]] = {"seconds": [], "processor seconds": []}
     for number in range(PAIRS + 1):
         seconds, of_processor = [0.0, 0.0], [0.0, 0.0]
         for place in (0, 1) if number % 2 else (1, 0):
             verify = ("auto", "sizes")[place]
             begin = time.process_time()
-            seconds[place] = timed(lambda verify=verify: load_checkpoint(path, training.state(), verify=verify))  # type: ignore[misc]
+            seconds[place] = timed(
+                lambda verify=verify: load_checkpoint(
+                    path, training.state(), verify=verify
+                )
+            )  # type: ignore[misc]
             of_processor[place] = time.process_time() - begin
         if number:
             measured["seconds"].append(seconds)
@@ -216,11 +270,15 @@ def measure_check(training: Training, path: str) -> dict[str, list[list[float]]]
 
 
 def measure_async(training: Training, folder: str) -> dict[str, list[float]]:
-    """Measure for how many seconds an asynchronous save stalls training, until it is committed, and a bare copy of the
-    bytes."""
+    """Measure for how many seconds an asynchronous save stalls training, until it is
+    committed, and a bare copy of the bytes."""
     saver = AsyncCheckpointer()
     room = [torch.zeros_like(tensor) for tensor in local_tensors(training.state())]
-    measured: dict[str, list[float]] = {"stall": [], "until committed": [], "bare copy": []}
+    measured: dict[str, list[float]] = {
+        "stall": [],
+        "until committed": [],
+        "bare copy": [],
+    }
     for number in range(4):
         dist.barrier()
         begin = time.perf_counter()
@@ -242,27 +300,52 @@ def measure_async(training: Training, folder: str) -> dict[str, list[float]]:
 
 def local_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
     """List this rank's slices."""
-    return [tensor.to_local() for _, tensor in iterate_tensors(state) if isinstance(tensor, DTensor)]
+    return [
+        tensor.to_local()
+        for _, tensor in iterate_tensors(state)
+        if isinstance(tensor, DTensor)
+    ]
 
 
 def large_state() -> dict[str, torch.Tensor]:
     """Make four large tensors."""
-    return {f"w{number}": torch.full((LARGEST // 4,), float(number)) for number in range(4)}
+    return {
+        f"w{number}": torch.full((LARGEST // 4,), float(number)) for number in range(4)
+    }
 
 
 def measure_consolidate(folder: str, dtype: str) -> dict[str, float]:
-    """Measure the peak memory of consolidate above start-up, with its bound, and its time, for a checkpoint of large
-    tensors, which are converted to a dtype or left as they are."""
+    """Measure the peak memory of consolidate above start-up, with its bound, and its
+    time, for a checkpoint of large tensors, which are converted to a dtype or left as
+    they are."""
     source, out = f"{folder}/large", f"{folder}/consolidated"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-c", MEASURE_CONSOLIDATE, source, out, dtype]
     options = SaveOptions({}, {}, True, "xxh3")
-    write_staged(source, lambda: stage({"state_dict": large_state()}, None, 0, False), options, Ranks.alone())
+    write_staged(
+        source,
+        lambda: stage({"state_dict": large_state()}, None, 0, False),
+        options,
+        Ranks.alone(),
+    )
     begin = time.perf_counter()
-    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    peak = int(subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout)
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE")
+    }
+    peak = int(
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, env=environ
+        ).stdout
+    )
     took = time.perf_counter() - begin
-    return {"peak bytes": peak, "bound bytes": 2 * LARGEST + 200e6, "seconds": took, "bytes": 4 * LARGEST}
+    return {
+        "peak bytes": peak,
+        "bound bytes": 2 * LARGEST + 200e6,
+        "seconds": took,
+        "bytes": 4 * LARGEST,
+    }
 
 
 def report(results: list[dict[str, Any]]) -> list[Table]:
@@ -270,22 +353,53 @@ def report(results: list[dict[str, Any]]) -> list[Table]:
     tables = []
     for result in results:
         size = result["bytes"] / 1e6
-        table = Table("method", "what", "MB/s", "of DCP", "seconds", title=f"{size:.0f} MB of states")
+        table = Table(
+            "method",
+            "what",
+            "MB/s",
+            "of DCP",
+            "seconds",
+            title=f"{size:.0f} MB of states",
+        )
         for kind, methods in result["seconds"].items():
             baseline = statistics.median(methods["DCP"])
             for name, values in methods.items():
                 median = statistics.median(values)
                 spread = f"{median:.3f} ({min(values):.3f} to {max(values):.3f})"
-                table.add_row(name, kind, f"{size / median:.0f}", f"{baseline / median:.2f}", spread)
+                table.add_row(
+                    name,
+                    kind,
+                    f"{size / median:.0f}",
+                    f"{baseline / median:.2f}",
+                    spread,
+                )
         for kind, pairs in result["check"].items():
-            low, middle, high = statistics.quantiles(checked / unchecked for checked, unchecked in pairs)
+            low, middle, high = statistics.quantiles(
+                checked / unchecked for checked, unchecked in pairs
+            )
             table.add_row(
-                "every byte checked", "load warm, of sizes", "", "", f"{middle:.2f} ({low:.2f} to {high:.2f}) {kind}"
+                "every byte checked",
+                "load warm, of sizes",
+                "",
+                "",
+                f"{middle:.2f} ({low:.2f} to {high:.2f}) {kind}",
             )
         stall = statistics.median(result["async"]["stall"])
         sync = statistics.median(result["seconds"]["save"]["torch-smp"])
-        table.add_row("torch-smp async", "stall", "", "", f"{stall:.3f} ({stall / sync:.0%} of a synchronous save)")
-        table.add_row("a bare copy", "", "", "", f"{statistics.median(result['async']['bare copy']):.3f}")
+        table.add_row(
+            "torch-smp async",
+            "stall",
+            "",
+            "",
+            f"{stall:.3f} ({stall / sync:.0%} of a synchronous save)",
+        )
+        table.add_row(
+            "a bare copy",
+            "",
+            "",
+            "",
+            f"{statistics.median(result['async']['bare copy']):.3f}",
+        )
         tables.append(table)
     return tables
 
@@ -297,10 +411,16 @@ def worker(options: argparse.Namespace) -> None:
     folder = os.path.join(options.folder, "smp-checkpoint-benchmark")
     on_first(lambda: os.makedirs(folder, exist_ok=True))
     load_before = os.getloadavg()[0]
-    results = [measure(folder, size * 1e9, options.repeats) for size in options.gigabytes]
+    results = [
+        measure(folder, size * 1e9, options.repeats) for size in options.gigabytes
+    ]
     memory: dict[str, dict[str, float]] = {}
     for dtype in ("as saved", "bf16"):
-        on_first(lambda dtype=dtype: memory.update({dtype: measure_consolidate(folder, dtype)}))  # type: ignore[misc]
+        on_first(
+            lambda dtype=dtype: memory.update(
+                {dtype: measure_consolidate(folder, dtype)}
+            )
+        )  # type: ignore[misc]
     on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     if dist.get_rank() == 0:
         for table in report(results):
@@ -308,7 +428,9 @@ def worker(options: argparse.Namespace) -> None:
         for dtype, seen in memory.items():
             peak, bound = seen["peak bytes"] / 1e6, seen["bound bytes"] / 1e6
             size = f"4 tensors of {LARGEST / 1e6:.0f} MB, {dtype}"
-            print(f"consolidate of {size}: peak memory {peak:.0f} MB, bound {bound:.0f} MB")
+            print(
+                f"consolidate of {size}: peak memory {peak:.0f} MB, bound {bound:.0f} MB"
+            )
         record = {
             "date": datetime.date.today().isoformat(),
             "ranks": dist.get_world_size(),
@@ -336,19 +458,39 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5], help="sizes of the states, over all ranks")
+    parser.add_argument(
+        "--gigabytes",
+        type=float,
+        nargs="+",
+        default=[0.5],
+        help="sizes of the states, over all ranks",
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="the disk that is measured")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="the disk that is measured"
+    )
     default_out = Path(__file__).parent / "results" / "checkpoint.json"
     parser.add_argument("--out", type=Path, default=default_out)
     options = parser.parse_args()
     if "RANK" in os.environ:
         worker(options)
         return
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", *sys.argv]
-    raise SystemExit(subprocess.call([sys.executable, *launch], env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={options.ranks}",
+        *sys.argv,
+    ]
+    raise SystemExit(
+        subprocess.call(
+            [sys.executable, *launch], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """How much code there is, how dense it is and how much of it is commented.
 
-    python benchmarks/code_size.py [--before CHECKOUT] [--out benchmarks/results/code_size.json]
+    python benchmarks/code_size.py [--before CHECKOUT] [--out
+    benchmarks/results/code_size.json]
 
-Counted are the three packages, by room, and the tests: tokens of code (comments, docstrings, ends of lines and
-indentation left out), lines that have any, comments, and statements with several comprehensions. The file keeps two
-counts: "before", of the checkout that --before names, or what the file has already; and "after", of this one, which
-tests/core/test_code_size.py holds.
+Counted are the three packages, by room, and the tests: tokens of code (comments,
+docstrings, ends of lines and indentation left out), lines that have any, comments, and
+statements with several comprehensions. The file keeps two counts: "before", of the
+checkout that --before names, or what the file has already; and "after", of this one,
+which tests/core/test_code_size.py holds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "code_size.json"
 PRODUCT = ("smp_core", "lightning_smp", "accelerate_smp")
 _NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+    ),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -82,31 +90,45 @@ def size_of(text: str) -> Size:
 
 
 def _dense_statements(tree: ast.Module) -> int:
-    """Count the statements with several comprehensions; those of statements inside others are these ones' own."""
+    """Count the statements with several comprehensions; those of statements inside
+    others are these ones' own."""
 
     def comprehensions(node: ast.AST) -> int:
-        below = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _BLOCKS)]
+        below = [
+            child
+            for child in ast.iter_child_nodes(node)
+            if not isinstance(child, _BLOCKS)
+        ]
         return isinstance(node, _COMPREHENSIONS) + sum(map(comprehensions, below))
 
-    return sum(isinstance(node, ast.stmt) and comprehensions(node) > 1 for node in ast.walk(tree))
+    return sum(
+        isinstance(node, ast.stmt) and comprehensions(node) > 1
+        for node in ast.walk(tree)
+    )
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """Yield where the docstrings of a file begin; texts under attributes of classes and modules count as code."""
+    """Yield where the docstrings of a file begin; texts under attributes of classes and
+    modules count as code."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        ):
             if ast.get_docstring(node, clean=False) is not None:
                 yield node.body[0].lineno, node.body[0].col_offset
 
 
 def by_room(root: Path, folders: Sequence[str] = PRODUCT) -> dict[str, Size]:
-    """Count the code in folders of a checkout: room (of smp_core its own folders, else the folder) -> size."""
+    """Count the code in folders of a checkout: room (of smp_core its own folders, else
+    the folder) -> size."""
     sizes: dict[str, Size] = {}
     for top in folders:
         for path in sorted((root / top).rglob("*.py")):
             parts = path.relative_to(root).parts
             room = "/".join(parts[:2]).removesuffix(".py") if top == "smp_core" else top
-            sizes[room] = sizes.get(room, Size()) + size_of(path.read_text(encoding="utf-8"))
+            sizes[room] = sizes.get(room, Size()) + size_of(
+                path.read_text(encoding="utf-8")
+            )
     return sizes
 
 
@@ -119,18 +141,33 @@ def figures(root: Path) -> dict[str, Any]:
     """Return the figures of a checkout, as the file has them."""
     sizes, tests = by_room(root), by_room(root, ("tests",))
     rooms = {room: size.as_dict() for room, size in sorted(sizes.items())}
-    return {"product": total(sizes).as_dict(), "tests": total(tests).as_dict(), "rooms": rooms}
+    return {
+        "product": total(sizes).as_dict(),
+        "tests": total(tests).as_dict(),
+        "rooms": rooms,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="another checkout, which the file compares with from now on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        help="another checkout, which the file compares with from now on",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    known = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else {}
+    known = (
+        json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else {}
+    )
     after = figures(ROOT)
     before = figures(asked.before) if asked.before else known.get("before", after)
-    asked.out.write_text(json.dumps({"before": before, "after": after}, indent=1) + "\n", encoding="utf-8")
+    asked.out.write_text(
+        json.dumps({"before": before, "after": after}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
     heads = f"{'tokens':>8} {'before':>8} {'lines':>7} {'a line':>7} {'before':>7} {'comments':>9} {'before':>7} dense"
     print(f"{'':32} {heads}")
@@ -141,7 +178,9 @@ def main() -> None:
         print(f"{name:32} {size} {density} {comments} {now['dense_statements']:5}")
 
 
-def _rows(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:
+def _rows(
+    before: dict[str, Any], after: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:
     nothing = Size().as_dict()
     for name, now in after["rooms"].items():
         yield name, now, before["rooms"].get(name, nothing)

@@ -3,11 +3,13 @@
     python benchmarks/context_parallel.py [--length 1024] [--steps 3] [--out benchmarks/results/context-parallel.json]
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --device cuda --length 131072    # on GPUs
 
-By degree, on four gloo ranks of this machine (or the ranks torchrun started): a small Llama trains on one sequence per
-context group; tokens per second, bytes of activations that a rank holds at most for backward (and what they would be
-at degree 1, divided by the degree), bytes of gathered weights at that moment, which are model states and the same at
-every degree, on CUDA also the peak of allocated memory, and the work of each rank, counted from the kernel calls that
-were made (max / mean over ranks; 1 is perfect balance). The operator alone is measured by benchmarks/gpu.
+By degree, on four gloo ranks of this machine (or the ranks torchrun started): a small
+Llama trains on one sequence per context group; tokens per second, bytes of activations
+that a rank holds at most for backward (and what they would be at degree 1, divided by
+the degree), bytes of gathered weights at that moment, which are model states and the
+same at every degree, on CUDA also the peak of allocated memory, and the work of each
+rank, counted from the kernel calls that were made (max / mean over ranks; 1 is perfect
+balance). The operator alone is measured by benchmarks/gpu.
 """
 
 from __future__ import annotations
@@ -50,13 +52,26 @@ MODEL = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each degree; the median counts")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="timed steps of each degree; the median counts",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the figures as JSON"
+    )
     options = parser.parse_args()
-    result: dict[str, Any] = {"measured_on": machine(options.device), "length": options.length, "model": MODEL}
+    result: dict[str, Any] = {
+        "measured_on": machine(options.device),
+        "length": options.length,
+        "model": MODEL,
+    }
     if "RANK" in os.environ:
         found = degrees(options)
         if int(os.environ["RANK"]) != 0:
@@ -73,8 +88,17 @@ def main() -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    return {
+        "device": name,
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def on_local_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -88,7 +112,12 @@ def on_local_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _rank(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
     found = degrees(options)
@@ -103,22 +132,38 @@ def degrees(options: argparse.Namespace) -> list[dict[str, Any]]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_cuda else "gloo")
     world = dist.get_world_size()
-    found = [one_degree(options, degree) for degree in (1, 2, 4, 8, 16) if world % degree == 0]
+    found = [
+        one_degree(options, degree)
+        for degree in (1, 2, 4, 8, 16)
+        if world % degree == 0
+    ]
     for row in found:
-        of_one = row["activation_bytes"] * row["context_parallel_degree"] / found[0]["activation_bytes"]
+        of_one = (
+            row["activation_bytes"]
+            * row["context_parallel_degree"]
+            / found[0]["activation_bytes"]
+        )
         row["activations_times_degree_over_those_of_one"] = of_one
     dist.destroy_process_group()
     return found
 
 
 def one_degree(options: argparse.Namespace, degree: int) -> dict[str, Any]:
-    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if options.device == "cuda"
+        else torch.device("cpu")
+    )
     world = dist.get_world_size()
     config = SmpConfig(shard_degree=world, context_parallel_degree=degree)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = LlamaForCausalLM(LlamaConfig(**MODEL, max_position_embeddings=options.length)).to(dtype)
-    parallel = parallelize(model, config, device=device, topology=Topology.uniform(world, world))
+    model = LlamaForCausalLM(
+        LlamaConfig(**MODEL, max_position_embeddings=options.length)
+    ).to(dtype)
+    parallel = parallelize(
+        model, config, device=device, topology=Topology.uniform(world, world)
+    )
     tokens = torch.randint(MODEL["vocab_size"], (1, options.length), device=device)
 
     def step() -> None:
@@ -139,7 +184,13 @@ def one_degree(options: argparse.Namespace, degree: int) -> dict[str, Any]:
     seconds = [timed(step, device) for _ in range(options.steps)]
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     everyone = torch.tensor(
-        [work.pairs, statistics.median(seconds), held["activations"], held["gathered"], peak],
+        [
+            work.pairs,
+            statistics.median(seconds),
+            held["activations"],
+            held["gathered"],
+            peak,
+        ],
         device=device,
         dtype=torch.float64,
     )
@@ -154,7 +205,9 @@ def one_degree(options: argparse.Namespace, degree: int) -> dict[str, Any]:
         "gathered_weight_bytes": max(gathered),
         **({"peak_allocated_bytes": max(peaks)} if device.type == "cuda" else {}),
         # Without context ranks attention is Transformers' own and not counted.
-        "work_max_over_mean": None if degree == 1 else max(pairs) / statistics.mean(pairs),
+        "work_max_over_mean": None
+        if degree == 1
+        else max(pairs) / statistics.mean(pairs),
     }
 
 
@@ -186,7 +239,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:,.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return (
+        f"{value:,.3f}".rstrip("0").rstrip(".")
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Experts divided among the ranks of a node beside experts that are gathered, and two hops beside one, on slow links.
+"""Experts divided among the ranks of a node beside experts that are gathered, and two
+hops beside one, on slow links.
 
     python benchmarks/experts.py [--out benchmarks/results/experts.json]
 
-A Mixtral of 23 million parameters trains on nodes of the lab (benchmarks/cluster/netlab.py), sharded over all ranks.
-Its layouts take turns in the same processes: experts gathered like other layers, divided in the node, and divided over
-all ranks with tokens that travel in two hops or in one. Bytes are what the nodes' network cards sent in a step.
+A Mixtral of 23 million parameters trains on nodes of the lab
+(benchmarks/cluster/netlab.py), sharded over all ranks. Its layouts take turns in the
+same processes: experts gathered like other layers, divided in the node, and divided
+over all ranks with tokens that travel in two hops or in one. Bytes are what the nodes'
+network cards sent in a step.
 
 Needs what netlab.py needs: Linux, root, iproute2, gcc.
 """
@@ -43,7 +46,10 @@ SHAPE: dict[str, Any] = {
     "attention_dropout": 0.0, "use_cache": False,
 }  # fmt: skip
 # What is compared, by the layouts of experts: the first beside the second.
-PAIRS = {"divided in the node": "gathered", "over all ranks, two hops": "over all ranks, one hop"}
+PAIRS = {
+    "divided in the node": "gathered",
+    "over all ranks, two hops": "over all ranks, one hop",
+}
 
 
 def layouts() -> dict[str, dict[str, Any]]:
@@ -52,7 +58,10 @@ def layouts() -> dict[str, dict[str, Any]]:
         "gathered": {},
         "divided in the node": {"expert_parallel_degree": RANKS},
         "over all ranks, two hops": {"expert_parallel_degree": world},
-        "over all ranks, one hop": {"expert_parallel_degree": world, "collectives": {"hierarchical": False}},
+        "over all ranks, one hop": {
+            "expert_parallel_degree": world,
+            "collectives": {"hierarchical": False},
+        },
     }
 
 
@@ -75,7 +84,8 @@ def stepping(knobs: dict[str, Any]) -> Callable[[], None]:
 
 
 def work(steps_of: Callable[[], dict[str, Callable[[], None]]], rounds: int) -> None:
-    """Train by turns on each rank of the lab; rank 0 reports the seconds and the bytes of each step by name."""
+    """Train by turns on each rank of the lab; rank 0 reports the seconds and the bytes
+    of each step by name."""
     dist.init_process_group("gloo")
     steps = steps_of()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -93,11 +103,32 @@ def work(steps_of: Callable[[], dict[str, Callable[[], None]]], rounds: int) -> 
         print("REPORT", json.dumps({"seconds": seconds, "bytes": sent}), flush=True)
 
 
-def in_lab(script: str, nodes: int, rate: int, rounds: int, *options: str) -> dict[str, Any]:
+def in_lab(
+    script: str, nodes: int, rate: int, rounds: int, *options: str
+) -> dict[str, Any]:
     """Run a script's workers on nodes of the lab; return what rank 0 reports."""
-    command = [sys.executable, str(NETLAB), "run", "--nodes", str(nodes), "--ranks", str(RANKS)]
-    command += ["--rate", f"{rate}mbit", "--delay", "1ms", "--", sys.executable, script, "--worker"]
-    done = subprocess.run([*command, "--rounds", str(rounds), *options], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(NETLAB),
+        "run",
+        "--nodes",
+        str(nodes),
+        "--ranks",
+        str(RANKS),
+    ]
+    command += [
+        "--rate",
+        f"{rate}mbit",
+        "--delay",
+        "1ms",
+        "--",
+        sys.executable,
+        script,
+        "--worker",
+    ]
+    done = subprocess.run(
+        [*command, "--rounds", str(rounds), *options], capture_output=True, text=True
+    )
     lines = [line for line in done.stdout.splitlines() if "REPORT " in line]
     if done.returncode or not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
@@ -111,28 +142,57 @@ def measure(nodes: int, rate: int, rounds: int) -> dict[str, Any]:
     sent = {name: statistics.median(each) for name, each in found["bytes"].items()}
     ratios = {}
     for one, other in PAIRS.items():
-        of_rounds = [a / b for a, b in zip(found["seconds"][one], found["seconds"][other], strict=True)]
-        ratios[one] = {"beside": other, "seconds": statistics.median(of_rounds), "bytes": sent[one] / sent[other]}
-    return {"nodes": nodes, "mbit": rate, "seconds": medians, "bytes": sent, "ratios": ratios}
+        of_rounds = [
+            a / b
+            for a, b in zip(found["seconds"][one], found["seconds"][other], strict=True)
+        ]
+        ratios[one] = {
+            "beside": other,
+            "seconds": statistics.median(of_rounds),
+            "bytes": sent[one] / sent[other],
+        }
+    return {
+        "nodes": nodes,
+        "mbit": rate,
+        "seconds": medians,
+        "bytes": sent,
+        "ratios": ratios,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each layout that count")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="steps of each layout that count"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(lambda: {name: stepping(knobs) for name, knobs in layouts().items()}, args.rounds)
+        work(
+            lambda: {name: stepping(knobs) for name, knobs in layouts().items()},
+            args.rounds,
+        )
         return
-    parameters = sum(each.numel() for each in MixtralForCausalLM(MixtralConfig(**SHAPE)).parameters())
-    result: dict[str, Any] = {**about("experts"), "parameters": parameters, "rounds": args.rounds, "results": []}
+    parameters = sum(
+        each.numel() for each in MixtralForCausalLM(MixtralConfig(**SHAPE)).parameters()
+    )
+    result: dict[str, Any] = {
+        **about("experts"),
+        "parameters": parameters,
+        "rounds": args.rounds,
+        "results": [],
+    }
     for nodes, rate in CASES:
         row = measure(nodes, rate, args.rounds)
         result["results"].append(row)
         for one, ratio in row["ratios"].items():
             of_time, of_bytes = ratio["seconds"], ratio["bytes"]
-            print(f"{nodes} x {RANKS}, {rate} Mbit/s: {one} / {ratio['beside']}:", end=" ")
+            print(
+                f"{nodes} x {RANKS}, {rate} Mbit/s: {one} / {ratio['beside']}:", end=" "
+            )
             print(f"time {of_time:.3f}, bytes between nodes {of_bytes:.3f}", flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

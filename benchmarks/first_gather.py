@@ -1,11 +1,14 @@
-"""How much of the product a reader passes through from `Trainer.fit` to the first gather of parameters.
+"""How much of the product a reader passes through from `Trainer.fit` to the first
+gather of parameters.
 
-    python benchmarks/first_gather.py [--list] [--out benchmarks/results/first_gather.json]
+    python benchmarks/first_gather.py [--list] [--out
+    benchmarks/results/first_gather.json]
 
-Two ranks in one node train one step of a small model with all features off; rank 0 is watched by `sys.setprofile`.
-Counted are the files of the three packages in which a function is entered, those functions (comprehensions and bodies
-of classes are none), and the lines of those files. The main thread alone is watched: it is the one that is read. The
-file keeps two counts: "before", which --reset takes anew, and "after".
+Two ranks in one node train one step of a small model with all features off; rank 0 is
+watched by `sys.setprofile`. Counted are the files of the three packages in which a
+function is entered, those functions (comprehensions and bodies of classes are none),
+and the lines of those files. The main thread alone is watched: it is the one that is
+read. The file keeps two counts: "before", which --reset takes anew, and "after".
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from smp_core.comm.flat import FlatAllGather
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "first_gather.json"
-PRODUCT = tuple(f"{ROOT / package}{os.sep}" for package in ("smp_core", "lightning_smp", "accelerate_smp"))
+PRODUCT = tuple(
+    f"{ROOT / package}{os.sep}"
+    for package in ("smp_core", "lightning_smp", "accelerate_smp")
+)
 GOAL = {"files": 45, "functions": 300}
 WIDTH = 8
 
@@ -54,7 +60,8 @@ class Module(LightningModule):
 
 
 class Entered:
-    """The functions of the product that were entered, and how often, until the first gather."""
+    """The functions of the product that were entered, and how often, until the first
+    gather."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
@@ -93,14 +100,25 @@ def worker() -> dict[str, Any]:
 
     files: dict[str, list[str]] = {}
     for code in entered.calls:
-        files.setdefault(os.path.relpath(code.co_filename, ROOT), []).append(code.co_name)
+        files.setdefault(os.path.relpath(code.co_filename, ROOT), []).append(
+            code.co_name
+        )
     return {"calls": entered.calls.total(), "files": dict(sorted(files.items()))}
 
 
 def figures() -> dict[str, Any]:
     """Start both ranks and count what rank 0 entered."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, __file__, "--worker"], capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, __file__, "--worker"], capture_output=True, text=True, timeout=300
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ENTERED ")]
     if done.returncode or not lines:
         raise SystemExit(f"the ranks failed:\n{done.stdout}\n{done.stderr}")
@@ -110,16 +128,25 @@ def figures() -> dict[str, Any]:
         "files": len(files),
         "functions": sum(map(len, files.values())),
         "calls": found["calls"],
-        "lines": sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in files),
+        "lines": sum(
+            len((ROOT / name).read_text(encoding="utf-8").splitlines())
+            for name in files
+        ),
         "entered": files,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--reset", action="store_true", help="compare with this count from now on")
-    parser.add_argument("--list", action="store_true", help="print every file with its functions")
+    parser.add_argument(
+        "--reset", action="store_true", help="compare with this count from now on"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print every file with its functions"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if asked.worker:
@@ -128,12 +155,20 @@ def main() -> None:
             print("ENTERED " + json.dumps(entered), flush=True)
         return
 
-    known = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else {}
+    known = (
+        json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else {}
+    )
     after = figures()
     entered = after.pop("entered")
     before = after if asked.reset else known.get("before", after)
     per_file = {name: len(names) for name, names in entered.items()}
-    result = {**about("first_gather"), "goal": GOAL, "before": before, "after": after, "functions_entered": per_file}
+    result = {
+        **about("first_gather"),
+        "goal": GOAL,
+        "before": before,
+        "after": after,
+        "functions_entered": per_file,
+    }
     asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for name, names in entered.items() if asked.list else ():
         print(f"{len(names):4} {name:55} {' '.join(names)}")

@@ -1,11 +1,14 @@
-"""What sharding costs on the host beside FSDP2 alone: processor time of a training step, by the size of the group.
+"""What sharding costs on the host beside FSDP2 alone: processor time of a training
+step, by the size of the group.
 
-    python benchmarks/host_time.py [--pairs 30] [--out benchmarks/results/host_time.json]
+    python benchmarks/host_time.py [--pairs 30] [--out
+    benchmarks/results/host_time.json]
 
-One process is rank 0 of torch's fake process group, whose collectives do nothing, with small layers: what is left is
-Python and dispatch. Steps of `smp_core` (meter and divergence check on) and of bare `fully_shard` take turns in one
-process; a figure is the median, over the pairs, of the ratio of their processor times. Garbage is collected between
-steps only.
+One process is rank 0 of torch's fake process group, whose collectives do nothing, with
+small layers: what is left is Python and dispatch. Steps of `smp_core` (meter and
+divergence check on) and of bare `fully_shard` take turns in one process; a figure is
+the median, over the pairs, of the ratio of their processor times. Garbage is collected
+between steps only.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from machine import about
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
+
+# Torch's only way to the fake backend.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
@@ -45,7 +50,9 @@ class Block(nn.Module):
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters - 2))
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters - 2)
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +73,9 @@ class Model(nn.Module):
         return self.head(x).square().mean()
 
 
-def stepping(model: nn.Module, after: Callable[[], None], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def stepping(
+    model: nn.Module, after: Callable[[], None], optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
     x = torch.randn(2, 4, WIDTH)
 
     def step() -> None:
@@ -79,9 +88,16 @@ def stepping(model: nn.Module, after: Callable[[], None], optimizer: torch.optim
 
 
 def ours(world: int, parameters: int) -> Callable[[], None]:
-    knobs = {"shard_degree": world, "param_dtype": "bfloat16", "reshard_after_forward": True, "units": ["Block"]}
+    knobs = {
+        "shard_degree": world,
+        "param_dtype": "bfloat16",
+        "reshard_after_forward": True,
+        "units": ["Block"],
+    }
     config = SmpConfig(**knobs, collectives={"hierarchical": False})
-    parallel = parallelize(Model(parameters), config, topology=Topology.uniform(world, RANKS_PER_NODE))
+    parallel = parallelize(
+        Model(parameters), config, topology=Topology.uniform(world, RANKS_PER_NODE)
+    )
     optimizer = torch.optim.AdamW(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)
     return stepping(parallel.module, parallel.meter.close_step, optimizer)
@@ -111,8 +127,13 @@ def measure(world: int, parameters: int, pairs: int) -> dict[str, Any]:
             seconds[side].append(time.process_time() - began)
             gc.enable()
     dist.destroy_process_group()
-    ratios = [own / other for own, other in zip(seconds["ours"], seconds["bare"], strict=True)]
-    per_unit = {side: 1e6 * statistics.median(each) / (BLOCKS + 1) for side, each in seconds.items()}
+    ratios = [
+        own / other for own, other in zip(seconds["ours"], seconds["bare"], strict=True)
+    ]
+    per_unit = {
+        side: 1e6 * statistics.median(each) / (BLOCKS + 1)
+        for side, each in seconds.items()
+    }
     quartiles = statistics.quantiles(ratios, n=4)
     return {
         "ranks": world,
@@ -124,7 +145,9 @@ def measure(world: int, parameters: int, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -139,8 +162,13 @@ def main() -> None:
         row = measure(world, parameters, args.pairs)
         result["results"].append(row)
         low, high = row["quartiles"]
-        spent = ", ".join(f"{side} {us:.0f} us" for side, us in row["us_per_unit"].items())
-        print(f"{world} ranks, {parameters} parameters: {spent} a unit and step, ratio {row['ratio']:.3f}", end=" ")
+        spent = ", ".join(
+            f"{side} {us:.0f} us" for side, us in row["us_per_unit"].items()
+        )
+        print(
+            f"{world} ranks, {parameters} parameters: {spent} a unit and step, ratio {row['ratio']:.3f}",
+            end=" ",
+        )
         print(f"({low:.3f} to {high:.3f})", flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
-"""The model of KempnerForge's runs, for the planner's trace: Transformers' Llama with their loss, torch's cross entropy
-of logits in bfloat16 (Transformers makes float32 of them first), which are kept until backward has ended."""
+"""The model of KempnerForge's runs, for the planner's trace: Transformers' Llama with
+their loss, torch's cross entropy of logits in bfloat16 (Transformers makes float32 of
+them first), which are kept until backward has ended."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class WithTheirLoss(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the loss of ids [B, S]."""
         logits = self.model(input_ids=ids).logits
-        self.logits = logits  # their loop over micro-batches has a name for it, so that it is there in backward
+        # Their loop over micro-batches has a name for it, so that it is there in
+        # backward.
+        self.logits = logits
         return cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))
 
 

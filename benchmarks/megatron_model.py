@@ -1,11 +1,13 @@
 """One tensor rank's part of Megatron's GPT, for the planner's trace.
 
-Kernels are those of Megatron-LM: attention is two batched products with a softmax and a dropout between them, biases
-are added in products, GELU and layer norms are one kernel each, and dropout of a layer's outputs is part of the kernel
-that adds the residual. A rank of T has 1 / T of the heads, of the MLP's width and of the vocabulary; layer norms and
-sums with the residual are of the full width.
+Kernels are those of Megatron-LM: attention is two batched products with a softmax and a
+dropout between them, biases are added in products, GELU and layer norms are one kernel
+each, and dropout of a layer's outputs is part of the kernel that adds the residual. A
+rank of T has 1 / T of the heads, of the MLP's width and of the vocabulary; layer norms
+and sums with the residual are of the full width.
 
-Shapes: S tokens, B samples, E width, H heads of this rank, D width of a head, V rows of the vocabulary on this rank.
+Shapes: S tokens, B samples, E width, H heads of this rank, D width of a head, V rows of
+the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 DROPOUT = 0.1
-"""The share of attention that is dropped: Megatron's default, since the published rows do not say."""
+"""The share of attention that is dropped: Megatron's default, since the published rows
+do not say."""
 
 FIELDS: dict[str, int] = {}
-"""Width, layers, heads, vocabulary, tokens and tensor degree of the model that :func:`build` makes."""
+"""Width, layers, heads, vocabulary, tokens and tensor degree of the model that
+:func:`build` makes."""
 
 
 class Norm(nn.Module):
@@ -29,7 +33,10 @@ class Norm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(width)),
+            nn.Parameter(torch.zeros(width)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [S, B, E], normalized over E."""
@@ -50,23 +57,38 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output of x [S, B, E]."""
-        x = x + self.projection(self.attention(self.queries_keys_values(self.before_attention(x))))
+        x = x + self.projection(
+            self.attention(self.queries_keys_values(self.before_attention(x)))
+        )
         return x + self.down(gelu(self.up(self.before_mlp(x))))
 
     def attention(self, joined: torch.Tensor) -> torch.Tensor:
-        """Return the attended values [S, B, E / T] of joined queries, keys and values [S, B, 3 E / T]."""
+        """Return the attended values [S, B, E / T] of joined queries, keys and values
+        [S, B, 3 E / T]."""
         tokens, samples, _ = joined.shape
-        by_head = joined.view(tokens, samples * self.heads, 3, -1).transpose(0, 1)  # [B H, S, 3, D]
+        # [B H, S, 3, D].
+        by_head = joined.view(tokens, samples * self.heads, 3, -1).transpose(0, 1)
         queries, keys, values = by_head.unbind(2)
-        shares = torch.bmm(queries, keys.transpose(1, 2)).softmax(-1)  # scales and masks in the same kernel
+        # Scales and masks in the same kernel.
+        shares = torch.bmm(queries, keys.transpose(1, 2)).softmax(-1)
         kept, _ = torch.native_dropout(shares, DROPOUT, True)
-        return torch.bmm(kept, values).transpose(0, 1).reshape(tokens, samples, self.own)
+        return (
+            torch.bmm(kept, values).transpose(0, 1).reshape(tokens, samples, self.own)
+        )
 
 
 class Model(nn.Module):
     """A GPT of one tensor rank that returns its loss."""
 
-    def __init__(self, width: int, layers: int, heads: int, vocabulary: int, tokens: int, tensor: int) -> None:
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        vocabulary: int,
+        tokens: int,
+        tensor: int,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary // tensor, width)
         self.positions = nn.Embedding(tokens, width)

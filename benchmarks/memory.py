@@ -1,13 +1,16 @@
-"""What each memory saver holds: bytes between forward and backward, peaks by kind, host memory, step time, and what it
-costs to look.
+"""What each memory saver holds: bytes between forward and backward, peaks by kind, host
+memory, step time, and what it costs to look.
 
     python benchmarks/memory.py [--steps 5] [--out benchmarks/results/memory.json]
 
-One rank, a GPT-2 of twelve blocks on a CPU. Bytes are exact (counted by smp_core.observe.memory_report.MemoryReport),
-so they say the same on any machine; step times are those of the machine named, which was doing other things too, and
-say little about a GPU: there, recomputation costs about a third of a step, and benchmarks/gpu measures what copies
-cost. Every second step is watched by MemoryReport, as SmpMonitor(memory_every_n_steps=...) watches some; what that
-costs is the difference of processor time (the least of all steps), which other programs disturb less than the clock.
+One rank, a GPT-2 of twelve blocks on a CPU. Bytes are exact (counted by
+smp_core.observe.memory_report.MemoryReport), so they say the same on any machine; step
+times are those of the machine named, which was doing other things too, and say little
+about a GPU: there, recomputation costs about a third of a step, and benchmarks/gpu
+measures what copies cost. Every second step is watched by MemoryReport, as
+SmpMonitor(memory_every_n_steps=...) watches some; what that costs is the difference of
+processor time (the least of all steps), which other programs disturb less than the
+clock.
 """
 
 from __future__ import annotations
@@ -53,13 +56,23 @@ MODES: dict[str, dict[str, Any]] = {
 
 def measure(knobs: dict[str, Any], steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    sizes = {"n_layer": BLOCKS, "n_embd": WIDTH, "n_head": 6, "n_positions": LENGTH, "vocab_size": 1024}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
+    sizes = {
+        "n_layer": BLOCKS,
+        "n_embd": WIDTH,
+        "n_head": 6,
+        "n_positions": LENGTH,
+        "vocab_size": 1024,
+    }
+    model = GPT2LMHeadModel(
+        GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
+    )
     parallel = parallelize(model.train(), SmpConfig(shard_degree=1, **knobs))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     parallel.prepare_optimizer(optimizer)
     report = MemoryReport(parallel, [optimizer])
-    tokens = torch.randint(1024, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        1024, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     seconds: list[float] = []
     processor: dict[bool, list[float]] = {True: [], False: []}
     losses, between = [], 0
@@ -90,20 +103,53 @@ def measure(knobs: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each mode (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory.json"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="timed steps of each mode (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/memory.json")
+    )
     arguments = parser.parse_args()
     with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-        results = {name: measure(knobs, arguments.steps) for name, knobs in MODES.items()}
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
+        )
+        results = {
+            name: measure(knobs, arguments.steps) for name, knobs in MODES.items()
+        }
         dist.destroy_process_group()
     block_input = SAMPLES * LENGTH * WIDTH * 4
-    machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-    model = {"blocks": BLOCKS, "width": WIDTH, "samples": SAMPLES, "tokens": LENGTH, "block_input_bytes": block_input}
-    arguments.out.write_text(json.dumps({"machine": machine, "model": model, "modes": results}, indent=1) + "\n")
-    table = Table(title=f"GPT-2, {BLOCKS} blocks, a block's input is {block_input / MIB:.2f} MiB; MiB")
-    for heading in ("mode", "between", "peak", "optimizer", "host", "ms/step", "watched", "loss"):
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+    }
+    model = {
+        "blocks": BLOCKS,
+        "width": WIDTH,
+        "samples": SAMPLES,
+        "tokens": LENGTH,
+        "block_input_bytes": block_input,
+    }
+    arguments.out.write_text(
+        json.dumps({"machine": machine, "model": model, "modes": results}, indent=1)
+        + "\n"
+    )
+    table = Table(
+        title=f"GPT-2, {BLOCKS} blocks, a block's input is {block_input / MIB:.2f} MiB; MiB"
+    )
+    for heading in (
+        "mode",
+        "between",
+        "peak",
+        "optimizer",
+        "host",
+        "ms/step",
+        "watched",
+        "loss",
+    ):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
     for name, found in results.items():
         table.add_row(

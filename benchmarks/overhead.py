@@ -1,15 +1,18 @@
 """What the strategy costs on top of what it drives.
 
-    python benchmarks/overhead.py [--pairs 5] [--steps 6] [--out benchmarks/results/overhead.json]
+    python benchmarks/overhead.py [--pairs 5] [--steps 6] [--out
+    benchmarks/results/overhead.json]
 
-Two comparisons, in interleaved pairs inside one process each, so that both sides meet the same machine:
+Two comparisons, in interleaved pairs inside one process each, so that both sides meet
+the same machine:
 
     one process    Trainer(strategy=SmpShardedStrategy(shard_degree=1)) against Trainer(strategy="auto")
     four ranks     the strategy, 2 nodes x 2 ranks, shard degree 4, against a bare loop over FSDP2 with the same
                    communication objects
 
-A figure is other / ours of the median step times of one pair (1.0: no cost; 0.97: 3 % slower); reported is the pair
-with the median figure. Steps take a few hundred milliseconds, as a step that is worth distributing does.
+A figure is other / ours of the median step times of one pair (1.0: no cost; 0.97: 3 %
+slower); reported is the pair with the median figure. Steps take a few hundred
+milliseconds, as a step that is worth distributing does.
 """
 
 from __future__ import annotations
@@ -45,13 +48,21 @@ from smp_core.entry import build_mesh
 from smp_core.topology import Topology
 
 GOAL = 0.97
-CONFIG = {"vocab_size": 2048, "n_positions": 256, "n_embd": 256, "n_layer": 6, "n_head": 8}
+CONFIG = {
+    "vocab_size": 2048,
+    "n_positions": 256,
+    "n_embd": 256,
+    "n_layer": 6,
+    "n_head": 8,
+}
 
 
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**CONFIG, **dropouts, bos_token_id=0, eos_token_id=0))
+    return GPT2LMHeadModel(
+        GPT2Config(**CONFIG, **dropouts, bos_token_id=0, eos_token_id=0)
+    )
 
 
 class Module(LightningModule):
@@ -67,7 +78,8 @@ class Module(LightningModule):
 
 
 class StepTimes(Callback):
-    """Seconds from the start of one batch to the start of the next: everything a step costs."""
+    """Seconds from the start of one batch to the start of the next: everything a step
+    costs."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
@@ -80,13 +92,18 @@ class StepTimes(Callback):
 
 
 def median_step(starts: list[float]) -> float:
-    """Return the median without the first two steps, which allocate and, in FSDP2, initialise lazily."""
+    """Return the median without the first two steps, which allocate and, in FSDP2,
+    initialise lazily."""
     return statistics.median(b - a for a, b in itertools.pairwise(starts[2:]))
 
 
 def loader(args: argparse.Namespace, ranks: int) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(CONFIG["vocab_size"], (args.batch * args.steps * ranks, args.length), generator=generator)
+    tokens = torch.randint(
+        CONFIG["vocab_size"],
+        (args.batch * args.steps * ranks, args.length),
+        generator=generator,
+    )
     return DataLoader(TensorDataset(tokens), batch_size=args.batch)
 
 
@@ -112,7 +129,10 @@ def bare_loop(args: argparse.Namespace) -> float:
     assert mesh.stages(*PARTITION) is not None
     meter = CommMeter(mesh.topology, mesh.rank)
     groups = mesh.stages(*PARTITION)
-    comm = (HierarchicalAllGather(meter, *groups), HierarchicalReduceScatter(meter, *groups))
+    comm = (
+        HierarchicalAllGather(meter, *groups),
+        HierarchicalReduceScatter(meter, *groups),
+    )
     model = gpt2()
     for unit in [*model.transformer.h, model]:
         fully_shard(unit, mesh=mesh.shard_mesh)
@@ -139,7 +159,11 @@ def worker(args: argparse.Namespace) -> list[dict[str, float]]:
     for number in range(args.pairs + 1):
         sides = {
             "other": lambda: bare_loop(args) if four else fit(args, "auto", 1),
-            "ours": lambda: fit(args, SmpShardedStrategy(shard_degree=4 if four else 1), 4 if four else 1),
+            "ours": lambda: fit(
+                args,
+                SmpShardedStrategy(shard_degree=4 if four else 1),
+                4 if four else 1,
+            ),
         }
         order = sorted(sides, reverse=bool(number % 2))
         seconds = {side: sides[side]() for side in order}
@@ -155,7 +179,11 @@ def run_worker(args: argparse.Namespace, which: str) -> list[dict[str, float]]:
     command += [__file__, "--worker", which]
     for name in ("pairs", "steps", "batch", "length"):
         command += [f"--{name}", str(getattr(args, name))]
-    env = {**os.environ, "SMP_RANKS_PER_NODE": "2"} if which == "four" else dict(os.environ)
+    env = (
+        {**os.environ, "SMP_RANKS_PER_NODE": "2"}
+        if which == "four"
+        else dict(os.environ)
+    )
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("PAIRS ")]
     if done.returncode or not lines:
@@ -164,10 +192,19 @@ def run_worker(args: argparse.Namespace, which: str) -> list[dict[str, float]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="steps of one side of a pair, the first two not counted")
-    parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=6,
+        help="steps of one side of a pair, the first two not counted",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=4, help="samples per rank and step"
+    )
     parser.add_argument("--length", type=int, default=256, help="tokens per sample")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", choices=["one", "four"], help=argparse.SUPPRESS)
@@ -191,12 +228,22 @@ def main() -> None:
     for which, label in (("one", "one process"), ("four", "four ranks")):
         pairs = run_worker(args, which)
         ratios = [pair["other"] / pair["ours"] for pair in pairs]
-        middle = sorted(pairs, key=lambda pair: pair["other"] / pair["ours"])[len(pairs) // 2]
+        middle = sorted(pairs, key=lambda pair: pair["other"] / pair["ours"])[
+            len(pairs) // 2
+        ]
         other, ours = (1e3 * middle[side] for side in ("other", "ours"))
-        report["results"][label] = {"ratio": statistics.median(ratios), "ratios": ratios, "pairs_seconds": pairs}
+        report["results"][label] = {
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            "pairs_seconds": pairs,
+        }
         shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
-        verdict = "" if statistics.median(ratios) >= GOAL else f"   below the goal of {GOAL}"
-        print(f"{label:14}{other:12.0f}{ours:12.0f}{statistics.median(ratios):12.3f}   {shown}{verdict}")
+        verdict = (
+            "" if statistics.median(ratios) >= GOAL else f"   below the goal of {GOAL}"
+        )
+        print(
+            f"{label:14}{other:12.0f}{ours:12.0f}{statistics.median(ratios):12.3f}   {shown}{verdict}"
+        )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,11 +1,14 @@
-"""How long pipeline stages are idle, measured by the monitor, beside (p - 1) / (m v + p - 1).
+"""How long pipeline stages are idle, measured by the monitor, beside (p - 1) / (m v + p
+- 1).
 
-    python benchmarks/pipeline_bubble.py [--out benchmarks/results/pipeline_bubble.json] [--picture timeline.png]
+    python benchmarks/pipeline_bubble.py [--out benchmarks/results/pipeline_bubble.json]
+    [--picture timeline.png]
 
-Eight blocks that sleep, in backward twice as long as in forward, under Lightning's Trainer on p CPU ranks, each of them
-a stage; m micro-batches in a batch, v chunks of blocks on each stage. A rank that sleeps takes no processor from the
-others, so that a few cores stand for p devices. The shares are those that SmpMonitor reports, of all steps but the
-first; the picture is its timeline of the last batch of the last case.
+Eight blocks that sleep, in backward twice as long as in forward, under Lightning's
+Trainer on p CPU ranks, each of them a stage; m micro-batches in a batch, v chunks of
+blocks on each stage. A rank that sleeps takes no processor from the others, so that a
+few cores stand for p devices. The shares are those that SmpMonitor reports, of all
+steps but the first; the picture is its timeline of the last batch of the last case.
 """
 
 from __future__ import annotations
@@ -88,7 +91,9 @@ def worker(args: argparse.Namespace) -> dict[str, float]:
     trainer = Trainer(
         accelerator="cpu",
         devices=stages,
-        strategy=SmpShardedStrategy(shard_degree=1, pipeline_parallel_degree=stages, pipeline=recipe),
+        strategy=SmpShardedStrategy(
+            shard_degree=1, pipeline_parallel_degree=stages, pipeline=recipe
+        ),
         max_steps=args.steps,
         callbacks=[monitor],
         logger=False,
@@ -96,15 +101,32 @@ def worker(args: argparse.Namespace) -> dict[str, float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    samples = torch.randn(args.steps * args.micro_batches, WIDTH, generator=torch.Generator().manual_seed(0))
-    trainer.fit(Module(args.milliseconds / 1e3), DataLoader(samples, batch_size=args.micro_batches))
+    samples = torch.randn(
+        args.steps * args.micro_batches,
+        WIDTH,
+        generator=torch.Generator().manual_seed(0),
+    )
+    trainer.fit(
+        Module(args.milliseconds / 1e3),
+        DataLoader(samples, batch_size=args.micro_batches),
+    )
     if args.picture is not None and dist.get_rank() == 0:
         monitor.save_timeline(args.picture)
     return monitor.latest
 
 
-def measure(args: argparse.Namespace, stages: int, micro_batches: int, schedule: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(stages), __file__, "--worker"]
+def measure(
+    args: argparse.Namespace, stages: int, micro_batches: int, schedule: str
+) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(stages),
+        __file__,
+        "--worker",
+    ]
     command += ["--micro-batches", str(micro_batches), "--schedule", schedule]
     command += ["--steps", str(args.steps), "--milliseconds", str(args.milliseconds)]
     if args.picture is not None:
@@ -123,14 +145,22 @@ def measure(args: argparse.Namespace, stages: int, micro_batches: int, schedule:
         "expected": expected,
         "measured": measured,
         "off": max(abs(share / expected - 1) for share in measured),
-        "seconds_of_stages": [report[f"seconds_stage_{stage}"] for stage in range(stages)],
+        "seconds_of_stages": [
+            report[f"seconds_stage_{stage}"] for stage in range(stages)
+        ],
     }
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps; the first is not counted")
-    parser.add_argument("--milliseconds", type=float, default=600.0, help="of a block's forward pass")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2, help="optimizer steps; the first is not counted"
+    )
+    parser.add_argument(
+        "--milliseconds", type=float, default=600.0, help="of a block's forward pass"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--micro-batches", type=int, default=0, help=argparse.SUPPRESS)
@@ -148,18 +178,27 @@ def main() -> None:
         return
     result: dict[str, Any] = {
         **about("pipeline_bubble"),
-        "emulated": {"blocks": BLOCKS, "forward_ms": args.milliseconds, "backward_ms": 2 * args.milliseconds},
+        "emulated": {
+            "blocks": BLOCKS,
+            "forward_ms": args.milliseconds,
+            "backward_ms": 2 * args.milliseconds,
+        },
         "steps": args.steps - 1,
         "goal": WITHIN,
         "results": [],
     }
-    print(f"{'stages':>6}{'micro-batches':>15}{'schedule':>15}{'expected':>10}   measured, stage by stage")
+    print(
+        f"{'stages':>6}{'micro-batches':>15}{'schedule':>15}{'expected':>10}   measured, stage by stage"
+    )
     for stages, micro_batches, schedule in CASES:
         row = measure(args, stages, micro_batches, schedule)
         result["results"].append(row)
         shares = " ".join(f"{share:.3f}" for share in row["measured"])
         verdict = "" if row["off"] <= WITHIN else f"   more than {WITHIN:.0%} off"
-        print(f"{stages:>6}{micro_batches:>15}{schedule:>15}{row['expected']:>10.3f}   {shares}{verdict}", flush=True)
+        print(
+            f"{stages:>6}{micro_batches:>15}{schedule:>15}{row['expected']:>10.3f}   {shares}{verdict}",
+            flush=True,
+        )
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         print(args.out)

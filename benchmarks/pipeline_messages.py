@@ -1,10 +1,13 @@
-"""How much of their messages pipeline stages wait for, with receives begun ahead of a computation and without.
+"""How much of their messages pipeline stages wait for, with receives begun ahead of a
+computation and without.
 
-    python benchmarks/pipeline_messages.py [--out benchmarks/results/pipeline_messages.json]
+    python benchmarks/pipeline_messages.py [--out
+    benchmarks/results/pipeline_messages.json]
 
-Blocks that sleep, in backward twice as long as in forward, one on each of the stages, which are nodes of the lab
-(benchmarks/cluster/netlab.py): a message takes about a third of a forward pass on its link. Exposed is what a step
-takes beyond (m v + p - 1) / v forward and backward passes of a stage with v chunks, the time without messages; both
+Blocks that sleep, in backward twice as long as in forward, one on each of the stages,
+which are nodes of the lab (benchmarks/cluster/netlab.py): a message takes about a third
+of a forward pass on its link. Exposed is what a step takes beyond (m v + p - 1) / v
+forward and backward passes of a stage with v chunks, the time without messages; both
 orders take turns in the same processes.
 
 Needs what netlab.py needs: Linux, root, iproute2, gcc.
@@ -73,12 +76,17 @@ def stepping(micro_batches: int, schedule: str) -> Callable[[], None]:
     torch.manual_seed(0)
     model = Model(stages * chunks, FORWARD / chunks)
     recipe = {"microbatches": micro_batches, "schedule": schedule}
-    parallel = parallelize(model, SmpConfig(shard_degree=1, pipeline_parallel_degree=stages, pipeline=recipe))
+    parallel = parallelize(
+        model,
+        SmpConfig(shard_degree=1, pipeline_parallel_degree=stages, pipeline=recipe),
+    )
     samples = torch.randn(micro_batches * ROWS, WIDTH)
 
     def step() -> None:
         assert parallel.pipeline is not None
-        calls = [functools.partial(model, part) for part in samples.chunk(micro_batches)]
+        calls = [
+            functools.partial(model, part) for part in samples.chunk(micro_batches)
+        ]
         parallel.pipeline.train(calls, lambda loss: loss, 1 / micro_batches, samples)
         parallel.window.close()
         model.zero_grad()
@@ -103,10 +111,36 @@ def worker(micro_batches: int, schedule: str, rounds: int) -> dict[str, list[flo
     return seconds
 
 
-def measure(args: argparse.Namespace, stages: int, micro_batches: int, schedule: str) -> dict[str, Any]:
-    command = [sys.executable, str(NETLAB), "run", "--nodes", str(stages), "--ranks", "1"]
-    command += ["--rate", f"{RATE_MBIT}mbit", "--delay", "1ms", "--", sys.executable, __file__, "--worker"]
-    command += ["--micro-batches", str(micro_batches), "--schedule", schedule, "--rounds", str(args.rounds)]
+def measure(
+    args: argparse.Namespace, stages: int, micro_batches: int, schedule: str
+) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        str(NETLAB),
+        "run",
+        "--nodes",
+        str(stages),
+        "--ranks",
+        "1",
+    ]
+    command += [
+        "--rate",
+        f"{RATE_MBIT}mbit",
+        "--delay",
+        "1ms",
+        "--",
+        sys.executable,
+        __file__,
+        "--worker",
+    ]
+    command += [
+        "--micro-batches",
+        str(micro_batches),
+        "--schedule",
+        schedule,
+        "--rounds",
+        str(args.rounds),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "REPORT " in line]
     if done.returncode or not lines:
@@ -128,8 +162,12 @@ def measure(args: argparse.Namespace, stages: int, micro_batches: int, schedule:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each order that count")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="steps of each order that count"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--micro-batches", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--schedule", default="", help=argparse.SUPPRESS)
@@ -142,7 +180,10 @@ def main() -> None:
         return
     result: dict[str, Any] = {
         **about("pipeline_messages"),
-        "emulated": {"forward_ms": 1e3 * FORWARD, "message_ms": ROWS * WIDTH * 32 / RATE_MBIT / 1e3},
+        "emulated": {
+            "forward_ms": 1e3 * FORWARD,
+            "message_ms": ROWS * WIDTH * 32 / RATE_MBIT / 1e3,
+        },
         "rounds": args.rounds,
         "results": [],
     }
@@ -151,7 +192,10 @@ def main() -> None:
         result["results"].append(row)
         behind, ahead = (f"{row['exposed'][way]:.2f} s" for way in ("behind", "ahead"))
         print(f"{stages} stages, {micro_batches} micro-batches, {schedule}:", end=" ")
-        print(f"exposed {behind}, begun ahead {ahead}, ratio {row['ratio']:.2f}", flush=True)
+        print(
+            f"exposed {behind}, begun ahead {ahead}, ratio {row['ratio']:.2f}",
+            flush=True,
+        )
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         print(args.out)

@@ -1,17 +1,22 @@
-"""Fits the constants of the planner's time model on published runs, and says how far it is off rows held out.
+"""Fits the constants of the planner's time model on published runs, and says how far it
+is off rows held out.
 
     python benchmarks/planner.py --data FOLDER [--out benchmarks/results/planner.json]
 
-FOLDER holds four tables of other people's measurements: `llm_foundry_fsdp.csv` (MosaicML llm-foundry, Apache-2.0: MPT
-under FSDP), `kempner_h200.csv` (KempnerForge: Llama under FSDP2 and tensor parallelism), `vtrain_a100.csv` (vTrain,
-MIT: GPT under Megatron) and `published_2.csv` (IBM's FSDP over slow links, nanotron's ten layouts). Models are traced,
-never tabulated: Transformers' GPT-2 and Llama of the same sizes, and a layer with Megatron's kernels.
+FOLDER holds four tables of other people's measurements: `llm_foundry_fsdp.csv`
+(MosaicML llm-foundry, Apache-2.0: MPT under FSDP), `kempner_h200.csv` (KempnerForge:
+Llama under FSDP2 and tensor parallelism), `vtrain_a100.csv` (vTrain, MIT: GPT under
+Megatron) and `published_2.csv` (IBM's FSDP over slow links, nanotron's ten layouts).
+Models are traced, never tabulated: Transformers' GPT-2 and Llama of the same sizes, and
+a layer with Megatron's kernels.
 
-The planner's constants are one set for all programs, by generation of device (`together`); each program is judged by
-constants that were fitted without it. Beside them, constants are fitted for each of the three programs alone, held out
-one model size at a time: their kernels are fused to different degrees (`moving` is over 1 where an operator's bytes are
-not moved at all), and their links differ. No row is dropped; `memory` is the planned peak as a share of the
-device (of HF's code, which keeps more than the fused kernels that were measured).
+The planner's constants are one set for all programs, by generation of device
+(`together`); each program is judged by constants that were fitted without it. Beside
+them, constants are fitted for each of the three programs alone, held out one model size
+at a time: their kernels are fused to different degrees (`moving` is over 1 where an
+operator's bytes are not moved at all), and their links differ. No row is dropped;
+`memory` is the planned peak as a share of the device (of HF's code, which keeps more
+than the fused kernels that were measured).
 """
 
 from __future__ import annotations
@@ -45,7 +50,13 @@ from planner_rows import published, ratios, read, stepped, traced
 
 def mpt(width: int, layers: int, heads: int, vocabulary: int) -> ModelTrace:
     """Return a GPT-2 as MPT is: without dropout, and with a GELU that is one kernel."""
-    fields = {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocabulary}
+    fields = {
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "vocab_size": vocabulary,
+    }
     no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     return traced(json.dumps({**fields, **no_dropout, "activation_function": "gelu"}))
 
@@ -73,7 +84,8 @@ def compiled(trace: ModelTrace) -> ModelTrace:
 
 @cache
 def with_their_loss(words: str) -> ModelTrace:
-    """Trace a Llama with KempnerForge's loss. Their tensor ranks hold all logits, and all of the embedding."""
+    """Trace a Llama with KempnerForge's loss. Their tensor ranks hold all logits, and
+    all of the embedding."""
     kempner_model.FIELDS.clear()
     kempner_model.FIELDS.update(json.loads(words))
     return replace(trace_model("kempner_model:build", 8192), vocabulary=1)
@@ -85,34 +97,61 @@ def foundry(path: Path) -> list[Case]:
     for row in read(path):
         device = row["gpu"].replace("_", "-").replace("80gb", "80g")
         gpus, sequence = int(row["gpus"]), int(row["sequence"])
-        hardware = Hardware(max(gpus // 8, 1), min(gpus, 8), DEVICES[device], 3200 if "h100" in device else 1600)
+        hardware = Hardware(
+            max(gpus // 8, 1),
+            min(gpus, 8),
+            DEVICES[device],
+            3200 if "h100" in device else 1600,
+        )
         trace = mpt(int(row["hidden"]), int(row["layers"]), int(row["heads"]), 50368)
         mode = "full" if row["checkpointing"] == "True" else "none"
         pure = row["mp_mode"] == "PURE"
         asked = SmpConfig(
-            shard_degree=gpus, param_dtype=None if pure else "bfloat16", reduce_dtype="bfloat16", activations=mode
+            shard_degree=gpus,
+            param_dtype=None if pure else "bfloat16",
+            reduce_dtype="bfloat16",
+            activations=mode,
         )
-        plan = decide(trace.of_precision(mode, "bfloat16" if pure else "mixed"), asked, hardware.cluster())
+        plan = decide(
+            trace.of_precision(mode, "bfloat16" if pure else "mixed"),
+            asked,
+            hardware.cluster(),
+        )
         counts = int(row["micro_batch"]), int(row["grad_accum"])
-        measured = int(row["global_batch"]) * sequence / (gpus * float(row["tokens_per_s_per_gpu"]))
+        measured = (
+            int(row["global_batch"])
+            * sequence
+            / (gpus * float(row["tokens_per_s_per_gpu"]))
+        )
         used = peak_memory(plan, trace, *counts, sequence)
         predict = stepped(plan, trace, hardware, sequence, counts)
         group = f"{hardware.device.name}, {'several nodes' if gpus > 8 else 'one node'}"
         kind = foundry_kind(row)
-        cases.append(Case(row, row["model"], measured, predict, group, kind, used.total / used.capacity))
+        cases.append(
+            Case(
+                row,
+                row["model"],
+                measured,
+                predict,
+                group,
+                kind,
+                used.total / used.capacity,
+            )
+        )
     return cases
 
 
 def foundry_kind(row: Row) -> str:
-    """Return the device and whether sequences are short or long; "": they are neither."""
+    """Return the device and whether sequences are short or long; "": they are
+    neither."""
     sequence = int(row["sequence"])
     length = "short" if sequence <= 2048 else "long" if sequence >= 32768 else ""
     return f"{row['gpu']}, {length} sequences" if length else ""
 
 
 def kempner(path: Path, with_memory: bool = False) -> list[Case]:
-    """Read the runs of FSDP2 with tensor parallelism, recomputing all; parameters and states in bfloat16, float32
-    gradients that are unsharded between micro-batches."""
+    """Read the runs of FSDP2 with tensor parallelism, recomputing all; parameters and
+    states in bfloat16, float32 gradients that are unsharded between micro-batches."""
     cases = []
     for row in read(path):
         gpus, tensor, shard = (int(row[name]) for name in ("gpus", "tensor", "shard"))
@@ -120,7 +159,10 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
         trace = compiled(traced(json.dumps(llama_fields(row))))
         kept: dict[str, Any] = {}
         if shard > 1:
-            kept = {"keep_between_micro_batches": "gradients", "reshard_after_forward": True}
+            kept = {
+                "keep_between_micro_batches": "gradients",
+                "reshard_after_forward": True,
+            }
         asked = SmpConfig(
             shard_degree=shard,
             tensor_parallel_degree=tensor,
@@ -132,7 +174,10 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
         plan = decide(trace.of_precision("full", "bfloat16"), asked, hardware.cluster())
         counts = kempner_batch(row)
         case = Case(
-            row, row["model"], float(row["step_s"]), stepped(plan, trace, hardware, int(row["sequence"]), counts)
+            row,
+            row["model"],
+            float(row["step_s"]),
+            stepped(plan, trace, hardware, int(row["sequence"]), counts),
         )
         if with_memory:
             case.used = _kempner_memory(row, asked, hardware, counts)
@@ -147,27 +192,32 @@ def kempner_kind(row: Row) -> str:
 
 
 def kempner_batch(row: Row) -> tuple[int, int]:
-    """Return samples of a micro-batch, and micro-batches. Their script (benchmarks/mfu_scaling/mfu_bench.sh) has half
-    as many samples as their table for one GPU, and for two without tensor ranks."""
+    """Return samples of a micro-batch, and micro-batches. Their script
+    (benchmarks/mfu_scaling/mfu_bench.sh) has half as many samples as their table for
+    one GPU, and for two without tensor ranks."""
     samples, count = int(row["micro_batch"]), int(row["grad_accum"])
     if int(row["gpus"]) <= 2 and row["tensor"] == "1":
         return samples // 2, count * 2
     return samples, count
 
 
-def _kempner_memory(row: Row, asked: SmpConfig, hardware: Hardware, counts: tuple[int, int]) -> float:
-    """Return how far the planned peak is off. What their program does otherwise is as in its sources: loss and loop
-    (scripts/train.py), tensor ranks (distributed/tensor_parallel.py), and GB of 2^30 bytes (metrics/memory.py)."""
+def _kempner_memory(
+    row: Row, asked: SmpConfig, hardware: Hardware, counts: tuple[int, int]
+) -> float:
+    """Return how far the planned peak is off. What their program does otherwise is as
+    in its sources: loss and loop (scripts/train.py), tensor ranks
+    (distributed/tensor_parallel.py), and GB of 2^30 bytes (metrics/memory.py)."""
     trace = with_their_loss(json.dumps(llama_fields(row)))
     plan = decide(trace.of_precision("full", "bfloat16"), asked, hardware.cluster())
     peak = peak_memory(plan, trace, *counts, int(row["sequence"]))
     planned = float(peak.total - peak.margin)
     if int(row["gpus"]) == 1:
-        # The model is compiled as a whole: its backward returns all gradients at once, which are then added to those
-        # of earlier micro-batches. Beside both there are parameters and two states, all in bfloat16.
+        # The model is compiled as a whole: its backward returns all gradients at once,
+        # which are then added to those of earlier micro-batches. Beside both there are
+        # parameters and two states, all in bfloat16.
         planned = max(planned, 5 * 2 * trace.parameters)
-    # Each tensor rank has the whole embedding: parameters, gradients and two states in bfloat16; gathered, and
-    # gradients in float32, where it is sharded.
+    # Each tensor rank has the whole embedding: parameters, gradients and two states in
+    # bfloat16; gathered, and gradients in float32, where it is sharded.
     tensor, shard = int(row["tensor"]), int(row["shard"])
     others = int(row["vocab"]) * int(row["hidden"]) * (1 - 1 / tensor)
     embedding = others * (8 / shard + (6 if shard > 1 else 0))
@@ -175,10 +225,17 @@ def _kempner_memory(row: Row, asked: SmpConfig, hardware: Hardware, counts: tupl
 
 
 def start_of(devices: list[str]) -> Constants:
-    """Return the constants that a fit starts with, in the order in which it changes them."""
+    """Return the constants that a fit starts with, in the order in which it changes
+    them."""
     products = {f"products_{device}": 0.6 for device in devices}
     attention = {f"attention_{device}": 0.4 for device in devices}
-    others = {"moving": FITTED.moving, "link": 0.6, "network": 0.6, "exposed": 0.1, "launching": 1e-3}
+    others = {
+        "moving": FITTED.moving,
+        "link": 0.6,
+        "network": 0.6,
+        "exposed": 0.1,
+        "launching": 1e-3,
+    }
     return {**products, **attention, **others}
 
 
@@ -191,21 +248,38 @@ TOGETHER: Constants = {
     "falls": 0.4,
     "launching": 1.5e-3,
 }
-"""Where the fit of one set of constants starts. The others are stated in :mod:`smp_core.planner.fitted`."""
+"""Where the fit of one set of constants starts. The others are stated in
+:mod:`smp_core.planner.fitted`."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder with the four tables")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="the folder with the four tables"
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON here")
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), help="of the result, the others stay as they are")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=list(PARTS),
+        help="of the result, the others stay as they are",
+    )
     asked = parser.parse_args()
     found: dict[str, Any] = {}
     if asked.only and asked.out and asked.out.exists():
         found = json.loads(asked.out.read_text(encoding="utf-8"))
     for name in asked.only or PARTS:
         found[name] = each = PARTS[name](asked.data)
-        print(name, {key: value for key, value in each.items() if key != "rows" and not isinstance(value, list)})
+        print(
+            name,
+            {
+                key: value
+                for key, value in each.items()
+                if key != "rows" and not isinstance(value, list)
+            },
+        )
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -215,11 +289,17 @@ def kempner_memory(data: Path) -> dict[str, Any]:
     cases = kempner(data / "kempner_h200.csv", with_memory=True)
     errors = [case.used for case in cases if case.used is not None]
     rows = [{**case.row, "error": case.used} for case in cases]
-    return {"mape": mape(errors), "worst": max(errors, key=abs), "errors": errors, "rows": rows}
+    return {
+        "mape": mape(errors),
+        "worst": max(errors, key=abs),
+        "errors": errors,
+        "rows": rows,
+    }
 
 
 def together(data: Path) -> dict[str, Any]:
-    """One set of constants, by generation of device, for all programs and the seeds' ratios."""
+    """One set of constants, by generation of device, for all programs and the seeds'
+    ratios."""
     second = data / "published_2.csv"
     programs = {
         "llm_foundry": foundry(data / "llm_foundry_fsdp.csv"),
@@ -231,7 +311,11 @@ def together(data: Path) -> dict[str, Any]:
     }
     found = without_each(programs, TOGETHER)
     found["ratios"] = [
-        {"name": case.size, "measured": case.measured, "planned": case.predict(found["fitted_on_all"])}
+        {
+            "name": case.size,
+            "measured": case.measured,
+            "planned": case.predict(found["fitted_on_all"]),
+        }
         for case in programs["seeds"]
     ]
     return found
@@ -245,9 +329,13 @@ def lab(data: Path) -> dict[str, Any]:
 
 
 PARTS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
-    "llm_foundry": lambda data: held_out(foundry(data / "llm_foundry_fsdp.csv"), start_of(["A100", "H100"])),
+    "llm_foundry": lambda data: held_out(
+        foundry(data / "llm_foundry_fsdp.csv"), start_of(["A100", "H100"])
+    ),
     "vtrain": lambda data: held_out(megatron(read(data / "vtrain_a100.csv")), START),
-    "kempner": lambda data: held_out(kempner(data / "kempner_h200.csv"), start_of(["H200"])),
+    "kempner": lambda data: held_out(
+        kempner(data / "kempner_h200.csv"), start_of(["H200"])
+    ),
     "kempner_memory": kempner_memory,
     "together": together,
     "lab_by_scaling_model": lab,

@@ -1,4 +1,5 @@
-"""Fits of the time model's constants on measured steps, judged on model sizes that were held out of the fit."""
+"""Fits of the time model's constants on measured steps, judged on model sizes that were
+held out of the fit."""
 
 from __future__ import annotations
 
@@ -14,20 +15,23 @@ Row = dict[str, Any]
 Constants = dict[str, float]
 
 RANGES = {"launching": (1e-4, 3e-3), "moving": (0.01, 50.0), "falls": (0.01, 2.0)}
-"""The least and the most that a constant can be; all others are shares from 0.01 to 1."""
+"""The least and the most that a constant can be; all others are shares from 0.01 to
+1."""
 
 GENERATIONS = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper"}
 """Devices of one generation share their constants, as in "products_Hopper"."""
 
 WEIGHTS = {"seeds": 2}
-"""Of programs in the common fit; 1 of all others. The ratios are three, and what partition groups are for."""
+"""Of programs in the common fit; 1 of all others. The ratios are three, and what
+partition groups are for."""
 
 LARGEST_FACTOR, LEAST_FACTOR = 1.5, 1.01
-"""The fit multiplies and divides a constant by factors that shrink from the one to the other."""
+"""The fit multiplies and divides a constant by factors that shrink from the one to the
+other."""
 
 DRAWN_BACK = 0.01
-"""How much a constant is drawn to where it starts, times log(constant / start) squared: one that the rows do not
-identify stays there, and one that they do hardly feels it."""
+"""How much a constant is drawn to where it starts, times log(constant / start) squared:
+one that the rows do not identify stays there, and one that they do hardly feels it."""
 
 
 @dataclass
@@ -40,7 +44,8 @@ class Case:
         measured: seconds.
         predict: constants -> seconds.
         group: of rows whose mean error is told apart.
-        kind: of rows whose mean signed error is told apart, where all programs are fitted together.
+        kind: of rows whose mean signed error is told apart, where all programs are
+            fitted together.
         used: the planned peak of memory as a share of the device's.
         weight: of the row in a fit.
     """
@@ -57,11 +62,15 @@ class Case:
     @property
     def work(self) -> tuple[str, ...]:
         """Return what a step did and on how many devices."""
-        return tuple(self.row.get(name, "") for name in ("gpu", "gpus", "global_batch", "sequence"))
+        return tuple(
+            self.row.get(name, "")
+            for name in ("gpu", "gpus", "global_batch", "sequence")
+        )
 
 
 def fitted_of(constants: Mapping[str, float], device: str) -> Fitted:
-    """Return the planner's constants with those of one device, or of its generation, in their places."""
+    """Return the planner's constants with those of one device, or of its generation, in
+    their places."""
     found: dict[str, Any] = {}
     for name, value in constants.items():
         kind, _, of = name.partition("_")
@@ -84,19 +93,24 @@ def mape(errors: Sequence[float]) -> float:
 
 def loss_of(cases: Sequence[Case], constants: Constants) -> float:
     """Return the mean |log(predicted / measured)|, by the weights of rows."""
-    errors = [case.weight * abs(math.log(case.predict(constants) / case.measured)) for case in cases]
+    errors = [
+        case.weight * abs(math.log(case.predict(constants) / case.measured))
+        for case in cases
+    ]
     return sum(errors) / sum(case.weight for case in cases)
 
 
 def fit(cases: Sequence[Case], start: Constants) -> Constants:
     """Find the constants of the least :func:`loss_of`, drawn back to where they start.
 
-    One constant after the other is multiplied and divided by a factor. The factor shrinks when no constant gets better.
-    The same cases give the same constants.
+    One constant after the other is multiplied and divided by a factor. The factor
+    shrinks when no constant gets better. The same cases give the same constants.
     """
 
     def loss(constants: Constants) -> float:
-        far = sum(math.log(value / start[name]) ** 2 for name, value in constants.items())
+        far = sum(
+            math.log(value / start[name]) ** 2 for name, value in constants.items()
+        )
         return loss_of(cases, constants) + DRAWN_BACK * far
 
     best, least = dict(start), loss(start)
@@ -121,8 +135,8 @@ def held_out(cases: Sequence[Case], start: Constants) -> dict[str, Any]:
     """Fit on all sizes but one and judge that one, for each; then fit on all.
 
     Returns:
-        errors of sizes, groups and rows, none of which the constants that judged them had seen; and the constants that
-        were fitted on all rows.
+        errors of sizes, groups and rows, none of which the constants that judged them
+        had seen; and the constants that were fitted on all rows.
     """
     judged: dict[str, Any] = {}
     errors: list[tuple[Case, float]] = []
@@ -132,15 +146,28 @@ def held_out(cases: Sequence[Case], start: Constants) -> dict[str, Any]:
         constants = fit([case for case in cases if case.size != size], start)
         found = errors_of(own, constants)
         errors += list(zip(own, found, strict=True))
-        judged[size] = {"rows": len(own), "mape": mape(found), "worst": max(found, key=abs), "constants": constants}
-        if len({case.work for case in own}) == 1:  # rows to choose among: one model, one batch, one cluster
+        judged[size] = {
+            "rows": len(own),
+            "mape": mape(found),
+            "worst": max(found, key=abs),
+            "constants": constants,
+        }
+        # Rows to choose among: one model, one batch, one cluster.
+        if len({case.work for case in own}) == 1:
             judged[size]["top_1_regret"] = regret(own, constants)
     by_group = {}
     for group in sorted({case.group for case in cases if case.group}):
         by_group[group] = mape([error for case, error in errors if case.group == group])
     rows = []
     for case, error in errors:
-        rows.append({**case.row, "measured_s": case.measured, "held_out_error": error, "memory": case.used})
+        rows.append(
+            {
+                **case.row,
+                "measured_s": case.measured,
+                "held_out_error": error,
+                "memory": case.used,
+            }
+        )
     on_all = fit(cases, start)
     return {
         "held_out_by_size": judged,
@@ -152,12 +179,16 @@ def held_out(cases: Sequence[Case], start: Constants) -> dict[str, Any]:
     }
 
 
-def without_each(programs: Mapping[str, Sequence[Case]], start: Constants) -> dict[str, Any]:
-    """Fit one set of constants on all programs, by :data:`WEIGHTS`, and on all but each one, which is judged.
+def without_each(
+    programs: Mapping[str, Sequence[Case]], start: Constants
+) -> dict[str, Any]:
+    """Fit one set of constants on all programs, by :data:`WEIGHTS`, and on all but each
+    one, which is judged.
 
     Returns:
-        of each program the errors when it is in the fit and when it is left out, and what was fitted then; the
-        constants that were fitted on all; and by how much the loss grows when one of these is a fifth less, or more.
+        of each program the errors when it is in the fit and when it is left out, and
+        what was fitted then; the constants that were fitted on all; and by how much the
+        loss grows when one of these is a fifth less, or more.
     """
     for name, cases in programs.items():
         for case in cases:
@@ -167,7 +198,9 @@ def without_each(programs: Mapping[str, Sequence[Case]], start: Constants) -> di
     judged: dict[str, Any] = {}
     for name, own in programs.items():
         print(f"left out: {name}", flush=True)
-        others = [case for other, cases in programs.items() if other != name for case in cases]
+        others = [
+            case for other, cases in programs.items() if other != name for case in cases
+        ]
         constants = fit(others, start)
         inside, outside = errors_of(own, on_all), errors_of(own, constants)
         judged[name] = {
@@ -188,12 +221,22 @@ def without_each(programs: Mapping[str, Sequence[Case]], start: Constants) -> di
     least = loss_of(together, on_all)
     grows = {}
     for name, value in on_all.items():
-        tried = [loss_of(together, {**on_all, name: value * factor}) / least - 1 for factor in (1 / 1.2, 1.2)]
+        tried = [
+            loss_of(together, {**on_all, name: value * factor}) / least - 1
+            for factor in (1 / 1.2, 1.2)
+        ]
         grows[name] = {"less": tried[0], "more": tried[1]}
-    return {"programs": judged, "fitted_on_all": on_all, "loss": least, "loss_grows": grows}
+    return {
+        "programs": judged,
+        "fitted_on_all": on_all,
+        "loss": least,
+        "loss_grows": grows,
+    }
 
 
-def by_kind(kinds: Sequence[str], errors: Sequence[float]) -> dict[str, dict[str, float]]:
+def by_kind(
+    kinds: Sequence[str], errors: Sequence[float]
+) -> dict[str, dict[str, float]]:
     """Return the mean signed error of the rows of each kind that has a name."""
     found = {}
     for kind in sorted(set(kinds) - {""}):

@@ -1,14 +1,18 @@
-"""Which of the lab's schemes the planner would pick, and how far its seconds are off the measured ones.
+"""Which of the lab's schemes the planner would pick, and how far its seconds are off
+the measured ones.
 
     python benchmarks/planner_lab.py [--out benchmarks/results/planner_lab.json]
 
-For each row of float32 of the emulated cluster (`benchmarks/cluster`, committed results; nothing is run here) the
-planner's time model predicts a step of every exact scheme of this project. It is given what a row says about its
-machines: the rate of the link and 1 ms, the speed of messages and copies inside a node, and what a micro-batch takes
-without communication. Nothing is fitted. Picked is the fastest; within 1 % the simplest.
+For each row of float32 of the emulated cluster (`benchmarks/cluster`, committed
+results; nothing is run here) the planner's time model predicts a step of every exact
+scheme of this project. It is given what a row says about its machines: the rate of the
+link and 1 ms, the speed of messages and copies inside a node, and what a micro-batch
+takes without communication. Nothing is fitted. Picked is the fastest; within 1 % the
+simplest.
 
-A pick is judged by its measured step against the fastest measured exact scheme of the row, peers included, that needs
-no more memory by the planner's figures. A pick that the row did not measure is told.
+A pick is judged by its measured step against the fastest measured exact scheme of the
+row, peers included, that needs no more memory by the planner's figures. A pick that the
+row did not measure is told.
 """
 
 from __future__ import annotations
@@ -59,28 +63,41 @@ Row = dict[str, Any]
 
 @cache
 def traced() -> ModelTrace:
-    """Trace the lab's model. What other operators than products move is left out: a row's time without communication
-    has it."""
+    """Trace the lab's model. What other operators than products move is left out: a
+    row's time without communication has it."""
     found = trace_built(Model(), SmpConfig(), LENGTH + 1, None, "forward")
     none = {"forward_moved": 0.0, "backward_moved": 0.0}
 
     def without(curve: Curve) -> Curve:
-        return Curve(curve.tokens, *(replace(each, **none) for each in (curve.one, curve.two, curve.half)))
+        return Curve(
+            curve.tokens,
+            *(replace(each, **none) for each in (curve.one, curve.two, curve.half)),
+        )
 
-    block, rest = ({mode: without(curve) for mode, curve in each.items()} for each in (found.block, found.rest))
+    block, rest = (
+        {mode: without(curve) for mode, curve in each.items()}
+        for each in (found.block, found.rest)
+    )
     assert found.early is not None
     return replace(found, block=block, rest=rest, early=without(found.early))
 
 
 def machines(row: Row) -> Hardware:
-    """Return the row's machines: what its steps take without communication is the speed of computing, and copies of
-    gathered and reduced tensors are part of collectives inside nodes."""
+    """Return the row's machines: what its steps take without communication is the speed
+    of computing, and copies of gathered and reduced tensors are part of collectives
+    inside nodes."""
     nodes, k = map(int, row["layout"].split("x"))
     alone = row["schemes"]["alone"]
-    inside, copying, rate = alone["inside"], alone["copying"], BYTES_PER_SECOND[row["rate"]]
+    inside, copying, rate = (
+        alone["inside"],
+        alone["copying"],
+        BYTES_PER_SECOND[row["rate"]],
+    )
 
     def within(copies: int) -> LinkFit:
-        return LinkFit(LATENCY_INSIDE, 1 / (1 / inside + copies * k / (k - 1) / copying))
+        return LinkFit(
+            LATENCY_INSIDE, 1 / (1 / inside + copies * k / (k - 1) / copying)
+        )
 
     between = LinkFit(LATENCY_BETWEEN, rate / k)
     flat = LinkFit(LATENCY_BETWEEN, rate)
@@ -91,51 +108,85 @@ def machines(row: Row) -> Hardware:
         Collectives(nodes, between, between, between),
         Collectives(nodes * k, flat, flat, flat),
     )
-    # SGD reads parameters and gradients, and writes parameters: 12 bytes where AdamW moves 28.
+    # SGD reads parameters and gradients, and writes parameters: 12 bytes where AdamW
+    # moves 28.
     device = Device("lab", 16.0, copying * 28 / 12, inside, copying, "measured", _FLOPS)
     found = Hardware(nodes, k, device, rate * 8 / 1e9, measured=links)
-    fitted = replace(FITTED, products={"": 1.0}, attention={"": 1.0}, moving=1.0, exposed=1.0, launching=0.0)
-    # A step without communication is computing, which is taken for products alone, and the optimizer's.
+    fitted = replace(
+        FITTED,
+        products={"": 1.0},
+        attention={"": 1.0},
+        moving=1.0,
+        exposed=1.0,
+        launching=0.0,
+    )
+    # A step without communication is computing, which is taken for products alone, and
+    # the optimizer's.
     plain = {"shard_degree": nodes * k, "keep_between_micro_batches": "gradients"}
     found = replace(found, fitted=fitted)
-    computed, stepped = step_of(row, found, plain).compute, step_of(row, found, plain).optimizer * nodes * k
-    share = computed / max(statistics.median(alone["seconds"]) - stepped, 0.1 * alone["seconds"][0])
-    return replace(found, fitted=replace(fitted, products={"": share}, attention={"": share}))
+    computed, stepped = (
+        step_of(row, found, plain).compute,
+        step_of(row, found, plain).optimizer * nodes * k,
+    )
+    share = computed / max(
+        statistics.median(alone["seconds"]) - stepped, 0.1 * alone["seconds"][0]
+    )
+    return replace(
+        found, fitted=replace(fitted, products={"": share}, attention={"": share})
+    )
 
 
 def knobs_of(scheme: str, row: Row) -> dict[str, Any]:
     knobs = dict(OURS[scheme]) if scheme in OURS else dict(PEERS_AS[scheme])
     if scheme.startswith(PIPELINE):
         stages = int(row["layout"].partition("x")[0])
-        knobs |= {"pipeline_parallel_degree": stages, "pipeline": {"microbatches": row["micro"]}}
+        knobs |= {
+            "pipeline_parallel_degree": stages,
+            "pipeline": {"microbatches": row["micro"]},
+        }
     return knobs
 
 
 def decided(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> tuple[Plan, int]:
-    """Return the plan of a scheme, and the samples of its micro-batches: ranks that hold parts of one model read those
-    of all of them."""
-    plan = decide(traced().of_precision("none", "trainer"), SmpConfig(**knobs), hardware.cluster())
+    """Return the plan of a scheme, and the samples of its micro-batches: ranks that
+    hold parts of one model read those of all of them."""
+    plan = decide(
+        traced().of_precision("none", "trainer"), SmpConfig(**knobs), hardware.cluster()
+    )
     return plan, plan.layout.pipeline * plan.layout.tensor
 
 
 def step_of(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> StepTime:
     """Return the time of a step, by part.
 
-    All ranks share the machine's cores, which compute, and copy what collectives inside nodes send. With stages, those
-    of a stage that waits work for the others. All stages together compute and gather as long as at the same time, and
-    what they wait for one another are messages between nodes.
+    All ranks share the machine's cores, which compute, and copy what collectives inside
+    nodes send. With stages, those of a stage that waits work for the others. All stages
+    together compute and gather as long as at the same time, and what they wait for one
+    another are messages between nodes.
     """
     plan, samples = decided(row, hardware, knobs)
     if plan.stages is None:
         return _step(row, hardware, plan, samples)
-    plain = step_of(row, hardware, {"shard_degree": "world", "keep_between_micro_batches": "gradients"})
-    computing_at_once = replace(hardware.fitted, products={"": 1e9}, attention={"": 1e9})
+    plain = step_of(
+        row,
+        hardware,
+        {"shard_degree": "world", "keep_between_micro_batches": "gradients"},
+    )
+    computing_at_once = replace(
+        hardware.fitted, products={"": 1e9}, attention={"": 1e9}
+    )
     at_once = replace(hardware, fitted=computing_at_once)
     links = hardware.links
     instant = LinkFit(0.0, 1e18)
-    inside_at_once = replace(links, intra=Collectives(links.ranks_per_node, instant, instant, instant))
-    messages = _step(row, replace(at_once, measured=inside_at_once), plan, samples).pipeline
-    return replace(_step(row, at_once, plan, samples), compute=plain.compute, pipeline=messages)
+    inside_at_once = replace(
+        links, intra=Collectives(links.ranks_per_node, instant, instant, instant)
+    )
+    messages = _step(
+        row, replace(at_once, measured=inside_at_once), plan, samples
+    ).pipeline
+    return replace(
+        _step(row, at_once, plan, samples), compute=plain.compute, pipeline=messages
+    )
 
 
 def _step(row: Row, hardware: Hardware, plan: Plan, samples: int) -> StepTime:
@@ -169,13 +220,29 @@ def of_row(file: str, row: Row) -> Row:
     """Return what the planner says of one row, and what was measured."""
     hardware = machines(row)
     # With one micro-batch nothing is kept between them.
-    ours = [n for n in OURS if n in EXACT and not (row["micro"] == 1 and n.endswith(("-once", "-kept")))]
+    ours = [
+        n
+        for n in OURS
+        if n in EXACT and not (row["micro"] == 1 and n.endswith(("-once", "-kept")))
+    ]
     times = {name: predicted(row, hardware, knobs_of(name, row)) for name in ours}
-    measured = {n: statistics.median(found["seconds"]) for n, found in row["schemes"].items() if n in EXACT}
-    bytes_of = {name: memory(row, hardware, knobs_of(name, row)) for name in {*ours, *measured}}
+    measured = {
+        n: statistics.median(found["seconds"])
+        for n, found in row["schemes"].items()
+        if n in EXACT
+    }
+    bytes_of = {
+        name: memory(row, hardware, knobs_of(name, row)) for name in {*ours, *measured}
+    }
     choice = picked(row, hardware, times)
-    there = picked(row, hardware, {name: times[name] for name in ours if name in measured})
-    rivals = {name: seconds for name, seconds in measured.items() if bytes_of[name] <= bytes_of[there]}
+    there = picked(
+        row, hardware, {name: times[name] for name in ours if name in measured}
+    )
+    rivals = {
+        name: seconds
+        for name, seconds in measured.items()
+        if bytes_of[name] <= bytes_of[there]
+    }
     best = min(rivals, key=lambda name: rivals[name])
     return {
         "file": file,
@@ -196,7 +263,9 @@ def check(folder: Path) -> dict[str, Any]:
     rows = []
     for file in FILES:
         found = json.loads((folder / f"{file}.json").read_text(encoding="utf-8"))
-        rows += [of_row(file, row) for row in found["rows"] if row["dtype"] == "float32"]
+        rows += [
+            of_row(file, row) for row in found["rows"] if row["dtype"] == "float32"
+        ]
 
     def mape(of_file: str, prefix: str = "ours") -> float:
         errors = [
@@ -209,23 +278,34 @@ def check(folder: Path) -> dict[str, Any]:
         return statistics.fmean(errors)
 
     off = {file: mape(file) for file in FILES}
-    return {"mape": off, "mape_of_stages": mape("cluster-pipeline", PIPELINE), "rows": rows}
+    return {
+        "mape": off,
+        "mape_of_stages": mape("cluster-pipeline", PIPELINE),
+        "rows": rows,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON here")
     asked = parser.parse_args()
     found = check(HERE / "results")
     for row in found["rows"]:
         where = f"{row['layout']} {row['rate']} x{row['micro']} ({row['file']})"
         told = "" if row["pick_is_measured"] else " NOT MEASURED there; of what was: "
-        print(f"{where:42} pick {row['pick']}{told}{row['measured_pick'] if told else ''}: best {row['best']}", end="")
+        print(
+            f"{where:42} pick {row['pick']}{told}{row['measured_pick'] if told else ''}: best {row['best']}",
+            end="",
+        )
         print(f", {row['slower_than_best']:+.1%}")
         for name, seconds in row["measured"].items():
             if name in row["predicted"]:
                 planned = row["predicted"][name]
-                print(f"    {name:26} {seconds:7.2f} {planned:7.2f} {planned / seconds - 1:+.0%}")
+                print(
+                    f"    {name:26} {seconds:7.2f} {planned:7.2f} {planned / seconds - 1:+.0%}"
+                )
     print({name: found[name] for name in ("mape", "mape_of_stages")})
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""The time of a step of Megatron-LM with tensor, data and pipeline degrees, as the planner's constants have it.
+"""The time of a step of Megatron-LM with tensor, data and pipeline degrees, as the
+planner's constants have it.
 
     layer     what one tensor rank computes (:mod:`megatron_model`, traced), recomputing all; and six all-reduces of
               [B, S, E] over the tensor ranks, which are waited for: two in forward, two when it runs again, two in
@@ -8,7 +9,8 @@
     step      1F1B: the last stage works through all micro-batches, the others fill and drain once. Then all-reduces of
               float32 gradients over the data ranks, which are waited for, and AdamW
 
-Tensor ranks are neighbours in a node, data ranks come next and stages last, as Megatron places them.
+Tensor ranks are neighbours in a node, data ranks come next and stages last, as Megatron
+places them.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from smp_core.planner.trace import trace_model
 
 VOCABULARY = 51200
 START = {"products_A100": 0.6, "link": 0.6, "network": 0.6, "launching": 1e-3}
-"""Where the fit of the constants starts. The share of the memory's bandwidth is the planner's and not fitted: the
-kernels that are traced are those that ran, and runs of one size cannot tell it from the share of products."""
+"""Where the fit of the constants starts. The share of the memory's bandwidth is the
+planner's and not fitted: the kernels that are traced are those that ran, and runs of
+one size cannot tell it from the share of products."""
 
 
 @dataclass(frozen=True)
@@ -51,37 +54,66 @@ class Run:
         names = ("layers", "tensor", "data", "pipeline", "micro_batch")
         layers, tensor, data, stages, micro_batch = (int(row[name]) for name in names)
         micro_batches = int(row["global_batch"]) / data / micro_batch
-        return cls(layers, tensor, data, stages, micro_batch, micro_batches, int(row["sequence"]))
+        return cls(
+            layers,
+            tensor,
+            data,
+            stages,
+            micro_batch,
+            micro_batches,
+            int(row["sequence"]),
+        )
 
 
 @cache
-def traced(width: int, layers: int, heads: int, sequence: int, tensor: int) -> ModelTrace:
+def traced(
+    width: int, layers: int, heads: int, sequence: int, tensor: int
+) -> ModelTrace:
     """Trace one tensor rank's part of a model."""
-    print(f"tracing Megatron's GPT: width {width}, {layers} layers, tensor {tensor}", flush=True)
-    fields = {"width": width, "layers": layers, "heads": heads, "vocabulary": VOCABULARY}
+    print(
+        f"tracing Megatron's GPT: width {width}, {layers} layers, tensor {tensor}",
+        flush=True,
+    )
+    fields = {
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "vocabulary": VOCABULARY,
+    }
     megatron_model.FIELDS.update(fields, tokens=sequence, tensor=tensor)
     return trace_model("megatron_model:build", sequence)
 
 
 def with_scores(figures: Figures, samples: int, heads: float, tokens: int) -> Figures:
-    """Return a layer's figures with the bytes that the two batched products of attention read and write. Their inner
-    size is the small width of a head, so that they take as long as reading and writing the scores [B, H, S, S].
+    """Return a layer's figures with the bytes that the two batched products of
+    attention read and write. Their inner size is the small width of a head, so that
+    they take as long as reading and writing the scores [B, H, S, S].
 
-    Forward writes the scores once and reads them once. Backward does that again and then reads or writes scores or
-    their gradients four times.
+    Forward writes the scores once and reads them once. Backward does that again and
+    then reads or writes scores or their gradients four times.
     """
     scores = 2 * samples * heads * tokens**2
-    moved = {"forward_moved": figures.forward_moved + 2 * scores, "backward_moved": figures.backward_moved + 6 * scores}
+    moved = {
+        "forward_moved": figures.forward_moved + 2 * scores,
+        "backward_moved": figures.backward_moved + 6 * scores,
+    }
     return replace(figures, **moved)
 
 
 def tensor_sum(links: Links, tensor: int, n_bytes: float) -> float:
-    """Return the seconds of an all-reduce over tensor ranks: inside nodes, and over the nodes that they span."""
-    return _all_reduce(links, min(tensor, links.ranks_per_node), max(tensor // links.ranks_per_node, 1), n_bytes)
+    """Return the seconds of an all-reduce over tensor ranks: inside nodes, and over the
+    nodes that they span."""
+    return _all_reduce(
+        links,
+        min(tensor, links.ranks_per_node),
+        max(tensor // links.ranks_per_node, 1),
+        n_bytes,
+    )
 
 
 def data_sum(links: Links, run: Run, n_bytes: float) -> float:
-    """Return the seconds of an all-reduce over data ranks, of which some share a node."""
+    """Return the seconds of an all-reduce over data ranks, of which some share a
+    node."""
     inside = min(max(links.ranks_per_node // run.tensor, 1), run.data)
     return _all_reduce(links, inside, run.data // inside, n_bytes)
 
@@ -97,22 +129,30 @@ def _all_reduce(links: Links, inside: int, nodes: int, n_bytes: float) -> float:
     return seconds
 
 
-def step_seconds(run: Run, layer: Figures, rest: Figures, parameters: float, hardware: Hardware) -> float:
+def step_seconds(
+    run: Run, layer: Figures, rest: Figures, parameters: float, hardware: Hardware
+) -> float:
     """Return the seconds of a step.
 
     Args:
-        layer, rest: one tensor rank's figures of a layer, and of embedding, head and loss, for one micro-batch.
+        layer, rest: one tensor rank's figures of a layer, and of embedding, head and
+            loss, for one micro-batch.
         parameters: of all layers and the rest on one tensor rank.
     """
     links = hardware.links
     activation = layer.kept  # a layer that runs again keeps its input alone
-    of_layer = sum(pass_seconds(layer, 1, 1, hardware)) + 6 * tensor_sum(links, run.tensor, activation)
+    of_layer = sum(pass_seconds(layer, 1, 1, hardware)) + 6 * tensor_sum(
+        links, run.tensor, activation
+    )
     of_head = sum(pass_seconds(rest, 1, 1, hardware))
 
     of_stage = run.layers / run.stages * of_layer
     if run.stages > 1:
         assert links.inter is not None
-        of_stage += 2 * links.inter.seconds("all_gather", 2, 2 * activation / run.tensor)  # two ranks, half from each
+        # Two ranks, half from each.
+        of_stage += 2 * links.inter.seconds(
+            "all_gather", 2, 2 * activation / run.tensor
+        )
     worked = run.micro_batches * (of_stage + of_head) + (run.stages - 1) * of_stage
 
     own = parameters / run.stages
@@ -140,4 +180,12 @@ def predictor(row: Row) -> Callable[[Constants], float]:
 
 def megatron(rows: list[Row]) -> list[Case]:
     """Return the published rows with their predictions."""
-    return [Case(row, row["parameters_billion"] + "B", float(row["step_ms"]) / 1e3, predictor(row)) for row in rows]
+    return [
+        Case(
+            row,
+            row["parameters_billion"] + "B",
+            float(row["step_ms"]) / 1e3,
+            predictor(row),
+        )
+        for row in rows
+    ]

@@ -1,8 +1,11 @@
-"""Rows of `published_2.csv`, and the seeds' ratios, as cases for the fit of the planner's constants.
+"""Rows of `published_2.csv`, and the seeds' ratios, as cases for the fit of the
+planner's constants.
 
-IBM's fms-fsdp (FSDP over slow links) and nanotron (ten layouts of one model and one batch) are published steps. What
-SageMaker's sharded data parallelism measured on p4d (AWS Machine Learning Blog, 2022-10-31) is a ratio: how much faster
-a model trains with partition groups than with all devices in one group, by DeepSpeed's ZeRO-3 or PyTorch's FSDP.
+IBM's fms-fsdp (FSDP over slow links) and nanotron (ten layouts of one model and one
+batch) are published steps. What SageMaker's sharded data parallelism measured on p4d
+(AWS Machine Learning Blog, 2022-10-31) is a ratio: how much faster a model trains with
+partition groups than with all devices in one group, by DeepSpeed's ZeRO-3 or PyTorch's
+FSDP.
 """
 
 from __future__ import annotations
@@ -45,7 +48,13 @@ def traced(words: str) -> ModelTrace:
     return trace_model("a published model", 8192, fields)
 
 
-def stepped(plan: Plan, trace: ModelTrace, hardware: Hardware, sequence: int, counts: tuple[int, int]) -> Predict:
+def stepped(
+    plan: Plan,
+    trace: ModelTrace,
+    hardware: Hardware,
+    sequence: int,
+    counts: tuple[int, int],
+) -> Predict:
     """Return the function that predicts the seconds of a plan's step from constants."""
 
     def predict(constants: Constants) -> float:
@@ -57,13 +66,23 @@ def stepped(plan: Plan, trace: ModelTrace, hardware: Hardware, sequence: int, co
 
 
 def published(path: Path, program: str) -> list[Case]:
-    """Read the rows of one program; gradients are reduced in bfloat16 by IBM's, and in float32 by nanotron."""
+    """Read the rows of one program; gradients are reduced in bfloat16 by IBM's, and in
+    float32 by nanotron."""
     cases = []
     for row in read(path):
         if row["program"] != program:
             continue
-        hardware = Hardware(int(row["nodes"]), int(row["gpus_per_node"]), DEVICES[row["device"]], float(row["gbit"]))
-        trace, mode, stages = traced(row["model"]), row["recompute"], int(row["pipeline"])
+        hardware = Hardware(
+            int(row["nodes"]),
+            int(row["gpus_per_node"]),
+            DEVICES[row["device"]],
+            float(row["gbit"]),
+        )
+        trace, mode, stages = (
+            traced(row["model"]),
+            row["recompute"],
+            int(row["pipeline"]),
+        )
         counts = int(row["micro_batch"]), int(row["micro_batches"])
         knobs: dict[str, Any] = json.loads(row["knobs"] or "{}")
         if stages > 1:
@@ -77,12 +96,19 @@ def published(path: Path, program: str) -> list[Case]:
             activations=mode,
             **knobs,
         )
-        plan = decide(trace.of_precision(mode, row["precision"]), asked, hardware.cluster())
+        plan = decide(
+            trace.of_precision(mode, row["precision"]), asked, hardware.cluster()
+        )
         case = Case(
-            row, row["id"].split()[1], float(row["step_s"]), stepped(plan, trace, hardware, int(row["seq"]), counts)
+            row,
+            row["id"].split()[1],
+            float(row["step_s"]),
+            stepped(plan, trace, hardware, int(row["seq"]), counts),
         )
         if row["memory_gib"]:
-            peak = peak_memory(plan, trace, *counts, int(row["seq"]), in_stages=counts[1])
+            peak = peak_memory(
+                plan, trace, *counts, int(row["seq"]), in_stages=counts[1]
+            )
             case.used = (peak.total - peak.margin) / GIB / float(row["memory_gib"]) - 1
         cases.append(case)
     return cases
@@ -95,7 +121,8 @@ class Ratio:
     Attributes:
         group: devices of a partition group.
         rates: samples per second with groups, and with all devices in one group.
-        samples: of a micro-batch. Published for sequences of 2,048 tokens; for 512 as many tokens are assumed.
+        samples: of a micro-batch. Published for sequences of 2,048 tokens; for 512 as
+            many tokens are assumed.
     """
 
     name: str
@@ -107,20 +134,64 @@ class Ratio:
     rates: tuple[float, float]
 
 
-_TEN = json.dumps({"model_type": "gpt2", "n_embd": 4096, "n_layer": 48, "n_head": 32, "vocab_size": 50257})
-_THIRTY = json.dumps({"model_type": "gpt2", "n_embd": 7168, "n_layer": 48, "n_head": 56, "vocab_size": 50257})
+_TEN = json.dumps(
+    {
+        "model_type": "gpt2",
+        "n_embd": 4096,
+        "n_layer": 48,
+        "n_head": 32,
+        "vocab_size": 50257,
+    }
+)
+_THIRTY = json.dumps(
+    {
+        "model_type": "gpt2",
+        "n_embd": 7168,
+        "n_layer": 48,
+        "n_head": 56,
+        "vocab_size": 50257,
+    }
+)
 
 RATIOS = (
-    Ratio("30B on 16 p4d, groups of 64 against ZeRO-3", _THIRTY, 16, 512, 24, 64, (181.05, 142.0)),
-    Ratio("30B on 32 p4d, groups of 64 against ZeRO-3", _THIRTY, 32, 2048, 6, 64, (73.52, 52.6)),
-    Ratio("10B on 16 p4d, groups of 16 against FSDP", _TEN, 16, 512, 32, 16, (564.0, 495.0)),
+    Ratio(
+        "30B on 16 p4d, groups of 64 against ZeRO-3",
+        _THIRTY,
+        16,
+        512,
+        24,
+        64,
+        (181.05, 142.0),
+    ),
+    Ratio(
+        "30B on 32 p4d, groups of 64 against ZeRO-3",
+        _THIRTY,
+        32,
+        2048,
+        6,
+        64,
+        (73.52, 52.6),
+    ),
+    Ratio(
+        "10B on 16 p4d, groups of 16 against FSDP",
+        _TEN,
+        16,
+        512,
+        32,
+        16,
+        (564.0, 495.0),
+    ),
 )
 
 
 def _of_group(ratio: Ratio, group: int) -> Predict:
     hardware = Hardware.parse(f"{ratio.nodes}xp4d")
     words = json.loads(ratio.model)
-    trace = traced(json.dumps({**words, **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)}))
+    trace = traced(
+        json.dumps(
+            {**words, **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)}
+        )
+    )
     asked = SmpConfig(
         shard_degree=group,
         param_dtype="bfloat16",
@@ -137,7 +208,17 @@ def ratios() -> list[Case]:
     """Return the seeds' ratios; their predictions are ratios, too."""
     cases = []
     for ratio in RATIOS:
-        grouped, whole = _of_group(ratio, ratio.group), _of_group(ratio, ratio.nodes * 8)
+        grouped, whole = (
+            _of_group(ratio, ratio.group),
+            _of_group(ratio, ratio.nodes * 8),
+        )
         measured = ratio.rates[0] / ratio.rates[1]
-        cases.append(Case({"name": ratio.name}, ratio.name, measured, lambda c, a=grouped, b=whole: b(c) / a(c)))
+        cases.append(
+            Case(
+                {"name": ratio.name},
+                ratio.name,
+                measured,
+                lambda c, a=grouped, b=whole: b(c) / a(c),
+            )
+        )
     return cases

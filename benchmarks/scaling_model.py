@@ -1,18 +1,22 @@
-"""Step time by the alpha-beta model: FSDP2/ZeRO-3, HSDP, MiCS and ours, on 8 to 1,024 devices.
+"""Step time by the alpha-beta model: FSDP2/ZeRO-3, HSDP, MiCS and ours, on 8 to 1,024
+devices.
 
-    python benchmarks/scaling_model.py [--links links.json] [--check benchmarks/results/cluster.json]
+    python benchmarks/scaling_model.py [--links links.json] [--check
+    benchmarks/results/cluster.json]
 
-A message of n bytes over a link takes latency + n / bandwidth; a node's ranks share its link. A scheme is a list of
-collectives per optimizer step:
+A message of n bytes over a link takes latency + n / bandwidth; a node's ranks share its
+link. A scheme is a list of collectives per optimizer step:
 
     ring over p ranks        p - 1 rounds of 1 / p of the tensor; one sender per node
     two stages               the M nodes' ranks of equal place exchange directly, then the K ranks of a node
     all-reduce               twice a reduce-scatter
 
-Communication that can hide behind compute is taken to do so up to the compute time (``--overlap``, 0 to 1). Without
---links the cluster is 8 devices per node, 450 GB/s inside and 50 GB/s (400 Gbit/s) per node between, 5 and 20 us.
---check predicts the lab's rows from its link rate, what was measured inside its nodes (bandwidth, copies, codes) and
-what its steps take without communication, and compares with what was measured there.
+Communication that can hide behind compute is taken to do so up to the compute time
+(``--overlap``, 0 to 1). Without --links the cluster is 8 devices per node, 450 GB/s
+inside and 50 GB/s (400 Gbit/s) per node between, 5 and 20 us. --check predicts the
+lab's rows from its link rate, what was measured inside its nodes (bandwidth, copies,
+codes) and what its steps take without communication, and compares with what was
+measured there.
 """
 
 from __future__ import annotations
@@ -24,14 +28,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMES = ("fsdp2", "hsdp", "mics", "ours-world", "ours-world-int8", "ours-node", "ours-node-bf16")
+SCHEMES = (
+    "fsdp2",
+    "hsdp",
+    "mics",
+    "ours-world",
+    "ours-world-int8",
+    "ours-node",
+    "ours-node-bf16",
+)
 CODE = 1 + 4 / 256  # bytes of an element in int8, with its block's scale
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Latencies in seconds; ``inside``: bytes/s of one rank's messages in a node; ``between``: of a node's link;
-    ``copying``, ``coding``: bytes/s of tensors that a rank copies, or gathers in int8; None: not counted."""
+    """Latencies in seconds; ``inside``: bytes/s of one rank's messages in a node;
+    ``between``: of a node's link; ``copying``, ``coding``: bytes/s of tensors that a
+    rank copies, or gathers in int8; None: not counted."""
 
     ranks_per_node: int
     latency_inside: float
@@ -44,8 +57,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Work:
-    """One optimizer step: bytes of the parameters as gathered, of the root (gathered once), of float32 gradients,
-    units, micro-batches, and seconds of compute per micro-batch."""
+    """One optimizer step: bytes of the parameters as gathered, of the root (gathered
+    once), of float32 gradients, units, micro-batches, and seconds of compute per
+    micro-batch."""
 
     gathered: float
     root: float
@@ -56,18 +70,21 @@ class Work:
 
 
 def ring(cluster: Cluster, p: int, n_bytes: float, groups_per_node: int = 1) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of ``n_bytes`` over p consecutive ranks; groups side by
-    side share a node's link."""
+    """Return the seconds of an all-gather or reduce-scatter of ``n_bytes`` over p
+    consecutive ranks; groups side by side share a node's link."""
     if p == 1:
         return 0.0
     k = cluster.ranks_per_node
     if p <= k:
         return (p - 1) * (cluster.latency_inside + n_bytes / p / cluster.inside)
-    return (p - 1) * (cluster.latency_between + groups_per_node * n_bytes / p / cluster.between)
+    return (p - 1) * (
+        cluster.latency_between + groups_per_node * n_bytes / p / cluster.between
+    )
 
 
 def staged(cluster: Cluster, p: int, n_bytes: float, code: float = 1.0) -> float:
-    """Return the seconds of the same in two stages; ``code``: bytes between nodes by bytes."""
+    """Return the seconds of the same in two stages; ``code``: bytes between nodes by
+    bytes."""
     k = cluster.ranks_per_node
     if p <= k:
         return ring(cluster, p, n_bytes)
@@ -76,15 +93,20 @@ def staged(cluster: Cluster, p: int, n_bytes: float, code: float = 1.0) -> float
     return between + cluster.latency_inside + (k - 1) * m * shard / cluster.inside
 
 
-def across(cluster: Cluster, world: int, p: int, n_bytes: float, code: float = 1.0) -> float:
-    """Return the seconds of an all-reduce over replicas of the shards of ``n_bytes``: every rank of a node has a ring
-    of its own."""
+def across(
+    cluster: Cluster, world: int, p: int, n_bytes: float, code: float = 1.0
+) -> float:
+    """Return the seconds of an all-reduce over replicas of the shards of ``n_bytes``:
+    every rank of a node has a ring of its own."""
     replicas, k = world // p, cluster.ranks_per_node
     if replicas == 1:
         return 0.0
     nodes = max(world // k, 1)
     latency = 2 * cluster.latency_between
-    return latency + 2 * (nodes - 1) / nodes * n_bytes * min(k, p) / p * code / cluster.between
+    return (
+        latency
+        + 2 * (nodes - 1) / nodes * n_bytes * min(k, p) / p * code / cluster.between
+    )
 
 
 def step_seconds(
@@ -96,15 +118,22 @@ def step_seconds(
     overlap: float = 0.0,
     reduce_scatter_times: float = 1.0,
 ) -> float:
-    """Return the seconds of one optimizer step. ``degree``: the partition group's ranks for MiCS and ours-node; FSDP2
-    and ours-world shard over the world. ``reduce_scatter_times``: what the backend's own reduce-scatter sends, by that
-    of a ring (gloo's is an all-reduce: 2); ours does not use it.
+    """Return the seconds of one optimizer step. ``degree``: the partition group's ranks
+    for MiCS and ours-node; FSDP2 and ours-world shard over the world.
+    ``reduce_scatter_times``: what the backend's own reduce-scatter sends, by that of a
+    ring (gloo's is an all-reduce: 2); ours does not use it.
 
-    Besides what is sent, a gathered tensor is copied once, into parameters, and a reduced one twice: into a buffer, and
-    by its additions (so often as the backend's reduce-scatter sends it).
+    Besides what is sent, a gathered tensor is copied once, into parameters, and a
+    reduced one twice: into a buffer, and by its additions (so often as the backend's
+    reduce-scatter sends it).
     """
-    blocks, units, once = work.gathered - work.root, work.units, scheme.endswith("-once")
-    s = 1 if once else work.micro_batches  # how often all of it is gathered and reduced inside the partition group
+    blocks, units, once = (
+        work.gathered - work.root,
+        work.units,
+        scheme.endswith("-once"),
+    )
+    # How often all of it is gathered and reduced inside the partition group.
+    s = 1 if once else work.micro_batches
     times = reduce_scatter_times if scheme in ("hsdp", "mics") else 1.0
     gathers = [work.root] + [blocks / (units - 1)] * ((1 if once else 2) * (units - 1))
     sums = [work.gradients / units] * units
@@ -117,9 +146,9 @@ def step_seconds(
         exposed, hop = s * each, 0.0
     elif scheme.startswith("ours-world"):
         code = CODE * work.gradients / 4 / work.gathered if "int8" in scheme else 1.0
-        each = all_units(lambda n: staged(cluster, world, n, code), gathers) + all_units(
-            lambda n: staged(cluster, world, n), sums
-        )
+        each = all_units(
+            lambda n: staged(cluster, world, n, code), gathers
+        ) + all_units(lambda n: staged(cluster, world, n), sums)
         exposed, hop = s * each, 0.0
     else:
         move = (
@@ -129,7 +158,9 @@ def step_seconds(
         )
         exposed = s * (all_units(move, gathers) + times * all_units(move, sums))
         code = 0.5 if "bf16" in scheme else 1.0
-        hop = all_units(lambda n: across(cluster, world, degree, n, code), sums) * (s if scheme == "hsdp" else 1)
+        hop = all_units(lambda n: across(cluster, world, degree, n, code), sums) * (
+            s if scheme == "hsdp" else 1
+        )
     if cluster.copying is not None:
         exposed += s * (sum(gathers) + 2 * times * sum(sums)) / cluster.copying
     if cluster.coding is not None and "int8" in scheme:
@@ -146,7 +177,9 @@ def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
     m, root = 92_438_528.0, 92_438_528.0 - 6 * 4 * 3_152_384.0
     alone = row["schemes"]["alone"]
     compute = statistics.median(alone["seconds"]) / row["micro"]
-    cluster = Cluster(k, 50e-6, alone["inside"], 1.2e-3, rate, alone["copying"], alone["coding"])
+    cluster = Cluster(
+        k, 50e-6, alone["inside"], 1.2e-3, rate, alone["copying"], alone["coding"]
+    )
     half = 0.5 if row["dtype"] == "bfloat16" else 1.0
     work = Work(m * half, root * half, m, 7, row["micro"], compute)
     named = {
@@ -164,7 +197,9 @@ def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
     for name, model in named.items():
         if name in row["schemes"]:
             times = 2.0 if model in ("hsdp", "mics") else 1.0
-            found[name] = step_seconds(model, cluster, nodes * k, k, work, reduce_scatter_times=times)
+            found[name] = step_seconds(
+                model, cluster, nodes * k, k, work, reduce_scatter_times=times
+            )
     return found
 
 
@@ -175,7 +210,14 @@ def check(path: Path) -> list[tuple[str, str, float, float]]:
         predicted = lab_prediction(row)
         where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
         for name, seconds in predicted.items():
-            found.append((where, name, statistics.median(row["schemes"][name]["seconds"]), seconds))
+            found.append(
+                (
+                    where,
+                    name,
+                    statistics.median(row["schemes"][name]["seconds"]),
+                    seconds,
+                )
+            )
     return found
 
 
@@ -197,41 +239,94 @@ def draw(worlds: list[int], seconds: dict[str, list[float]], path: Path) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", type=Path, help="what `smp topology --measure --store` wrote")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--links", type=Path, help="what `smp topology --measure --store` wrote"
+    )
     parser.add_argument("--parameters", type=float, default=30e9)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--compute", type=float, default=1.0, help="seconds of compute per micro-batch")
-    parser.add_argument("--degree", type=int, default=16, help="ranks of a partition group of MiCS and ours-node")
+    parser.add_argument(
+        "--compute", type=float, default=1.0, help="seconds of compute per micro-batch"
+    )
+    parser.add_argument(
+        "--degree",
+        type=int,
+        default=16,
+        help="ranks of a partition group of MiCS and ours-node",
+    )
     parser.add_argument("--overlap", type=float, default=0.8)
-    parser.add_argument("--check", type=Path, help="a result of benchmarks/cluster/bench.py")
-    parser.add_argument("--out", type=Path, help="write the table as JSON here, and a picture beside it")
+    parser.add_argument(
+        "--check", type=Path, help="a result of benchmarks/cluster/bench.py"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the table as JSON here, and a picture beside it"
+    )
     asked = parser.parse_args()
     if asked.check:
         for where, name, measured, predicted in check(asked.check):
             off = predicted / measured - 1
-            print(f"{where:32} {name:18} measured {measured:6.2f} predicted {predicted:6.2f} {off:+.0%}")
+            print(
+                f"{where:32} {name:18} measured {measured:6.2f} predicted {predicted:6.2f} {off:+.0%}"
+            )
         return
     cluster = Cluster(8, 5e-6, 450e9, 20e-6, 50e9)
     if asked.links:
         found = json.loads(asked.links.read_text())
-        intra, inter, k = found["intra"]["all_gather"], found["inter"]["all_gather"], found["ranks_per_node"]
-        cluster = Cluster(k, intra["latency"], intra["bandwidth"], inter["latency"], inter["bandwidth"] * k)
+        intra, inter, k = (
+            found["intra"]["all_gather"],
+            found["inter"]["all_gather"],
+            found["ranks_per_node"],
+        )
+        cluster = Cluster(
+            k,
+            intra["latency"],
+            intra["bandwidth"],
+            inter["latency"],
+            inter["bandwidth"] * k,
+        )
     half, n = 2 * asked.parameters, asked.parameters
-    work = Work(half, half / asked.layers, 4 * n, asked.layers + 1, asked.micro_batches, asked.compute)
-    worlds = [world for world in (8, 16, 32, 64, 128, 256, 512, 1024) if world >= cluster.ranks_per_node]
+    work = Work(
+        half,
+        half / asked.layers,
+        4 * n,
+        asked.layers + 1,
+        asked.micro_batches,
+        asked.compute,
+    )
+    worlds = [
+        world
+        for world in (8, 16, 32, 64, 128, 256, 512, 1024)
+        if world >= cluster.ranks_per_node
+    ]
     seconds: dict[str, list[float]] = {}
     for name in SCHEMES:
         for world in worlds:
-            found = step_seconds(name, cluster, world, min(asked.degree, world), work, asked.overlap)
+            found = step_seconds(
+                name, cluster, world, min(asked.degree, world), work, asked.overlap
+            )
             seconds.setdefault(name, []).append(found)
     print("devices   " + "".join(f"{name:>18}" for name in SCHEMES))
     for place, world in enumerate(worlds):
-        print(f"{world:<10}" + "".join(f"{seconds[name][place]:18.2f}" for name in SCHEMES))
+        print(
+            f"{world:<10}"
+            + "".join(f"{seconds[name][place]:18.2f}" for name in SCHEMES)
+        )
     if asked.out:
-        assumed = {"cluster": asdict(cluster), "work": asdict(work), "degree": asked.degree, "overlap": asked.overlap}
-        asked.out.write_text(json.dumps({"model": assumed, "devices": worlds, "seconds": seconds}, indent=1) + "\n")
+        assumed = {
+            "cluster": asdict(cluster),
+            "work": asdict(work),
+            "degree": asked.degree,
+            "overlap": asked.overlap,
+        }
+        asked.out.write_text(
+            json.dumps(
+                {"model": assumed, "devices": worlds, "seconds": seconds}, indent=1
+            )
+            + "\n"
+        )
         draw(worlds, seconds, asked.out.with_suffix(".png"))
 
 

@@ -1,15 +1,18 @@
-"""The matrix over torch versions: the contract and a selection of tests with each of them (docs/versions.md).
+"""The matrix over torch versions: the contract and a selection of tests with each of
+them (docs/versions.md).
 
     python benchmarks/versions.py 2.13.0 2.14 +newest     # `make versions`; 2.14: its newest patch release
     python benchmarks/versions.py 2.16 --only contract    # a new release, in minutes
     python benchmarks/versions.py --made                  # the contract where an environment is there; keeps no results
     python benchmarks/versions.py --page                  # write the pages from the results
 
-Every version has a virtual environment in a cache folder that several checkouts share, so torch-smp itself is not
-installed there: ``PYTHONPATH`` leads to this checkout, and to its name and version by the ``torch_smp.egg-info`` that
-``pip install -e`` wrote beside the packages. Dependencies are those of ``.[all]`` as constraints.txt pins them, except
-torch; with ``+newest`` nothing is pinned. An environment is whole once it has its marker, which holds a hash of the
-dependencies: pip runs again when they change, or when it failed. pip takes the user's configuration.
+Every version has a virtual environment in a cache folder that several checkouts share,
+so torch-smp itself is not installed there: ``PYTHONPATH`` leads to this checkout, and
+to its name and version by the ``torch_smp.egg-info`` that ``pip install -e`` wrote
+beside the packages. Dependencies are those of ``.[all]`` as constraints.txt pins them,
+except torch; with ``+newest`` nothing is pinned. An environment is whole once it has
+its marker, which holds a hash of the dependencies: pip runs again when they change, or
+when it failed. pip takes the user's configuration.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE, README = ROOT / "docs" / "versions.md", ROOT / "README.md"
-BEGIN, END = "<!-- from benchmarks/results/versions.json -->\n", "<!-- end of versions -->"
+BEGIN, END = (
+    "<!-- from benchmarks/results/versions.json -->\n",
+    "<!-- end of versions -->",
+)
 
 CONTRACT = ("tests/contract",)
 SELECTION = (
@@ -147,7 +153,8 @@ class NotMade(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder of all environments: ``TORCH_SMP_ENVS``, or one in the user's cache."""
+    """Return the folder of all environments: ``TORCH_SMP_ENVS``, or one in the user's
+    cache."""
     if asked := os.environ.get("TORCH_SMP_ENVS"):
         return Path(asked)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -164,14 +171,25 @@ def python_of(folder: Path) -> Path:
 
 def requirements() -> list[str]:
     """Return what ``.[all]`` depends on, which is every group of pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    return sorted({line for group in groups for line in group if not line.startswith(project["name"])})
+    return sorted(
+        {
+            line
+            for group in groups
+            for line in group
+            if not line.startswith(project["name"])
+        }
+    )
 
 
 def constraints() -> str:
     """Return constraints.txt without torch."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = (
+        (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    )
     return "".join(line for line in lines if not line.startswith("torch=="))
 
 
@@ -181,37 +199,68 @@ def fingerprint() -> str:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether pip has installed there, to its end, what this checkout depends on."""
+    """Return whether pip has installed there, to its end, what this checkout depends
+    on."""
     marker = folder / MARKER
-    return python_of(folder).exists() and marker.exists() and marker.read_text(encoding="utf-8") == fingerprint()
+    return (
+        python_of(folder).exists()
+        and marker.exists()
+        and marker.read_text(encoding="utf-8") == fingerprint()
+    )
 
 
 def made() -> list[Path]:
     """Return the folders of environments, whole or not, by version."""
-    of_torch = (path.name.removeprefix("torch-") for path in cache_folder().glob("torch-*"))
-    versions = [name for name in of_torch if re.fullmatch(VERSION_PATTERN, name, re.VERBOSE | re.IGNORECASE)]
+    of_torch = (
+        path.name.removeprefix("torch-") for path in cache_folder().glob("torch-*")
+    )
+    versions = [
+        name
+        for name in of_torch
+        if re.fullmatch(VERSION_PATTERN, name, re.VERBOSE | re.IGNORECASE)
+    ]
     folders = [folder_of(version) for version in in_order([*versions, NEWEST])]
     return [folder for folder in folders if python_of(folder).exists()]
 
 
 def in_order(versions: Iterable[str]) -> list[str]:
-    return sorted(versions, key=lambda name: (name == NEWEST, Version("0" if name == NEWEST else name)))
+    return sorted(
+        versions,
+        key=lambda name: (name == NEWEST, Version("0" if name == NEWEST else name)),
+    )
 
 
 def pip(python: Path | str, *arguments: str) -> None:
     """Run pip with the user's configuration.
 
     Raises:
-        NotMade: pip failed; where a constraint of its configuration caps torch, the message names that.
+        NotMade: pip failed; where a constraint of its configuration caps torch, the
+            message names that.
     """
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     if done.returncode:
         raise NotMade(f"{done.stdout[-4000:].rstrip()}\n{why_pip_failed(done.stdout)}")
 
 
 def why_pip_failed(output: str) -> str:
-    """Return the error's last line. constraints() has no torch, so a constraint on torch is the configuration's."""
+    """Return the error's last line. constraints() has no torch, so a constraint on
+    torch is the configuration's."""
     cap = re.search(r"\(constraint\) (torch\b(?!-)\S+)", output)
     if cap is None:
         return "pip failed; its output is above"
@@ -223,12 +272,17 @@ def why_pip_failed(output: str) -> str:
 
 def configured_constraints() -> list[str]:
     """Return the lines of pip's configuration that name files of constraints."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True)
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return [line for line in listed.stdout.splitlines() if ".constraint=" in line]
 
 
 def resolve(word: str) -> str:
-    """Return the version that a word means: itself, the newest patch release of ``2.13``, or ``newest``.
+    """Return the version that a word means: itself, the newest patch release of
+    ``2.13``, or ``newest``.
 
     Raises:
         ValueError: the word is none of these.
@@ -243,17 +297,28 @@ def resolve(word: str) -> str:
     if len(version.release) == 3:
         return version.public
     if len(version.release) != 2 or version.is_prerelease:
-        raise ValueError(f"VERSIONS={word}: write a release of torch (2.13.0), a short one (2.13) or +{NEWEST}")
+        raise ValueError(
+            f"VERSIONS={word}: write a release of torch (2.13.0), a short one (2.13) or +{NEWEST}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        asked = ("--dry-run", "--no-deps", "--ignore-installed", "--report", str(report))
+        asked = (
+            "--dry-run",
+            "--no-deps",
+            "--ignore-installed",
+            "--report",
+            str(report),
+        )
         pip(sys.executable, *asked, f"torch=={version.public}.*")
-        found = json.loads(report.read_text(encoding="utf-8"))["install"][0]["metadata"]["version"]
+        found = json.loads(report.read_text(encoding="utf-8"))["install"][0][
+            "metadata"
+        ]["version"]
     return Version(found).public
 
 
 def make(version: str) -> Path:
-    """Return a version's environment, made or completed where it is not whole. ``newest`` is always upgraded."""
+    """Return a version's environment, made or completed where it is not whole.
+    ``newest`` is always upgraded."""
     folder = folder_of(version)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -263,16 +328,32 @@ def make(version: str) -> Path:
         if not python_of(folder).exists():
             created = subprocess.run([sys.executable, "-m", "venv", folder])
             if created.returncode:
-                raise NotMade(f"could not create {folder}: install the venv module of your python3")
+                raise NotMade(
+                    f"could not create {folder}: install the venv module of your python3"
+                )
         (folder / MARKER).unlink(missing_ok=True)
         if version == NEWEST:
             for cap in configured_constraints():
-                print(f"pip's configuration has {cap}, so this may not be the newest; see {NO_CONFIGURATION}")
-            pip(python_of(folder), "--upgrade", "--upgrade-strategy", "eager", *requirements())
+                print(
+                    f"pip's configuration has {cap}, so this may not be the newest; see {NO_CONFIGURATION}"
+                )
+            pip(
+                python_of(folder),
+                "--upgrade",
+                "--upgrade-strategy",
+                "eager",
+                *requirements(),
+            )
         else:
             pinned = folder / "constraints.txt"
             pinned.write_text(constraints(), encoding="utf-8")
-            pip(python_of(folder), "-c", str(pinned), f"torch=={version}", *requirements())
+            pip(
+                python_of(folder),
+                "-c",
+                str(pinned),
+                f"torch=={version}",
+                *requirements(),
+            )
         (folder / MARKER).write_text(fingerprint(), encoding="utf-8")
     return folder
 
@@ -281,14 +362,24 @@ def make(version: str) -> Path:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Return this process's environment variables as they are in an active virtual environment, with the checkout."""
+    """Return this process's environment variables as they are in an active virtual
+    environment, with the checkout."""
     path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
-    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PATH": path}
+    ours = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PATH": path,
+    }
     return {**os.environ, **ours}
 
 
 def run_tests(
-    folder: Path, tests: Sequence[str], limit: float, workers: int, log: IO[bytes] | None = None
+    folder: Path,
+    tests: Sequence[str],
+    limit: float,
+    workers: int,
+    log: IO[bytes] | None = None,
 ) -> dict[str, Any]:
     """Run tests in an environment and return what came of them.
 
@@ -301,11 +392,30 @@ def run_tests(
     """
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports, "report.xml")
-        command = [python_of(folder), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder", *tests]
+        command = [
+            python_of(folder),
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+        ]
+        command += [
+            "-n",
+            str(workers),
+            "--dist",
+            "loadfile",
+            "--no-loadscope-reorder",
+            *tests,
+        ]
         began = time.monotonic()
         child = subprocess.Popen(
-            command, cwd=ROOT, env=environment_of(folder), stdout=log, stderr=log and subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=environment_of(folder),
+            stdout=log,
+            stderr=log and subprocess.STDOUT,
         )
         try:
             status = child.wait(limit)
@@ -325,7 +435,8 @@ def run_tests(
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process that still runs, with its descendants: ranks have sessions of their own."""
+    """Kill a process that still runs, with its descendants: ranks have sessions of
+    their own."""
     if child.poll() is not None:
         return
     parent = psutil.Process(child.pid)
@@ -338,19 +449,26 @@ def kill_tree(child: subprocess.Popen[bytes]) -> None:
 
 
 def counted(report: Path) -> dict[str, Any]:
-    """Return how many tests of a JUnit report passed, failed and were skipped, and the names of those that failed."""
+    """Return how many tests of a JUnit report passed, failed and were skipped, and the
+    names of those that failed."""
     states: dict[str, str] = {}
     cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
     for case in cases:
-        name = f"{case.get('classname')}::{case.get('name')}".removeprefix("::")  # a file that cannot be imported
+        # A file that cannot be imported.
+        name = f"{case.get('classname')}::{case.get('name')}".removeprefix("::")
         kinds = {part.tag for part in case}
         if kinds & {"failure", "error"}:
             states[name] = "failed"
-        elif name not in states:  # a test has two entries where its body and what comes after it end differently
+        elif name not in states:
+            # A test has two entries where its body and what comes after it end
+            # differently.
             states[name] = "skipped" if "skipped" in kinds else "passed"
     of_state = list(states.values())
     counts = {state: of_state.count(state) for state in ("passed", "failed", "skipped")}
-    return {**counts, "failed_tests": [name for name, state in states.items() if state == "failed"]}
+    return {
+        **counts,
+        "failed_tests": [name for name, state in states.items() if state == "failed"],
+    }
 
 
 def is_good(outcome: Mapping[str, Any]) -> bool:
@@ -358,25 +476,33 @@ def is_good(outcome: Mapping[str, Any]) -> bool:
 
 
 def in_words(outcome: Mapping[str, Any]) -> str:
-    counts = ", ".join(f"{outcome[state]} {state}" for state in ("passed", "failed", "skipped"))
+    counts = ", ".join(
+        f"{outcome[state]} {state}" for state in ("passed", "failed", "skipped")
+    )
     broke = f", {outcome['broke']}" if outcome["broke"] else ""
     return f"{counts} in {outcome['seconds']} s{broke}"
 
 
 def suites(only: str | None) -> dict[str, Sequence[str]]:
-    """Return what there is to run. The contract is left out where a checkout has none."""
+    """Return what there is to run. The contract is left out where a checkout has
+    none."""
     contract = CONTRACT if any((ROOT / CONTRACT[0]).glob("**/test_*.py")) else ()
     every = {"contract": contract, "selection": SELECTION}
-    return {name: tests for name, tests in every.items() if tests and only in (None, name)}
+    return {
+        name: tests for name, tests in every.items() if tests and only in (None, name)
+    }
 
 
 def contract_where_made(workers: int) -> bool:
-    """Run the contract in every whole environment, print a line for each, and return whether all was well."""
+    """Run the contract in every whole environment, print a line for each, and return
+    whether all was well."""
     good = True
     tests = suites("contract").get("contract", ())
     for folder in made() if tests else ():
         if not is_whole(folder):
-            print(f"contract, {folder.name}: left out, dependencies are not installed; `make versions` does that")
+            print(
+                f"contract, {folder.name}: left out, dependencies are not installed; `make versions` does that"
+            )
             continue
         with tempfile.TemporaryFile() as log:
             outcome = run_tests(folder, tests, LIMITS["contract"], workers, log)
@@ -392,18 +518,24 @@ def contract_where_made(workers: int) -> bool:
 
 
 def installed(folder: Path) -> dict[str, Any]:
-    """Return the versions of Python and of the packages that matter in an environment."""
+    """Return the versions of Python and of the packages that matter in an
+    environment."""
     program = (
         "import json, platform, sys; from importlib.metadata import version; print(json.dumps({'python': "
         "platform.python_version(), 'packages': {name: version(name) for name in sys.argv[1:]}}))"
     )
-    done = subprocess.run([python_of(folder), "-c", program, *PACKAGES], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [python_of(folder), "-c", program, *PACKAGES],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def merged(results: Results, version: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return results with a version's record. Other versions stay, and so does what ran with the same packages."""
+    """Return results with a version's record. Other versions stay, and so does what ran
+    with the same packages."""
     before = results.get(version, {})
     same = all(before.get(name) == record[name] for name in ("python", "packages"))
     ran = {**(before["ran"] if same else {}), **record["ran"]}
@@ -430,9 +562,14 @@ def table(results: Results) -> str:
     for version, record in results.items():
         packages = " | ".join(record["packages"][name] for name in others)
         for what, outcome in record["ran"].items():
-            counts = " | ".join(str(outcome[name]) for name in ("passed", "failed", "skipped", "seconds", "date"))
+            counts = " | ".join(
+                str(outcome[name])
+                for name in ("passed", "failed", "skipped", "seconds", "date")
+            )
             ran = f"{what} ({outcome['broke']})" if outcome["broke"] else what
-            rows.append(f"| {named(version, record)} | {packages} | {record['python']} | {ran} | {counts} |")
+            rows.append(
+                f"| {named(version, record)} | {packages} | {record['python']} | {ran} | {counts} |"
+            )
     return "\n".join(rows) + "\n"
 
 
@@ -446,7 +583,9 @@ def sentence(results: Results) -> str:
             continue
         failed = sum(outcome["failed"] for outcome in ran)
         broke = any(outcome["broke"] for outcome in ran)
-        bad.append(f"with {named(version, record)}, {failed} fail{', and the run did not end' if broke else ''}")
+        bad.append(
+            f"with {named(version, record)}, {failed} fail{', and the run did not end' if broke else ''}"
+        )
     what = "the tests of [`make versions`](docs/versions.md)"
     lines = [f"With torch {', '.join(good)} {what} pass."] if good else []
     if bad:
@@ -462,11 +601,14 @@ def with_generated(text: str, made: str) -> str:
 
 def write_pages(results: Results) -> None:
     for page, text in ((PAGE, table(results)), (README, sentence(results))):
-        page.write_text(with_generated(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+        page.write_text(
+            with_generated(page.read_text(encoding="utf-8"), text), encoding="utf-8"
+        )
 
 
 def run_matrix(words: Sequence[str], only: str | None, workers: int) -> bool:
-    """Run what was asked for with each version, keep each result as soon as it is there, return whether all is well."""
+    """Run what was asked for with each version, keep each result as soon as it is
+    there, return whether all is well."""
     good = True
     for word in words:
         try:
@@ -491,11 +633,21 @@ def run_matrix(words: Sequence[str], only: str | None, workers: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("words", nargs="*", metavar="VERSION", help=f"2.13.0, 2.13 or +{NEWEST}")
+    parser.add_argument(
+        "words", nargs="*", metavar="VERSION", help=f"2.13.0, 2.13 or +{NEWEST}"
+    )
     parser.add_argument("--only", choices=LIMITS)
-    parser.add_argument("--workers", type=int, default=2, help="test files that run side by side")
-    parser.add_argument("--made", action="store_true", help="the contract in environments that are there")
-    parser.add_argument("--page", action="store_true", help="write the pages from the results")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="test files that run side by side"
+    )
+    parser.add_argument(
+        "--made",
+        action="store_true",
+        help="the contract in environments that are there",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="write the pages from the results"
+    )
     asked = parser.parse_args()
     if asked.made:
         return int(not contract_where_made(asked.workers))

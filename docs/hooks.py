@@ -1,7 +1,9 @@
-"""Links of the site: pages also are read in the repository, where they link to files outside of this folder.
+"""Links of the site: pages also are read in the repository, where they link to files
+outside of this folder.
 
-A few of those files become pages (`PAGES`). Links to other ones become the file's name, since the site does not have
-them. A link to a file that is not there is an error, in the repository's sense and so on the site.
+A few of those files become pages (`PAGES`). Links to other ones become the file's name,
+since the site does not have them. A link to a file that is not there is an error, in
+the repository's sense and so on the site.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ PAGES = {
     "smp_core/AGENTS.md": "agents.md",
 }
 # Pictures that pages show and that lie elsewhere, too.
-PICTURES = {"benchmarks/results/pipeline-timeline.png": "pictures/pipeline-timeline.png"}
+PICTURES = {
+    "benchmarks/results/pipeline-timeline.png": "pictures/pipeline-timeline.png"
+}
 _CODE = re.compile(r"(^[ ]*```.*?^[ ]*```)", flags=re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<target>[^()\s]+)\)")
 _ELSEWHERE = ("http://", "https://", "mailto:", "#")
@@ -39,7 +43,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite links that lead out of docs/."""
-    sources = {name: ROOT / source for source, name in PAGES.items() if name != "index.md"}
+    sources = {
+        name: ROOT / source for source, name in PAGES.items() if name != "index.md"
+    }
     source = sources.get(page.file.src_uri, DOCS / page.file.src_uri)
     return for_the_site(markdown, source)
 
@@ -61,13 +67,17 @@ def for_the_site(text: str, source: Path) -> str:
             return match[0]
         place = (source.parent / target).resolve()
         if not place.exists():
-            raise ValueError(f"{source.relative_to(ROOT)} links to {target}, which is not there")
+            raise ValueError(
+                f"{source.relative_to(ROOT)} links to {target}, which is not there"
+            )
         name = place.relative_to(ROOT).as_posix()
         on_site = (PAGES | PICTURES).get(name)
         if on_site is not None:
             return f"[{match['text']}]({on_site}{hash_sign}{anchor})"
         if place.is_relative_to(DOCS) and place.is_file():
-            return f"[{match['text']}]({os.path.relpath(place, DOCS)}{hash_sign}{anchor})"
+            return (
+                f"[{match['text']}]({os.path.relpath(place, DOCS)}{hash_sign}{anchor})"
+            )
         return match["text"] if name in match["text"] else f"{match['text']} (`{name}`)"
 
     parts = _CODE.split(text)

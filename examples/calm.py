@@ -1,7 +1,9 @@
-"""Imported first, leaves out what libraries say that are imported along and that no example uses.
+"""Imported first, leaves out what libraries say that are imported along and that no
+example uses.
 
-Transformers imports torchao wherever it is installed. torchao then lists, on every rank, the kernels that this machine
-cannot load, and registers its enums in a way that torch 2.13 warns of.
+Transformers imports torchao wherever it is installed. torchao then lists, on every
+rank, the kernels that this machine cannot load, and registers its enums in a way that
+torch 2.13 warns of.
 """
 
 from __future__ import annotations

@@ -11,13 +11,27 @@ from typing import Any
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     memory = parser.add_argument_group("memory")
     memory.add_argument(
-        "--activation-checkpointing", default="none", help="none, full, every:N, selective, or JSON {glob: mode}"
+        "--activation-checkpointing",
+        default="none",
+        help="none, full, every:N, selective, or JSON {glob: mode}",
     )
     memory.add_argument(
-        "--activation-offloading", action="store_true", help="inputs of checkpointed blocks on the host"
+        "--activation-offloading",
+        action="store_true",
+        help="inputs of checkpointed blocks on the host",
     )
-    memory.add_argument("--activation-loading-horizon", type=int, default=2, help="blocks whose inputs stay (2)")
-    memory.add_argument("--state-offload", choices=("none", "optimizer", "all"), default="none", help="on the host")
+    memory.add_argument(
+        "--activation-loading-horizon",
+        type=int,
+        default=2,
+        help="blocks whose inputs stay (2)",
+    )
+    memory.add_argument(
+        "--state-offload",
+        choices=("none", "optimizer", "all"),
+        default="none",
+        help="on the host",
+    )
 
 
 def memory_knobs(flags: argparse.Namespace) -> dict[str, Any]:
@@ -28,7 +42,10 @@ def memory_knobs(flags: argparse.Namespace) -> dict[str, Any]:
         mode = flags.activation_checkpointing
         activations["checkpoint"] = json.loads(mode) if mode.startswith("{") else mode
     if flags.activation_offloading:
-        activations |= {"offload": True, "loading_horizon": flags.activation_loading_horizon}
+        activations |= {
+            "offload": True,
+            "loading_horizon": flags.activation_loading_horizon,
+        }
     if activations:
         knobs["activations"] = activations
     if flags.state_offload != "none":
@@ -37,6 +54,9 @@ def memory_knobs(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def into_environment(knobs: dict[str, Any]) -> None:
-    """Beside the knobs that a launcher has put there, such as the layout in a YAML file."""
+    """Beside the knobs that a launcher has put there, such as the layout in a YAML
+    file."""
     for knob, value in knobs.items():
-        os.environ[f"SMP_{knob.upper()}"] = json.dumps(value) if isinstance(value, dict) else str(value)
+        os.environ[f"SMP_{knob.upper()}"] = (
+            json.dumps(value) if isinstance(value, dict) else str(value)
+        )

@@ -1,10 +1,11 @@
 """Transformers' Trainer on torch-smp: a small GPT-2 on real text.
 
-    SMP_RANKS_PER_NODE=2 accelerate-smp launch --config_file examples/accelerate/four_ranks_cpu.yaml \\
-        examples/train_hf_trainer.py
+    SMP_RANKS_PER_NODE=2 accelerate-smp launch --config_file
+        examples/accelerate/four_ranks_cpu.yaml \\ examples/train_hf_trainer.py
 
-All there is of torch-smp in this file is ``SmpTrainer`` in the place of ``Trainer``, and a callback that adds what the
-job achieves to the log. ``--resume`` goes on with the newest checkpoint, on any number of ranks.
+All there is of torch-smp in this file is ``SmpTrainer`` in the place of ``Trainer``,
+and a callback that adds what the job achieves to the log. ``--resume`` goes on with the
+newest checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from accelerate_smp import SmpMonitorCallback, SmpTrainer
 
 
 class AsLabels(torch.utils.data.Dataset):
-    """Blocks as a causal language model of Transformers takes them: it shifts the labels itself."""
+    """Blocks as a causal language model of Transformers takes them: it shifts the
+    labels itself."""
 
     def __init__(self, blocks: Any) -> None:
         self.blocks = blocks
@@ -64,7 +66,13 @@ def main() -> None:
         seed=flags.seed,
     )
     corpus = build_corpus(flags.data, vocab_size=1024, cache_dir=flags.cache_dir)
-    text = TextData(corpus, flags.seq_len, flags.batch_size, arguments.world_size, validation_blocks=64)
+    text = TextData(
+        corpus,
+        flags.seq_len,
+        flags.batch_size,
+        arguments.world_size,
+        validation_blocks=64,
+    )
     config = GPT2Config(
         vocab_size=corpus.vocab_size,
         n_positions=flags.seq_len,
@@ -101,16 +109,48 @@ def say(trainer: SmpTrainer, words: str) -> None:
 
 
 def read_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a text file or a folder of them; default: Python's own library")
-    parser.add_argument("--cache-dir", type=Path, help="of tokenizer and tokens; default: the user's cache folder")
-    parser.add_argument("--out", type=Path, default=Path("runs/hf-trainer"), help="folder for what is saved")
-    parser.add_argument("--resume", action="store_true", help="go on with the newest checkpoint in --out")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=4, help="blocks per rank and micro-batch (%(default)s)")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step (%(default)s)")
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens per block (%(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="a text file or a folder of them; default: Python's own library",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        help="of tokenizer and tokens; default: the user's cache folder",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/hf-trainer"),
+        help="folder for what is saved",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest checkpoint in --out",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=120, help="optimizer steps (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=4,
+        help="blocks per rank and micro-batch (%(default)s)",
+    )
+    parser.add_argument(
+        "--accumulate", type=int, default=2, help="micro-batches per step (%(default)s)"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=128, help="tokens per block (%(default)s)"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=4e-3, help="peak learning rate (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     add_memory_flags(parser)
     return parser.parse_args()

@@ -8,8 +8,9 @@
         --activation-loading-horizon 1                                  # less memory at every degree
     python examples/train_long_context.py --plan                        # Llama 3.1 8B at 16,384 tokens on eight GPUs
 
-Texts are joined to records of --length tokens; the documents in a record do not see one another (`position_ids` start
-again). The model and the training step are as without context parallelism: the strategy splits batches.
+Texts are joined to records of --length tokens; the documents in a record do not see one
+another (`position_ids` start again). The model and the training step are as without
+context parallelism: the strategy splits batches.
 """
 
 from __future__ import annotations
@@ -82,14 +83,23 @@ class Records(Dataset[dict[str, torch.Tensor]]):
         starts = torch.cat([torch.tensor([True]), tokens[:-1] == self.end_of_text])
         place = torch.arange(self.length)
         position_ids = place - torch.where(starts, place, 0).cummax(0).values
-        return {"input_ids": tokens, "labels": tokens.masked_fill(starts, -100), "position_ids": position_ids}
+        return {
+            "input_ids": tokens,
+            "labels": tokens.masked_fill(starts, -100),
+            "position_ids": position_ids,
+        }
 
 
 class LongContext(L.LightningModule):
     def __init__(self, vocab_size: int, length: int, lr: float) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=vocab_size, max_position_embeddings=length, use_cache=False, **SMALL)
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            max_position_embeddings=length,
+            use_cache=False,
+            **SMALL,
+        )
         self.model: Any = LlamaForCausalLM(config)
         self.lr = lr
         self.losses: list[torch.Tensor] = []
@@ -129,17 +139,39 @@ def main() -> None:
 
 
 def read_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=16384, help="tokens of a record")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--context-parallel-degree", type=int, default=None, help="default: 1, 2 and 4 in turn")
+    parser.add_argument(
+        "--context-parallel-degree",
+        type=int,
+        default=None,
+        help="default: 1, 2 and 4 in turn",
+    )
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--data", type=Path, default=None, help="text file or folder; default: Python's own sources")
-    parser.add_argument("--tokenizer", default=None, help="folder or name for AutoTokenizer; default: a BPE")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=None,
+        help="text file or folder; default: Python's own sources",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default=None,
+        help="folder or name for AutoTokenizer; default: a BPE",
+    )
     parser.add_argument("--cache-dir", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="write what was seen as JSON")
-    parser.add_argument("--plan", action="store_true", help="Llama 3.1 8B on eight GPUs: degrees and memory, on meta")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write what was seen as JSON"
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="Llama 3.1 8B on eight GPUs: degrees and memory, on meta",
+    )
     add_memory_flags(parser)
     return parser.parse_args()
 
@@ -148,7 +180,11 @@ def records(flags: argparse.Namespace) -> tuple[Records, int]:
     """The records and the vocabulary's size."""
     if flags.tokenizer is None:
         corpus = build_corpus(flags.data, cache_dir=flags.cache_dir)
-        tokens, end_of_text, vocab_size = corpus.tokens("train"), corpus.end_of_text, corpus.vocab_size
+        tokens, end_of_text, vocab_size = (
+            corpus.tokens("train"),
+            corpus.end_of_text,
+            corpus.vocab_size,
+        )
     else:
         tokens, end_of_text, vocab_size = own_tokens(flags)
     steps = len(tokens) // (flags.length * flags.ranks)
@@ -157,17 +193,24 @@ def records(flags: argparse.Namespace) -> tuple[Records, int]:
             f"{len(tokens):,} tokens of text are less than the {flags.ranks} records of {flags.length:,} tokens that a "
             "step takes; give more text with --data, or a smaller --length"
         )
-    return Records(tokens[: steps * flags.ranks * flags.length], end_of_text, flags.length), vocab_size
+    return Records(
+        tokens[: steps * flags.ranks * flags.length], end_of_text, flags.length
+    ), vocab_size
 
 
 def own_tokens(flags: argparse.Namespace) -> tuple[np.ndarray, int, int]:
-    """Return as many tokens as the steps take, the token between documents, and the vocabulary's size."""
+    """Return as many tokens as the steps take, the token between documents, and the
+    vocabulary's size."""
     tokenizer = AutoTokenizer.from_pretrained(flags.tokenizer)
     if tokenizer.eos_token_id is None:
-        sys.exit(f"--tokenizer {flags.tokenizer} has no eos_token, which documents are told apart by")
+        sys.exit(
+            f"--tokenizer {flags.tokenizer} has no eos_token, which documents are told apart by"
+        )
     tokens: list[int] = []
     for document in standard_library() if flags.data is None else own_text(flags.data):
-        tokens += tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens += tokenizer(document.text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         tokens.append(tokenizer.eos_token_id)
         if len(tokens) > flags.length * flags.ranks * flags.steps:
             break
@@ -179,7 +222,8 @@ def train(flags: argparse.Namespace) -> None:
     degree = flags.context_parallel_degree or 1
     data, vocab_size = records(flags)
     module = LongContext(vocab_size, flags.length, flags.lr)
-    # The same records in a step whatever the degree: half as many data ranks take two micro-batches each.
+    # The same records in a step whatever the degree: half as many data ranks take two
+    # micro-batches each.
     micro_batches = degree
     trainer = L.Trainer(
         strategy=SmpShardedStrategy(
@@ -201,7 +245,11 @@ def train(flags: argparse.Namespace) -> None:
     losses = torch.stack(module.losses).double()
     dist.all_reduce(losses)
     by_step = (losses / dist.get_world_size()).view(-1, micro_batches).mean(1)
-    seen = {"degree": degree, "losses": by_step.tolist(), "activation_bytes": module.activation_bytes()}
+    seen = {
+        "degree": degree,
+        "losses": by_step.tolist(),
+        "activation_bytes": module.activation_bytes(),
+    }
     if torch.cuda.is_available():
         seen["peak_bytes"] = torch.cuda.max_memory_allocated()
     if trainer.is_global_zero and flags.out is not None:
@@ -210,8 +258,15 @@ def train(flags: argparse.Namespace) -> None:
 
 def compare(flags: argparse.Namespace) -> None:
     """Every degree in a run of its own."""
-    table = Table(title=f"{flags.length:,} tokens on {flags.ranks} ranks, the same {flags.ranks} records a step")
-    for heading in ("context degree", "activations per rank", "first loss", "last loss"):
+    table = Table(
+        title=f"{flags.length:,} tokens on {flags.ranks} ranks, the same {flags.ranks} records a step"
+    )
+    for heading in (
+        "context degree",
+        "activations per rank",
+        "first loss",
+        "last loss",
+    ):
         table.add_column(heading, justify="right")
     arguments = sys.argv[1:]  # of two --out the last one counts
     results = []
@@ -229,11 +284,15 @@ def compare(flags: argparse.Namespace) -> None:
                 "--out",
                 str(out),
             ]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL if flags.out else None)
+            subprocess.run(
+                command, check=True, stderr=subprocess.DEVNULL if flags.out else None
+            )
             seen = json.loads(out.read_text())
             results.append(seen)
             memory = f"{seen['activation_bytes'] / 2**20:,.1f} MiB"
-            table.add_row(str(degree), memory, *(f"{seen['losses'][at]:.6f}" for at in (0, -1)))
+            table.add_row(
+                str(degree), memory, *(f"{seen['losses'][at]:.6f}" for at in (0, -1))
+            )
     table.caption = "degree 1: Transformers' own attention, with a mask for the documents of a record"
     Console().print(table)
     if flags.out is not None:
@@ -241,15 +300,24 @@ def compare(flags: argparse.Namespace) -> None:
 
 
 def plan(flags: argparse.Namespace) -> None:
-    """The setting of SageMaker SMP's walk-through: context_parallel_degree 8, hybrid_shard_degree 8, 16,384 tokens."""
-    config = SmpConfig.from_smp_parameters({"hybrid_shard_degree": 8, "context_parallel_degree": 8})
-    config = dataclasses.replace(config, **memory_knobs(flags)) if memory_knobs(flags) else config
+    """The setting of SageMaker SMP's walk-through: context_parallel_degree 8,
+    hybrid_shard_degree 8, 16,384 tokens."""
+    config = SmpConfig.from_smp_parameters(
+        {"hybrid_shard_degree": 8, "context_parallel_degree": 8}
+    )
+    config = (
+        dataclasses.replace(config, **memory_knobs(flags))
+        if memory_knobs(flags)
+        else config
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_1_8B)).to(torch.bfloat16)
     console = Console()
     console.print(config.effective_table())
     cluster = Cluster(Topology.uniform(8, 8), "cuda", 80 * GIB)
-    console.print(plan_table(plans_of_all_degrees(Shapes.of(model, config), config, cluster)))
+    console.print(
+        plan_table(plans_of_all_degrees(Shapes.of(model, config), config, cluster))
+    )
     tokens = LLAMA_3_1_8B["max_position_embeddings"] // config.context_parallel_degree
     layers, width, kv = 32, 4096, 2 * 8 * 128
     console.print(

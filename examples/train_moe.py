@@ -1,11 +1,13 @@
-"""Train a mixture of experts whose experts are gathered, or dealt to ranks that tokens travel to.
+"""Train a mixture of experts whose experts are gathered, or dealt to ranks that tokens
+travel to.
 
     python examples/train_moe.py                  # four ranks that pose as two nodes: loss and bytes by degree
     python examples/train_moe.py --steps 2 --length 64              # the same, quicker
     python examples/train_moe.py --expert-parallel-degree 2         # one degree
     python examples/train_moe.py --data my_texts/
 
-The model and the training step are as without expert parallelism, and so are the losses.
+The model and the training step are as without expert parallelism, and so are the
+losses.
 """
 
 from __future__ import annotations
@@ -80,14 +82,28 @@ def main() -> None:
 
 
 def read_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=256, help="tokens of a record")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--expert-parallel-degree", type=int, default=None, help="default: 1, 2 and 4 in turn")
+    parser.add_argument(
+        "--expert-parallel-degree",
+        type=int,
+        default=None,
+        help="default: 1, 2 and 4 in turn",
+    )
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--data", type=Path, default=None, help="text file or folder; default: Python's own sources")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=None,
+        help="text file or folder; default: Python's own sources",
+    )
     parser.add_argument("--cache-dir", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="write what was seen as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write what was seen as JSON"
+    )
     add_memory_flags(parser)
     return parser.parse_args()
 
@@ -96,11 +112,15 @@ def train(flags: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     degree = flags.expert_parallel_degree or 1
     corpus = build_corpus(flags.data, cache_dir=flags.cache_dir)
-    used = np.asarray(corpus.tokens("train")[: flags.steps * RANKS * flags.length], dtype=np.int64)
+    used = np.asarray(
+        corpus.tokens("train")[: flags.steps * RANKS * flags.length], dtype=np.int64
+    )
     records = TensorDataset(torch.from_numpy(used).view(-1, flags.length))
     module = Mixture(corpus.vocab_size, flags.lr)
     trainer = L.Trainer(
-        strategy=SmpShardedStrategy(shard_degree=RANKS, expert_parallel_degree=degree, **memory_knobs(flags)),
+        strategy=SmpShardedStrategy(
+            shard_degree=RANKS, expert_parallel_degree=degree, **memory_knobs(flags)
+        ),
         devices=RANKS,
         accelerator="auto",
         max_steps=flags.steps,
@@ -118,28 +138,51 @@ def train(flags: argparse.Namespace) -> None:
         "losses": (losses / dist.get_world_size()).tolist(),
         "bytes": sent["intra_bytes"] + sent["inter_bytes"],
         "bytes_between_nodes": sent["inter_bytes"],
-        "bytes_of_tokens": sum(n for kind, n in sent.items() if kind.startswith("expert_") and kind.endswith("_bytes")),
+        "bytes_of_tokens": sum(
+            n
+            for kind, n in sent.items()
+            if kind.startswith("expert_") and kind.endswith("_bytes")
+        ),
     }
     if trainer.is_global_zero:
-        print(json.dumps(seen)) if flags.out is None else flags.out.write_text(json.dumps(seen))
+        print(json.dumps(seen)) if flags.out is None else flags.out.write_text(
+            json.dumps(seen)
+        )
 
 
 def compare(flags: argparse.Namespace) -> None:
     """Run every degree by itself."""
-    table = Table(title=f"{RANKS} ranks, {RANKS} records of {flags.length} tokens a step")
-    for heading in ("expert degree", "sent by rank 0", "to the other node", "of it tokens", "first loss", "last loss"):
+    table = Table(
+        title=f"{RANKS} ranks, {RANKS} records of {flags.length} tokens a step"
+    )
+    for heading in (
+        "expert degree",
+        "sent by rank 0",
+        "to the other node",
+        "of it tokens",
+        "first loss",
+        "last loss",
+    ):
         table.add_column(heading, justify="right")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for degree in (1, 2, 4):
             out = Path(folder) / f"{degree}.json"
-            own = ["--expert-parallel-degree", str(degree), "--out", str(out)]  # of two --out the last one counts
+            # Of two --out the last one counts.
+            own = ["--expert-parallel-degree", str(degree), "--out", str(out)]
             command = [sys.executable, __file__, *sys.argv[1:], *own]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL if flags.out else None)
+            subprocess.run(
+                command, check=True, stderr=subprocess.DEVNULL if flags.out else None
+            )
             seen = json.loads(out.read_text())
             results.append(seen)
-            sizes = [f"{seen[key] / 2**20:,.1f} MiB" for key in ("bytes", "bytes_between_nodes", "bytes_of_tokens")]
-            table.add_row(str(degree), *sizes, *(f"{seen['losses'][at]:.6f}" for at in (0, -1)))
+            sizes = [
+                f"{seen[key] / 2**20:,.1f} MiB"
+                for key in ("bytes", "bytes_between_nodes", "bytes_of_tokens")
+            ]
+            table.add_row(
+                str(degree), *sizes, *(f"{seen['losses'][at]:.6f}" for at in (0, -1))
+            )
     Console().print(table)
     if flags.out is not None:
         flags.out.write_text(json.dumps(results, indent=2))

@@ -1,11 +1,12 @@
-"""Train a GPT-2 with its blocks dealt out to pipeline stages, each over shard and tensor ranks.
+"""Train a GPT-2 with its blocks dealt out to pipeline stages, each over shard and
+tensor ranks.
 
     python examples/train_pipeline.py                       # 3D: stages 2 x shard 2 x tensor 2, eight CPU ranks
     python examples/train_pipeline.py --stages 2 --shard-degree 1 --tensor 1 --ranks 2 --schedule gpipe
     python examples/train_pipeline.py --stages 1 --ranks 1  # the same training on one rank
 
-The module knows nothing of stages. Whatever the layout, a step takes the same samples, and the losses are the same but
-for rounding.
+The module knows nothing of stages. Whatever the layout, a step takes the same samples,
+and the losses are the same but for rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ class LanguageModel(L.LightningModule):
     def __init__(self, vocab_size: int, blocks: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = GPT2Config(vocab_size=vocab_size, n_positions=LENGTH, n_embd=64, n_layer=blocks, n_head=4)
+        config = GPT2Config(
+            vocab_size=vocab_size,
+            n_positions=LENGTH,
+            n_embd=64,
+            n_layer=blocks,
+            n_head=4,
+        )
         for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             setattr(config, dropout, 0.0)
         self.model: Any = GPT2LMHeadModel(config)
@@ -57,16 +64,32 @@ class LanguageModel(L.LightningModule):
 
 
 def read_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--shard-degree", type=int, default=None, help="ranks of a partition group; default: a stage's")
-    parser.add_argument("--tensor", type=int, default=None, help="tensor ranks; default 2 with eight ranks, else 1")
+    parser.add_argument(
+        "--shard-degree",
+        type=int,
+        default=None,
+        help="ranks of a partition group; default: a stage's",
+    )
+    parser.add_argument(
+        "--tensor",
+        type=int,
+        default=None,
+        help="tensor ranks; default 2 with eight ranks, else 1",
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe or interleaved:2")
+    parser.add_argument(
+        "--schedule", default="1f1b", help="1f1b, gpipe or interleaved:2"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cache-dir", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="write the losses as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the losses as JSON"
+    )
     add_memory_flags(parser)
     return parser.parse_args()
 
@@ -78,13 +101,20 @@ def main() -> None:
     shard = flags.shard_degree or flags.ranks // flags.stages // tensor
     readers = flags.ranks // flags.stages // tensor
     corpus = build_corpus(None, cache_dir=flags.cache_dir)
-    tokens = torch.as_tensor(corpus.tokens("train")[: flags.steps * BATCH * LENGTH].astype("int64")).view(-1, LENGTH)
+    tokens = torch.as_tensor(
+        corpus.tokens("train")[: flags.steps * BATCH * LENGTH].astype("int64")
+    ).view(-1, LENGTH)
     stages: dict[str, Any] = {}
     if flags.stages > 1:
         recipe = {"microbatches": flags.microbatches, "schedule": flags.schedule}
         stages = {"pipeline_parallel_degree": flags.stages, "pipeline": recipe}
     trainer = L.Trainer(
-        strategy=SmpShardedStrategy(shard_degree=shard, tensor_parallel_degree=tensor, **stages, **memory_knobs(flags)),
+        strategy=SmpShardedStrategy(
+            shard_degree=shard,
+            tensor_parallel_degree=tensor,
+            **stages,
+            **memory_knobs(flags),
+        ),
         devices=flags.ranks,
         accelerator="auto",
         max_epochs=1,

@@ -1,6 +1,7 @@
 """torch-smp for Lightning: ``import lightning_smp; Trainer(strategy="smp_sharded")``.
 
-Importing registers the strategy's names, and lets ``load_from_checkpoint`` read checkpoint folders:
+Importing registers the strategy's names, and lets ``load_from_checkpoint`` read
+checkpoint folders:
 
     smp_sharded         shard degree "auto": the smallest partition group that holds the model's states
     smp_sharded_node    one node is one partition group
@@ -33,14 +34,22 @@ from smp_core.watch import JoinedLoader
 # "smp_sharded" sets nothing, so that SMP_SHARD_DEGREE counts.
 _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smp_sharded": ("MiCS sharding on FSDP2", {}),
-    "smp_sharded_node": ("smp_sharded, one node is one partition group", {"shard_degree": "node"}),
-    "smp_sharded_world": ("smp_sharded, all ranks are one partition group", {"shard_degree": "world"}),
+    "smp_sharded_node": (
+        "smp_sharded, one node is one partition group",
+        {"shard_degree": "node"},
+    ),
+    "smp_sharded_world": (
+        "smp_sharded, all ranks are one partition group",
+        {"shard_degree": "world"},
+    ),
     "smp_sharded_auto": ("smp_sharded with all knobs planned", {"plan": "auto"}),
     "smp_sharded_fp8": ("smp_sharded with FP8 linear layers", {"fp8": True}),
 }
 for _name, (_description, _knobs) in _STRATEGIES.items():
     if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, SmpShardedStrategy, description=_description, **_knobs)
+        StrategyRegistry.register(
+            _name, SmpShardedStrategy, description=_description, **_knobs
+        )
 
 for _kind in (LightningModule, LightningDataModule):
     read_folders(_kind)

@@ -1,13 +1,16 @@
-"""The averages of weights by Lightning's callbacks, over sharded weights; and the callbacks that no sharding allows.
+"""The averages of weights by Lightning's callbacks, over sharded weights; and the
+callbacks that no sharding allows.
 
-``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the LightningModule before it is
-sharded. Under our strategy an instance of one, or of a user's subclass, becomes an instance of a derived class whose
-average is a :class:`smp_core.engine.averaging.ShardedAverage`, made when the module is sharded. The same code as ever
-decides when to average, to swap and to save.
+``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the
+LightningModule before it is sharded. Under our strategy an instance of one, or of a
+user's subclass, becomes an instance of a derived class whose average is a
+:class:`smp_core.engine.averaging.ShardedAverage`, made when the module is sharded. The
+same code as ever decides when to average, to swap and to save.
 
-Private names: ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``, ``_swap_models`` and
-``_copy_average_to_current`` of ``WeightAveraging``, and ``_average_model`` and ``_load_average_model_state`` of
-``StochasticWeightAveraging``: Lightning has no public way to replace the average.
+Private names: ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``,
+``_swap_models`` and ``_copy_average_to_current`` of ``WeightAveraging``, and
+``_average_model`` and ``_load_average_model_state`` of ``StochasticWeightAveraging``:
+Lightning has no public way to replace the average.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -32,7 +39,8 @@ from smp_core.torch_facts import clean_name
 
 
 def take_over_callbacks(trainer: Trainer) -> None:
-    """Make the callbacks that average weights do it on shards. Call it before any callback's ``setup``.
+    """Make the callbacks that average weights do it on shards. Call it before any
+    callback's ``setup``.
 
     Raises:
         ValueError: a callback that cannot work on a sharded module.
@@ -44,15 +52,21 @@ def take_over_callbacks(trainer: Trainer) -> None:
                 "remove the callback; prune the trained model instead: `smp checkpoint consolidate DIR model.ckpt`, "
                 "YourModule.load_from_checkpoint('model.ckpt') and torch.nn.utils.prune"
             )
-        kinds: Any = ((WeightAveraging, _Weight), (StochasticWeightAveraging, _Stochastic))
+        kinds: Any = (
+            (WeightAveraging, _Weight),
+            (StochasticWeightAveraging, _Stochastic),
+        )
         for stock, sharded in kinds:
             if isinstance(callback, stock) and not isinstance(callback, sharded):
                 kind: Any = type(callback)
                 callback.__class__ = _derived(kind, sharded)
 
 
-def make_averages(trainer: Trainer, parallel: ParallelModel, loading: Loading | None) -> None:
-    """Make the averages, once the module is sharded, its weights are loaded and its optimizers are made. Collective."""
+def make_averages(
+    trainer: Trainer, parallel: ParallelModel, loading: Loading | None
+) -> None:
+    """Make the averages, once the module is sharded, its weights are loaded and its
+    optimizers are made. Collective."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, (_Weight, _Stochastic)):
             continue
@@ -63,9 +77,14 @@ def make_averages(trainer: Trainer, parallel: ParallelModel, loading: Loading | 
 
 
 def averaging_keys(trainer: Trainer) -> list[str]:
-    """Return the keys in checkpoints of the callbacks whose averages are loaded here."""
+    """Return the keys in checkpoints of the callbacks whose averages are loaded
+    here."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback.state_key for callback in callbacks if isinstance(callback, (_Weight, _Stochastic))]
+    return [
+        callback.state_key
+        for callback in callbacks
+        if isinstance(callback, (_Weight, _Stochastic))
+    ]
 
 
 def _load_average(callback: _Weight | _Stochastic, loading: Loading) -> None:
@@ -79,21 +98,34 @@ def _load_average(callback: _Weight | _Stochastic, loading: Loading) -> None:
 
 @functools.cache
 def _derived(kind: Any, sharded: Any) -> Any:
-    # The user's class first, so that its overrides count. The name is part of the key of the callback's state.
+    # The user's class first, so that its overrides count. The name is part of the key
+    # of the callback's state.
     bases = (sharded,) if issubclass(sharded, kind) else (kind, sharded)
-    return type(kind.__name__, bases, {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "stock": kind})
+    return type(
+        kind.__name__,
+        bases,
+        {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "stock": kind,
+        },
+    )
 
 
 def _dtypes(module: LightningModule) -> dict[str, torch.dtype]:
-    """Return the dtypes that a module is built in, by name: those of the copy that Lightning would take of it in
-    ``setup``, before it is converted to the Trainer's precision."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    """Return the dtypes that a module is built in, by name: those of the copy that
+    Lightning would take of it in ``setup``, before it is converted to the Trainer's
+    precision."""
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     return {clean_name(name): tensor.dtype for name, tensor in named}
 
 
 def _load_now(callback: _Weight | _Stochastic, trainer: Trainer) -> None:
-    """Load an average in the middle of a run, where the learning rate finder restores the state from before its
-    trial.
+    """Load an average in the middle of a run, where the learning rate finder restores
+    the state from before its trial.
     """
     average: Any = callback._average_model
     if average is not None:
@@ -103,16 +135,20 @@ def _load_now(callback: _Weight | _Stochastic, trainer: Trainer) -> None:
 
 
 class _OverShards:
-    """The begin of a fit with an average over shards, for both of Lightning's callbacks."""
+    """The begin of a fit with an average over shards, for both of Lightning's
+    callbacks."""
 
     saved: Mapping[str, Any] | None = None
     """A checkpoint's average that is to be loaded."""
     _built_in: Mapping[str, torch.dtype] = MappingProxyType({})
     _average_model: Any
 
-    def setup(self: Any, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the average of an earlier fit when another begins; an evaluation in between has it still. With another
-        strategy become Lightning's own callback again."""
+    def setup(
+        self: Any, trainer: Trainer, pl_module: LightningModule, stage: str
+    ) -> None:
+        """Forget the average of an earlier fit when another begins; an evaluation in
+        between has it still. With another strategy become Lightning's own callback
+        again."""
         if not isinstance(trainer.strategy, SteppingStrategy):
             self.__class__ = self.stock
             self.setup(trainer, pl_module, stage)
@@ -129,7 +165,13 @@ class _Weight(_OverShards, WeightAveraging):
 
     def make_average(self, parallel: ParallelModel) -> None:
         device = None if self._device is None else torch.device(self._device)
-        average = ShardedAverage(parallel, device, self._built_in, use_buffers=self._use_buffers, **self._kwargs)
+        average = ShardedAverage(
+            parallel,
+            device,
+            self._built_in,
+            use_buffers=self._use_buffers,
+            **self._kwargs,
+        )
         average.n_averaged.fill_(int(self._saved_count))
         self._average_model, self._saved_count = average, 0
 
@@ -147,7 +189,9 @@ class _Weight(_OverShards, WeightAveraging):
         take_written(self._average_model.parallel)
 
     @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._average_model is None:
             return
@@ -155,24 +199,35 @@ class _Weight(_OverShards, WeightAveraging):
         dtypes = {name: value.dtype for name, value in current.items()}
         if any(value.dtype != dtypes[name] for name, value in average.items()):
             checkpoint[FINER_AVERAGE] = average
-            checkpoint["state_dict"] = {name: value.to(dtypes[name]) for name, value in average.items()}
+            checkpoint["state_dict"] = {
+                name: value.to(dtypes[name]) for name, value in average.items()
+            }
 
     @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if trainer.state.fn != TrainerFn.FITTING and self._average_model is None:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
         elif "averaging_state" not in checkpoint:
-            rank_zero_warn("The checkpoint holds no average of weights: averaging begins with the weights it holds.")
+            rank_zero_warn(
+                "The checkpoint holds no average of weights: averaging begins with the weights it holds."
+            )
         else:
-            self.saved = checkpoint[FINER_AVERAGE if FINER_AVERAGE in checkpoint else "state_dict"]
+            self.saved = checkpoint[
+                FINER_AVERAGE if FINER_AVERAGE in checkpoint else "state_dict"
+            ]
             self._saved_count = checkpoint["averaging_state"]["n_averaged"]
             trained = {"state_dict": checkpoint[CURRENT_MODEL]}
-            trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
+            trainer.strategy.load_model_state_dict(
+                trained, strict=pl_module.strict_loading
+            )
             _load_now(self, trainer)
 
 
 class _WholeModel(ShardedAverage):
-    """The average as ``StochasticWeightAveraging`` sees it: in the place of a copy of the LightningModule."""
+    """The average as ``StochasticWeightAveraging`` sees it: in the place of a copy of
+    the LightningModule."""
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -185,25 +240,35 @@ class _Stochastic(_OverShards, StochasticWeightAveraging):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        # Lightning has no start of an epoch where a run goes on inside of one, and the schedule is swapped there.
+        # Lightning has no start of an epoch where a run goes on inside of one, and the
+        # schedule is swapped there.
         if trainer.fit_loop.restarted_mid_epoch:
             self.on_train_epoch_start(trainer, pl_module)
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> None:
         super().on_train_epoch_start(trainer, pl_module)
-        # The epoch behind the last one takes statistics of BatchNorm for the average, without backward passes.
+        # The epoch behind the last one takes statistics of BatchNorm for the average,
+        # without backward passes.
         strategy: Any = trainer.strategy
         strategy.steps_have_backward = trainer.current_epoch != self.swa_end + 1
 
     def make_average(self, parallel: ParallelModel) -> None:
-        self._average_model = _WholeModel(parallel, None, self._built_in, avg_fn=self._avg_fn)  # type: ignore[assignment]
+        self._average_model = _WholeModel(
+            parallel, None, self._built_in, avg_fn=self._avg_fn
+        )  # type: ignore[assignment]
 
     @staticmethod
     @override
-    def update_parameters(average_model: Any, model: Any, n_averaged: torch.Tensor, avg_fn: Any) -> None:
+    def update_parameters(
+        average_model: Any, model: Any, n_averaged: torch.Tensor, avg_fn: Any
+    ) -> None:
         weights: Any = RankWeights(average_model.parallel)
-        StochasticWeightAveraging.update_parameters(average_model, weights, n_averaged, avg_fn)
+        StochasticWeightAveraging.update_parameters(
+            average_model, weights, n_averaged, avg_fn
+        )
 
     @staticmethod
     @override
@@ -217,8 +282,13 @@ class _Stochastic(_OverShards, StochasticWeightAveraging):
         """Do nothing: the strategy loads the average (:func:`make_averages`)."""
 
     @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if state is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.saved, state["average_model_state"] = state["average_model_state"], None
+            self.saved, state["average_model_state"] = (
+                state["average_model_state"],
+                None,
+            )
             _load_now(self, trainer)

@@ -1,8 +1,10 @@
-"""The asynchronous saves (``checkpoint="async"``) as the Trainer and ModelCheckpoint see them.
+"""The asynchronous saves (``checkpoint="async"``) as the Trainer and ModelCheckpoint
+see them.
 
-ModelCheckpoint takes a checkpoint for saved when ``save_checkpoint`` returns: it looks whether a name is taken, links
-to the checkpoint (``save_last="link"``) and removes older ones. So while a checkpoint is being written an empty folder
-holds its place, and removals wait until it has committed (smp_core.checkpoint.async_save).
+ModelCheckpoint takes a checkpoint for saved when ``save_checkpoint`` returns: it looks
+whether a name is taken, links to the checkpoint (``save_last="link"``) and removes
+older ones. So while a checkpoint is being written an empty folder holds its place, and
+removals wait until it has committed (smp_core.checkpoint.async_save).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from smp_core.checkpoint.folders import is_address, local_path
 
 @contextlib.contextmanager
 def in_lightning_words() -> Iterator[None]:
-    """Translate the core's errors, which name arguments of its functions, to settings of a LightningModule."""
+    """Translate the core's errors, which name arguments of its functions, to settings
+    of a LightningModule."""
     words = {
         "strict=False loads": "strict_loading=False on the LightningModule loads",
         "or pass allow_pickle=True to saving and to loading": "or leave them out: save_hyperparameters(ignore=[...])",
@@ -35,17 +38,23 @@ def in_lightning_words() -> Iterator[None]:
 
 
 def is_held_place(path: Any) -> bool:
-    """Return whether a path is an empty folder: the place of a save that has not committed."""
+    """Return whether a path is an empty folder: the place of a save that has not
+    committed."""
     return os.path.isdir(path) and not os.listdir(path)
 
 
 def _sweep_places(trainer: Trainer) -> None:
-    """Remove the places of saves that an earlier run did not come to the end of, and links to them: names are free."""
+    """Remove the places of saves that an earlier run did not come to the end of, and
+    links to them: names are free."""
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None)
         if folder is None or is_address(folder) or not os.path.isdir(folder):
             continue
-        entries = [entry for entry in os.scandir(folder) if entry.name.endswith(".ckpt") and is_held_place(entry.path)]
+        entries = [
+            entry
+            for entry in os.scandir(folder)
+            if entry.name.endswith(".ckpt") and is_held_place(entry.path)
+        ]
         for entry in entries:
             with contextlib.suppress(OSError):  # not empty any more
                 if entry.is_symlink():
@@ -70,7 +79,8 @@ class BackgroundSaves:
         self._path: Any = None
 
     def save(self, path: Any, checkpoint: dict[str, Any], **options: Any) -> None:
-        """Stage a checkpoint and return, with arguments as of :func:`smp_core.checkpoint.save_checkpoint`. Collective.
+        """Stage a checkpoint and return, with arguments as of
+        :func:`smp_core.checkpoint.save_checkpoint`. Collective.
 
         Raises:
             CheckpointError: the save before failed; on all ranks.
@@ -83,7 +93,8 @@ class BackgroundSaves:
                 os.makedirs(local_path(path))
 
     def settle(self) -> None:
-        """Raise the error of a save that has ended, on all ranks at once. Call it once per step."""
+        """Raise the error of a save that has ended, on all ranks at once. Call it once
+        per step."""
         with self._giving_up_the_place():
             self.checkpointer.settle()
 
@@ -97,7 +108,8 @@ class BackgroundSaves:
             self.checkpointer.wait()
 
     def after_commit(self, what: str, action: Callable[[], object]) -> None:
-        """Run an action on older checkpoints once the save in flight has committed. On the first rank."""
+        """Run an action on older checkpoints once the save in flight has committed. On
+        the first rank."""
         self.checkpointer.after_commit(what, action)
 
     @contextlib.contextmanager
@@ -107,6 +119,7 @@ class BackgroundSaves:
                 yield
         except CheckpointError:
             if self._is_first and not is_address(self._path):
-                with contextlib.suppress(OSError):  # not empty: the checkpoint that was to be replaced
+                # Not empty: the checkpoint that was to be replaced.
+                with contextlib.suppress(OSError):
                     os.rmdir(local_path(self._path))
             raise

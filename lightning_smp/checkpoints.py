@@ -1,7 +1,9 @@
-"""A Lightning checkpoint written as one folder of sharded tensors, or as one ordinary ``.ckpt``; and removed.
+"""A Lightning checkpoint written as one folder of sharded tensors, or as one ordinary
+``.ckpt``; and removed.
 
-The folder holds Lightning's checkpoint dictionary: ``state_dict`` and ``optimizer_states`` as tensors (the latter by
-parameter name), everything else as the rest. lightning_smp/loading.py reads it.
+The folder holds Lightning's checkpoint dictionary: ``state_dict`` and
+``optimizer_states`` as tensors (the latter by parameter name), everything else as the
+rest. lightning_smp/loading.py reads it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ logger = logging.getLogger("smp")
 
 
 def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
-    """Refuse a CheckpointIO that has no part in sharded saves, or warn of one that only reads.
+    """Refuse a CheckpointIO that has no part in sharded saves, or warn of one that only
+    reads.
 
     Raises:
         ValueError: it is one that only writes, and has none.
@@ -58,12 +61,16 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
             "and write SmpShardedStrategy(checkpoint='async'), or keep it with checkpoint='full'"
         )
     if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-        logger.warning("%s reads ordinary .ckpt files; it writes none without checkpoint='full'", name)
+        logger.warning(
+            "%s reads ordinary .ckpt files; it writes none without checkpoint='full'",
+            name,
+        )
 
 
 def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> None:
-    """Warn of loggers that were asked to upload checkpoints (``WandbLogger(log_model=True)``, MLFlowLogger), which
-    pass over folders without a word. ``_log_model`` is the only place of what they were asked."""
+    """Warn of loggers that were asked to upload checkpoints
+    (``WandbLogger(log_model=True)``, MLFlowLogger), which pass over folders without a
+    word. ``_log_model`` is the only place of what they were asked."""
     if config.checkpoint.full_state_dict or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return
     for each in loggers:
@@ -77,9 +84,13 @@ def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> No
             )
 
 
-def optimizer_state(strategy: SteppingStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return one optimizer's state by parameter name, or in torch's own numbered form with ``checkpoint="full"``."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
+def optimizer_state(
+    strategy: SteppingStrategy, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return one optimizer's state by parameter name, or in torch's own numbered form
+    with ``checkpoint="full"``."""
+    # LightningOptimizer holds the real one.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     named = strategy.parallel.optimizer_state(optimizer)
     return numbered(named) if strategy.config.checkpoint.full_state_dict else named
 
@@ -91,11 +102,12 @@ def save(
     storage_options: Any,
     behind_training: BackgroundSaves | None,
 ) -> None:
-    """Write a checkpoint dictionary to ``path``. Collective; an error on one rank is raised on all.
+    """Write a checkpoint dictionary to ``path``. Collective; an error on one rank is
+    raised on all.
 
     Args:
-        behind_training: what saves with ``checkpoint="async"``; it returns when the tensors have been copied to host
-            memory.
+        behind_training: what saves with ``checkpoint="async"``; it returns when the
+            tensors have been copied to host memory.
     """
     if strategy.config.checkpoint.full_state_dict:
         _save_full(strategy, checkpoint, path, storage_options)
@@ -117,7 +129,9 @@ def save(
     options: dict[str, Any] = {
         "metadata": _facts(strategy, checkpoint),
         "extra_files": _model_files(inner),
-        "per_rank": _own_part(strategy, checkpoint) if _can_resume(checkpoint) else None,
+        "per_rank": _own_part(strategy, checkpoint)
+        if _can_resume(checkpoint)
+        else None,
     }
     with in_lightning_words():
         if behind_training is None:
@@ -126,43 +140,68 @@ def save(
             behind_training.save(path, checkpoint, **options)
 
 
-def save_in_memory(strategy: SteppingStrategy, checkpoint: dict[str, Any], tier: MemoryTier) -> None:
-    """Keep a checkpoint dictionary in shared memory. Collective; an error on one rank is raised on all."""
+def save_in_memory(
+    strategy: SteppingStrategy, checkpoint: dict[str, Any], tier: MemoryTier
+) -> None:
+    """Keep a checkpoint dictionary in shared memory. Collective; an error on one rank
+    is raised on all."""
     state = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
     # An average changes when it is taken, not when an optimizer steps.
     later = () if CURRENT_MODEL in checkpoint else ("state_dict.", "optimizer_states.")
     with in_lightning_words():
         tier.save(
-            state, checkpoint["global_step"], _facts(strategy, checkpoint), _own_part(strategy, checkpoint), later
+            state,
+            checkpoint["global_step"],
+            _facts(strategy, checkpoint),
+            _own_part(strategy, checkpoint),
+            later,
         )
 
 
 def _facts(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
     prefix, _ = main_module(strategy.parallel.module)
-    return {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"}
+    return {
+        "step": checkpoint["global_step"],
+        "module_prefix": prefix,
+        "trainer": "lightning",
+    }
 
 
 def _can_resume(checkpoint: dict[str, Any]) -> bool:
-    return "optimizer_states" in checkpoint  # not of ModelCheckpoint(save_weights_only=True)
+    # Not of ModelCheckpoint(save_weights_only=True).
+    return "optimizer_states" in checkpoint
 
 
 def _own_part(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's random states, and the places of its training data loaders that keep one."""
+    """Return this rank's random states, and the places of its training data loaders
+    that keep one."""
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     start = None if strategy.open_window is None else strategy.open_window.random
-    own = random_of_rank(trainer, start or strategy.before_validation.random_states(trainer))
+    own = random_of_rank(
+        trainer, start or strategy.before_validation.random_states(trainer)
+    )
     return {**own, "loaders": places_of_loaders(checkpoint)}
 
 
-def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+def _save_full(
+    strategy: SteppingStrategy,
+    checkpoint: dict[str, Any],
+    path: Any,
+    storage_options: Any,
+) -> None:
     if _can_resume(checkpoint):
         checkpoint[PER_RANK] = Ranks().gather(_own_part(strategy, checkpoint))
         if strategy.config.compression.error_feedback and strategy.is_global_zero:
             logger.warning(
-                "%s: one whole file has no place for each rank's remainders of compression.error_feedback", path
+                "%s: one whole file has no place for each rank's remainders of compression.error_feedback",
+                path,
             )
-    if type(strategy.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_address(path):
+    if (
+        type(strategy.checkpoint_io) is TorchCheckpointIO
+        and storage_options is None
+        and not is_address(path)
+    ):
         with in_lightning_words():
             save_full_state(path, checkpoint, stages=strategy.parallel.stage_group)
         return
@@ -178,18 +217,27 @@ def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any
 
 
 def _model_files(module: nn.Module) -> dict[str, str]:
-    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
+    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so
+    that an export is complete."""
     files = {}
     inner = uncompiled(module)
-    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+    for attribute, name in (
+        ("config", "config.json"),
+        ("generation_config", "generation_config.json"),
+    ):
         to_json = getattr(getattr(inner, attribute, None), "to_json_string", None)
         if callable(to_json):
-            files[name] = to_json(use_diff=False) if attribute == "config" else to_json()
+            files[name] = (
+                to_json(use_diff=False) if attribute == "config" else to_json()
+            )
     return files
 
 
-def remove(strategy: SteppingStrategy, path: Any, behind_training: BackgroundSaves | None) -> None:
-    """Remove a folder so that no half of it stays behind, or a file; once the pending save has committed. On rank 0."""
+def remove(
+    strategy: SteppingStrategy, path: Any, behind_training: BackgroundSaves | None
+) -> None:
+    """Remove a folder so that no half of it stays behind, or a file; once the pending
+    save has committed. On rank 0."""
 
     def remove_now() -> None:
         if os.path.islink(path):

@@ -1,15 +1,17 @@
-"""Streams dealt out: data rank r of n takes batches r, n + r, 2 n + r, ... of a DataLoader over an IterableDataset.
+"""Streams dealt out: data rank r of n takes batches r, n + r, 2 n + r, ... of a
+DataLoader over an IterableDataset.
 
-Lightning puts no sampler into such a loader, so that every rank would read all of it. Here every rank reads all of it
-and keeps its own batches: in each step all data ranks together have what one process has whose batches are n times as
-large. Ranks that share a batch (context, tensor, stages) take the same ones.
+Lightning puts no sampler into such a loader, so that every rank would read all of it.
+Here every rank reads all of it and keeps its own batches: in each step all data ranks
+together have what one process has whose batches are n times as large. Ranks that share
+a batch (context, tensor, stages) take the same ones.
 
     batches      0  1  2  3  4  5  6       of 2 data ranks
     rank 0       0     2     4     6       the last group is not full: 6 counts alone in training (weights 2 and 0), and
     rank 1          1     3     5 (6)      is cut along its samples in evaluation, where ranks may get none of them
 
-A dataset may have dealt itself out by rank. Whether it has is seen, not asked: ranks compare their first batches at
-the beginning of each epoch.
+A dataset may have dealt itself out by rank. Whether it has is seen, not asked: ranks
+compare their first batches at the beginning of each epoch.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ _END = object()
 
 
 class DealtLoader:
-    """A data loader whose batches are dealt out to the data ranks. Its attributes are the loader's.
+    """A data loader whose batches are dealt out to the data ranks. Its attributes are
+    the loader's.
 
     Args:
-        loader: gives the same batches on every rank, or this rank's own, which are left as they are.
+        loader: gives the same batches on every rank, or this rank's own, which are left
+            as they are.
         ranks: the data ranks.
         index: which of them this one is.
         need_alike: whether ranks of one index have to be given the same batches.
@@ -54,7 +58,17 @@ class DealtLoader:
         weight: the factor of the present batch's loss.
     """
 
-    __slots__ = ("_cuts", "_fetched", "_index", "_is_dealt", "_need_alike", "_once", "_ranks", "loader", "weight")
+    __slots__ = (
+        "_cuts",
+        "_fetched",
+        "_index",
+        "_is_dealt",
+        "_need_alike",
+        "_once",
+        "_ranks",
+        "loader",
+        "weight",
+    )
 
     def __init__(
         self,
@@ -92,11 +106,16 @@ class DealtLoader:
             set_random_state(before)
         if not self._is_dealt:
             return batches
-        return batches // self._ranks if self.loader.drop_last else -(-batches // self._ranks)
+        return (
+            batches // self._ranks
+            if self.loader.drop_last
+            else -(-batches // self._ranks)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         self._fetched.clear()
-        return self._read(iter(self.loader))  # which draws the seed of its workers now, as it does for Lightning
+        # Which draws the seed of its workers now, as it does for Lightning.
+        return self._read(iter(self.loader))
 
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = self._first_of(batches)
@@ -107,7 +126,8 @@ class DealtLoader:
             yield batch
 
     def begin_batch(self) -> None:
-        """Note that the next of the batches that were fetched is the present one: a trainer may fetch ahead."""
+        """Note that the next of the batches that were fetched is the present one: a
+        trainer may fetch ahead."""
         self.weight = self._fetched.popleft()
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
@@ -118,19 +138,29 @@ class DealtLoader:
         for batch in batches:
             group.append(batch)
             if len(group) == self._ranks:
-                # The last batch of a stream may be a short one. (Tokens are counted where batches may be cut.)
+                # The last batch of a stream may be a short one. (Tokens are counted
+                # where batches may be cut.)
                 weighs = not (self._once or self._cuts())
-                yield _whole(group, self._ranks, self._index) if weighs else (group[self._index], 1.0)
+                yield (
+                    _whole(group, self._ranks, self._index)
+                    if weighs
+                    else (group[self._index], 1.0)
+                )
                 group.clear()
         if not group or self.loader.drop_last:
             return
         if self._once:
             yield from _own_samples(group, self._ranks, self._index)
         else:
-            yield _cut(group, self._ranks, self._index) if self._cuts() else _whole(group, self._ranks, self._index)
+            yield (
+                _cut(group, self._ranks, self._index)
+                if self._cuts()
+                else _whole(group, self._ranks, self._index)
+            )
 
     def _first_of(self, batches: Iterator[Any]) -> Any:
-        """Return the first batch, and settle whether batches are dealt out. Collective over the world."""
+        """Return the first batch, and settle whether batches are dealt out. Collective
+        over the world."""
         try:
             first = next(batches, _END)
         except Exception:
@@ -160,7 +190,10 @@ class DealtLoader:
 
     def _say_once(self, found: dict[int, str]) -> None:
         if self._is_dealt and self._ranks > 1:
-            logger.info("a stream that is the same on all ranks is dealt out to %d, batch by batch", self._ranks)
+            logger.info(
+                "a stream that is the same on all ranks is dealt out to %d, batch by batch",
+                self._ranks,
+            )
         elif not self._is_dealt and not _deals_itself_out(self.loader.dataset):
             apart = len(set(found.values())) == len(found)
             which = "every rank" if apart else "some ranks, and the same to others,"
@@ -175,7 +208,8 @@ _SEED = "Seed what shuffles it alike on all ranks: seed_everything(...), dataset
 
 
 def read_alike(loader: DataLoader[Any]) -> None:
-    """Seed workers as one process does, where Lightning would seed each rank's otherwise."""
+    """Seed workers as one process does, where Lightning would seed each rank's
+    otherwise."""
     if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:
         loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
 
@@ -189,7 +223,9 @@ def _require_alike(told: list[tuple[int, str]]) -> None:
     by_index: dict[int, str] = {}
     for rank, (index, fingerprint) in enumerate(told):
         if by_index.setdefault(index, fingerprint) != fingerprint:
-            first = next(other for other, (place, _) in enumerate(told) if place == index)
+            first = next(
+                other for other, (place, _) in enumerate(told) if place == index
+            )
             raise ValueError(
                 f"ranks {first} and {rank} compute the same samples (tensor_parallel_degree, pipeline_parallel_degree) "
                 "and their streams differ. Where the dataset deals itself out, use trainer.strategy's "
@@ -199,7 +235,8 @@ def _require_alike(told: list[tuple[int, str]]) -> None:
 
 
 def _deals_itself_out(dataset: Any) -> bool:
-    # A private name of Hugging Face's datasets: what split_dataset_by_node leaves. There is no public one.
+    # A private name of Hugging Face's datasets: what split_dataset_by_node leaves.
+    # There is no public one.
     return getattr(dataset, "_distributed", None) is not None
 
 
@@ -230,21 +267,27 @@ def _leaves(batch: Any) -> Iterator[bytes]:
 
 
 def _whole(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
-    """Return this rank's batch of a group that is not full, and its weight: 0 where it is another rank's."""
+    """Return this rank's batch of a group that is not full, and its weight: 0 where it
+    is another rank's."""
     sizes = [_samples(batch) for batch in group]
     place = index % len(group)
-    return group[place], sizes[place] * ranks / sum(sizes) if index < len(group) else 0.0
+    return group[place], sizes[place] * ranks / sum(sizes) if index < len(
+        group
+    ) else 0.0
 
 
 def _bounds(group: list[Any], ranks: int, index: int) -> tuple[Any, int, int, int]:
-    """Return the batch of a group that is not full which this rank has samples of, their number, and its own."""
+    """Return the batch of a group that is not full which this rank has samples of,
+    their number, and its own."""
     place, part = index % len(group), index // len(group)
     parts = len(range(place, ranks, len(group)))
     size = _samples(group[place])
     return group[place], size, size * part // parts, size * (part + 1) // parts
 
 
-def _own_samples(group: list[Any], ranks: int, index: int) -> Iterator[tuple[Any, float]]:
+def _own_samples(
+    group: list[Any], ranks: int, index: int
+) -> Iterator[tuple[Any, float]]:
     """Yield this rank's samples of a group that is not full, if it has any."""
     batch, size, start, end = _bounds(group, ranks, index)
     if start < end:
@@ -252,19 +295,23 @@ def _own_samples(group: list[Any], ranks: int, index: int) -> Iterator[tuple[Any
 
 
 def _cut(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
-    """Return this rank's samples of a group that is not full. Where there are fewer than ranks, some repeat one."""
+    """Return this rank's samples of a group that is not full. Where there are fewer
+    than ranks, some repeat one."""
     batch, size, start, end = _bounds(group, ranks, index)
     return _rows(batch, size, slice(start, max(end, start + 1))), 1.0
 
 
 def _samples(batch: Any) -> int:
     """Count the samples of a batch; one that does not tell counts as one."""
-    has_rows = any(tensor.ndim for _, tensor in iterate_tensors(batch, mapping=MutableMapping))
+    has_rows = any(
+        tensor.ndim for _, tensor in iterate_tensors(batch, mapping=MutableMapping)
+    )
     return count_samples(batch) if has_rows else 1
 
 
 def _rows(value: Any, size: int, rows: slice) -> Any:
-    """Return a nested batch with these samples of everything that has ``size`` of them."""
+    """Return a nested batch with these samples of everything that has ``size`` of
+    them."""
     if isinstance(value, (Tensor, np.ndarray)):
         return value[rows] if value.ndim and len(value) == size else value
     if isinstance(value, MutableMapping):
@@ -273,9 +320,15 @@ def _rows(value: Any, size: int, rows: slice) -> Any:
         same.update(cut)
         return same
     if isinstance(value, (list, tuple)):
-        holds_batches = any(isinstance(each, (Tensor, np.ndarray, MutableMapping)) for each in value)
+        holds_batches = any(
+            isinstance(each, (Tensor, np.ndarray, MutableMapping)) for each in value
+        )
         if len(value) == size and not holds_batches:
             return value[rows]
         each_cut = [_rows(each, size, rows) for each in value]
-        return type(value)(*each_cut) if hasattr(value, "_fields") else type(value)(each_cut)
+        return (
+            type(value)(*each_cut)
+            if hasattr(value, "_fields")
+            else type(value)(each_cut)
+        )
     return value

@@ -1,4 +1,5 @@
-"""The launchers that Lightning does not detect by itself: Open MPI's ``mpirun`` and SageMaker, one process per host.
+"""The launchers that Lightning does not detect by itself: Open MPI's ``mpirun`` and
+SageMaker, one process per host.
 
 torchrun and SLURM are Lightning's own environments; those are left to it.
 """
@@ -14,7 +15,8 @@ from smp_core.cluster import LaunchEnvironment, launch_environment
 
 
 class PlatformEnvironment(ClusterEnvironment):
-    """A ClusterEnvironment over what :func:`smp_core.cluster.launch.launch_environment` found."""
+    """A ClusterEnvironment over what :func:`smp_core.cluster.launch.launch_environment`
+    found."""
 
     def __init__(self, launch: LaunchEnvironment) -> None:
         super().__init__()
@@ -22,12 +24,16 @@ class PlatformEnvironment(ClusterEnvironment):
 
     @classmethod
     def detected(cls) -> PlatformEnvironment | None:
-        """Return the environment if ``mpirun`` or SageMaker started this process; None leaves the choice to
-        Lightning."""
+        """Return the environment if ``mpirun`` or SageMaker started this process; None
+        leaves the choice to Lightning."""
         if not {"OMPI_COMM_WORLD_RANK", "SM_HOSTS"} & os.environ.keys():
             return None
         launch = launch_environment()
-        return cls(launch) if launch.kind in ("openmpi", "sagemaker") and launch.world_size > 1 else None
+        return (
+            cls(launch)
+            if launch.kind in ("openmpi", "sagemaker") and launch.world_size > 1
+            else None
+        )
 
     @staticmethod
     @override
@@ -55,7 +61,8 @@ class PlatformEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Ignore the size, which the launcher decides; :meth:`validate_settings` compares."""
+        """Ignore the size, which the launcher decides; :meth:`validate_settings`
+        compares."""
 
     @override
     def global_rank(self) -> int:

@@ -1,5 +1,7 @@
-"""What a step keeps in its LightningModule. The call of the model ends a step on all pipeline stages but the last, so
-that what is kept behind it (``self.outputs.append(...)``, ``self.total += ...``) would be on the last stage alone."""
+"""What a step keeps in its LightningModule. The call of the model ends a step on all
+pipeline stages but the last, so that what is kept behind it
+(``self.outputs.append(...)``, ``self.total += ...``) would be on the last stage
+alone."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class _Other:
 
 @dataclass(frozen=True, eq=False)
 class _SeenTensor:
-    """A tensor, and the count of its changes or, inside of inference mode where none are counted, its values."""
+    """A tensor, and the count of its changes or, inside of inference mode where none
+    are counted, its values."""
 
     tensor: Tensor
     state: int | Tensor
@@ -44,14 +47,18 @@ class _SeenTensor:
 
 
 class Kept:
-    """The lists, dicts, numbers, text and tensors in a module's public attributes, as they are now.
+    """The lists, dicts, numbers, text and tensors in a module's public attributes, as
+    they are now.
 
-    Private name: a tensor's ``_version``, the count of its in-place changes, which nothing public tells.
+    Private name: a tensor's ``_version``, the count of its in-place changes, which
+    nothing public tells.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: _seen(value) for name, value in _attributes(module).items()}
+        self._before = {
+            name: _seen(value) for name, value in _attributes(module).items()
+        }
 
     def changes(self) -> dict[str, Any]:
         """Return what has changed since."""
@@ -65,12 +72,18 @@ class Kept:
     def take(self, changes: dict[str, Any]) -> None:
         """Change this rank's module likewise."""
         for name, change in changes.items():
-            setattr(self._module, name, _changed(getattr(self._module, name, None), change))
+            setattr(
+                self._module, name, _changed(getattr(self._module, name, None), change)
+            )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     kinds = (list, deque, dict, Tensor, *_VALUES)
-    return {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, kinds)}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name[0] != "_" and isinstance(value, kinds)
+    }
 
 
 def _seen(value: Any) -> Any:
@@ -80,16 +93,29 @@ def _seen(value: Any) -> Any:
     if isinstance(value, (list, deque)):
         return id(value), len(value), None if not len(value) else id(value[0])
     if isinstance(value, Tensor):
-        return _SeenTensor(value, value.clone() if value.is_inference() else value._version)
+        return _SeenTensor(
+            value, value.clone() if value.is_inference() else value._version
+        )
     return value if isinstance(value, _VALUES) else id(value)
 
 
 def _change(value: Any, before: Any) -> Any:
     """Return how a value differs from what was seen of it, None where it does not."""
-    if isinstance(value, dict) and isinstance(before, dict) and before.keys() <= value.keys():
+    if (
+        isinstance(value, dict)
+        and isinstance(before, dict)
+        and before.keys() <= value.keys()
+    ):
         changes = {key: _change(each, before.get(key)) for key, each in value.items()}
-        new = {key: change for key, change in changes.items() if change is not None or key not in before}
-        return {key: _Other(value[key]) if change is None else change for key, change in new.items()} or None
+        new = {
+            key: change
+            for key, change in changes.items()
+            if change is not None or key not in before
+        }
+        return {
+            key: _Other(value[key]) if change is None else change
+            for key, change in new.items()
+        } or None
     # What is no dict is the same object with the same value, or another one.
     if isinstance(before, _SeenTensor):
         return None if before.is_still(value) else _Other(value)
@@ -99,7 +125,11 @@ def _change(value: Any, before: Any) -> Any:
     # A list that only grew.
     if isinstance(value, list) and isinstance(before, tuple) and len(before) == 3:
         same_list, count, first = before
-        if id(value) == same_list and len(value) > count and (count == 0 or id(value[0]) == first):
+        if (
+            id(value) == same_list
+            and len(value) > count
+            and (count == 0 or id(value[0]) == first)
+        ):
             return _More(count, value[count:])
     return _Other(value)
 

@@ -1,4 +1,5 @@
-"""The knobs as arguments of the strategy: by name, as one object or mapping, and in its signature, for LightningCLI."""
+"""The knobs as arguments of the strategy: by name, as one object or mapping, and in its
+signature, for LightningCLI."""
 
 from __future__ import annotations
 
@@ -12,24 +13,34 @@ _DEFAULTS = SmpConfig()
 
 
 def read_config(
-    config: SmpConfig | Mapping[str, Any] | None, knobs: dict[str, Any], arguments: Iterable[str]
+    config: SmpConfig | Mapping[str, Any] | None,
+    knobs: dict[str, Any],
+    arguments: Iterable[str],
 ) -> SmpConfig:
-    """Read the strategy's arguments into a configuration; knobs that are not among them come from the environment.
+    """Read the strategy's arguments into a configuration; knobs that are not among them
+    come from the environment.
 
     Args:
         arguments: names of its other arguments, which a misspelt knob may stand for.
 
     Raises:
-        ValueError: an unknown knob, something else than a config, or one and also knobs.
+        ValueError: an unknown knob, something else than a config, or one and also
+            knobs.
     """
     given = config if isinstance(config, Mapping) else {}
     SmpConfig.require_known({**given, **knobs}, arguments=list(arguments))
     if isinstance(config, Mapping):
         config = SmpConfig.from_dict(config)
     # LightningCLI gives every argument, most of them at their defaults.
-    changed = {knob: value for knob, value in knobs.items() if value != getattr(_DEFAULTS, knob)}
+    changed = {
+        knob: value
+        for knob, value in knobs.items()
+        if value != getattr(_DEFAULTS, knob)
+    }
     if config is None:
-        return SmpConfig.from_code(changed if len(knobs) == len(SmpConfig.knobs()) else knobs)
+        return SmpConfig.from_code(
+            changed if len(knobs) == len(SmpConfig.knobs()) else knobs
+        )
     if not isinstance(config, SmpConfig):
         raise ValueError(
             f"SmpShardedStrategy(config={config!r}): allowed: an SmpConfig or a mapping from knobs to values; write "
@@ -45,8 +56,8 @@ def read_config(
 
 
 def list_knobs(init: Callable[..., None]) -> list[str]:
-    """Put every knob, with its types and default, into the signature in the place of ``**knobs``. Text is a type of
-    each, as command lines have it.
+    """Put every knob, with its types and default, into the signature in the place of
+    ``**knobs``. Text is a type of each, as command lines have it.
 
     Returns:
         the names of the other arguments.
@@ -54,9 +65,18 @@ def list_knobs(init: Callable[..., None]) -> list[str]:
     signature, types = inspect.signature(init), get_type_hints(SmpConfig)
     keyword = inspect.Parameter.KEYWORD_ONLY
     knobs = [
-        inspect.Parameter(knob, keyword, default=getattr(_DEFAULTS, knob), annotation=types[knob] | str)
+        inspect.Parameter(
+            knob,
+            keyword,
+            default=getattr(_DEFAULTS, knob),
+            annotation=types[knob] | str,
+        )
         for knob in SmpConfig.knobs()
     ]
-    others = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    others = [
+        each
+        for each in signature.parameters.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     init.__signature__ = signature.replace(parameters=[*others, *knobs])  # type: ignore[attr-defined]
     return [each.name for each in others if each.name != "self"]

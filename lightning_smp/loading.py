@@ -1,4 +1,5 @@
-"""A checkpoint that a run begins with: opened before the module is sharded, read when it is.
+"""A checkpoint that a run begins with: opened before the module is sharded, read when
+it is.
 
 Lightning restores in this order, under this strategy as under DDP:
 
@@ -9,10 +10,12 @@ Lightning restores in this order, under this strategy as under DDP:
     setup                       shards the module; then the weights are loaded, and optimizers are made
     load_optimizer_state_dict   their states, after on_fit_start; and where the data go on
 
-Values that no hook has looked at are streamed, each rank its shards. Values that a hook has looked at are unsharded, in
-host memory, and rank 0's edits count, as they do under DDP.
+Values that no hook has looked at are streamed, each rank its shards. Values that a hook
+has looked at are unsharded, in host memory, and rank 0's edits count, as they do under
+DDP.
 
-``load_from_checkpoint`` of LightningModules and data modules reads folders too, by way of a file.
+``load_from_checkpoint`` of LightningModules and data modules reads folders too, by way
+of a file.
 """
 
 from __future__ import annotations
@@ -77,11 +80,16 @@ class Loading:
         content: the checkpoint dictionary for Lightning and its hooks.
 
     Raises:
-        CheckpointError: the checkpoint is broken or missing, or it has no optimizer states and training is to go on.
+        CheckpointError: the checkpoint is broken or missing, or it has no optimizer
+            states and training is to go on.
     """
 
     def __init__(
-        self, strategy: SteppingStrategy, path: Any, weights_only: bool | None, memory: KeepsInMemory | None
+        self,
+        strategy: SteppingStrategy,
+        path: Any,
+        weights_only: bool | None,
+        memory: KeepsInMemory | None,
     ) -> None:
         verify = strategy.config.checkpoint.verify
         is_checked = _means_newest(strategy, path)
@@ -96,22 +104,30 @@ class Loading:
         if os.path.isfile(path):
             # torch.load does not compare its checksums.
             if verify != "sizes" and not is_checked and zipfile.is_zipfile(path):
-                Ranks().on_first(f"{path} was not loaded", lambda: check_torch_file(path))
-            self._source = CheckpointFile(path, strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+                Ranks().on_first(
+                    f"{path} was not loaded", lambda: check_torch_file(path)
+                )
+            self._source = CheckpointFile(
+                path,
+                strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only),
+            )
         else:
             self._source = CheckpointFolder(path, verify, module)
         self.content = self._source.content
         if module.trainer.state.fn == TrainerFn.FITTING:
             _check_complete(self.content, self.path)
-        self._given = as_it_lies(self.content["state_dict"])  # unless averages were saved: averaging.py
+        # Unless averages were saved: averaging.py.
+        self._given = as_it_lies(self.content["state_dict"])
         self._strict = True
 
     def take_model_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Remember the weights that are to be loaded, as the module's hook left them."""
+        """Remember the weights that are to be loaded, as the module's hook left
+        them."""
         self._given, self._strict = as_it_lies(state), strict
 
     def load_weights(self, parallel: ParallelModel) -> None:
-        """Load the weights into the sharded module, and the scales of FP8, which follow from the weights. Collective.
+        """Load the weights into the sharded module, and the scales of FP8, which follow
+        from the weights. Collective.
 
         Raises:
             CheckpointError: the weights do not fit.
@@ -137,20 +153,34 @@ class Loading:
 
         # The module takes the unsharded ones, with its own hooks.
         what = f"{self.path} does not fit the model"
-        (missing, unexpected), _ = Ranks().together(what, lambda: self._load_full(module, shown, live))
-        for where, names in (("missing in it, kept", missing), ("in it only, not used", unexpected)):
+        (missing, unexpected), _ = Ranks().together(
+            what, lambda: self._load_full(module, shown, live)
+        )
+        for where, names in (
+            ("missing in it, kept", missing),
+            ("in it only, not used", unexpected),
+        ):
             if names:
                 logger.warning("%s: %s: %s", self.path, where, ", ".join(names[:5]))
         parallel.take_model_state(live)
         parallel.reshard()
         self._load_fp8(parallel)
 
-    def load_into(self, tensors: Mapping[str, Any], given: Mapping[str, Any], device: torch.device) -> None:
-        """Fill tensors like those of the model's state from a part of the dictionary. Collective."""
+    def load_into(
+        self, tensors: Mapping[str, Any], given: Mapping[str, Any], device: torch.device
+    ) -> None:
+        """Fill tensors like those of the model's state from a part of the dictionary.
+        Collective."""
         streamed: dict[Place, Tensor] = {}
-        for key, value in _agreed(as_it_lies(given), self._source.unread, device).items():
+        for key, value in _agreed(
+            as_it_lies(given), self._source.unread, device
+        ).items():
             target = tensors.get(clean_name(key))
-            if isinstance(value, Unread) and isinstance(target, Tensor) and value.shape == tuple(target.shape):
+            if (
+                isinstance(value, Unread)
+                and isinstance(target, Tensor)
+                and value.shape == tuple(target.shape)
+            ):
                 streamed[value.name] = target
             elif isinstance(target, Tensor):
                 fill(target, value.read() if isinstance(value, Unread) else value)
@@ -163,7 +193,11 @@ class Loading:
         try:
             return load_full_state(module, shown, live, self._strict)
         except RuntimeError as error:  # torch's for names and shapes
-            hint = "; strict_loading=False on the LightningModule loads what fits by name" if self._strict else ""
+            hint = (
+                "; strict_loading=False on the LightningModule loads what fits by name"
+                if self._strict
+                else ""
+            )
             raise CheckpointError(f"{error}{hint}") from error
 
     def _load_fp8(self, parallel: ParallelModel) -> None:
@@ -171,10 +205,16 @@ class Loading:
         if fp8 is not None:
             fp8.load_state_dict(saved, self._source.name_there)
         elif saved is not None:
-            logger.info("%s has FP8 scales, which are not used: this run computes without FP8", self.path)
+            logger.info(
+                "%s has FP8 scales, which are not used: this run computes without FP8",
+                self.path,
+            )
 
-    def load_training(self, strategy: SteppingStrategy, checkpoint: Mapping[str, Any]) -> Resume:
-        """Load the optimizer states of ``checkpoint``; return how the data are resumed. Collective.
+    def load_training(
+        self, strategy: SteppingStrategy, checkpoint: Mapping[str, Any]
+    ) -> Resume:
+        """Load the optimizer states of ``checkpoint``; return how the data are resumed.
+        Collective.
 
         Raises:
             CheckpointError: the states do not fit the optimizers.
@@ -185,12 +225,18 @@ class Loading:
                 f"{self.path} holds states of {len(states)} optimizers, but configure_optimizers made "
                 f"{len(strategy.optimizers)}; build it as it was, or load the weights alone"
             )
-        for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
-            self._source.load_optimizer(strategy.parallel.module, number, optimizer, state)
+        for number, (optimizer, state) in enumerate(
+            zip(strategy.optimizers, states, strict=True)
+        ):
+            self._source.load_optimizer(
+                strategy.parallel.module, number, optimizer, state
+            )
         self._source.load_remainders(strategy.parallel)
 
         # Random states, and the place in the data.
-        parts = [part if isinstance(part, dict) else {} for part in self._source.per_rank()]
+        parts = [
+            part if isinstance(part, dict) else {} for part in self._source.per_rank()
+        ]
         random = None
         rank = strategy.global_rank
         world = dist.get_world_size()
@@ -198,7 +244,9 @@ class Loading:
             seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
             step = int(checkpoint["global_step"])
             saved = [part.get("random") for part in parts]
-            random = resumed_random_state(saved, rank, world, seed, step, os.fspath(self.path))
+            random = resumed_random_state(
+                saved, rank, world, seed, step, os.fspath(self.path)
+            )
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
         allow = strategy.config.checkpoint.allow_batch_change
         data_size = strategy.mesh.data_size
@@ -215,17 +263,25 @@ class Loading:
                 world,
             )
         place, metrics = checkpoint.get("smp_data"), checkpoint.get("smp_metrics", {})
-        return Resume(place, random, epoch_random, data_size, allow, in_window, loaders, metrics)
+        return Resume(
+            place, random, epoch_random, data_size, allow, in_window, loaders, metrics
+        )
 
 
-def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:
-    """Return rank 0's state dict on every rank: a hook may have drawn its values at random. Collective."""
+def _agreed(
+    given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device
+) -> dict[str, Any]:
+    """Return rank 0's state dict on every rank: a hook may have drawn its values at
+    random. Collective."""
 
     def described(value: Any) -> Any:
         if isinstance(value, Unread):
             return "unread", value.name
         if isinstance(value, Tensor):
-            return "sharded" if isinstance(value, DTensor) else "whole", (value.shape, value.dtype)
+            return "sharded" if isinstance(value, DTensor) else "whole", (
+                value.shape,
+                value.dtype,
+            )
         return "value", value
 
     if dist.get_world_size() == 1:
@@ -238,7 +294,11 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
         if kind == "unread":
             agreed[key] = unread(about)
         elif kind == "whole":
-            mine = given[key].detach() if dist.get_rank() == 0 else torch.empty(about[0], dtype=about[1])
+            mine = (
+                given[key].detach()
+                if dist.get_rank() == 0
+                else torch.empty(about[0], dtype=about[1])
+            )
             broadcast_from_rank_0([mine], device)
             agreed[key] = mine
         else:
@@ -247,7 +307,8 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
 
 
 class NothingSaved(dict[str, Any]):
-    """A checkpoint that counts as empty, so that Lightning restores nothing; it has the version that is asked for."""
+    """A checkpoint that counts as empty, so that Lightning restores nothing; it has the
+    version that is asked for."""
 
     def __init__(self) -> None:
         super().__init__({"pytorch-lightning_version": str(lightning.__version__)})
@@ -256,21 +317,32 @@ class NothingSaved(dict[str, Any]):
         return False
 
 
-def nothing_saved(strategy: SteppingStrategy, path: Any, memory: KeepsInMemory | None) -> bool:
-    """Return whether ``ckpt_path="last"`` stands for the place of a first save that has not committed, and nothing is
-    in memory either. Collective.
+def nothing_saved(
+    strategy: SteppingStrategy, path: Any, memory: KeepsInMemory | None
+) -> bool:
+    """Return whether ``ckpt_path="last"`` stands for the place of a first save that has
+    not committed, and nothing is in memory either. Collective.
 
-    A run that ends while it writes its first checkpoint behind training leaves the place that was held, and the link
-    ``last.ckpt`` to it. Nothing is lost when the next run begins anew.
+    A run that ends while it writes its first checkpoint behind training leaves the
+    place that was held, and the link ``last.ckpt`` to it. Nothing is lost when the next
+    run begins anew.
     """
 
     def held() -> bool:
-        return _means_newest(strategy, path) and (_is_place(path) or is_held_place(path)) and not _others(path)
+        return (
+            _means_newest(strategy, path)
+            and (_is_place(path) or is_held_place(path))
+            and not _others(path)
+        )
 
-    if not Ranks().on_first(f"{path} was not loaded", held) or (memory is not None and memory.tier.find() is not None):
+    if not Ranks().on_first(f"{path} was not loaded", held) or (
+        memory is not None and memory.tier.find() is not None
+    ):
         return False
     if strategy.is_global_zero:
-        logger.warning("%s: no save has been completed there yet: the run begins anew", path)
+        logger.warning(
+            "%s: no save has been completed there yet: the run begins anew", path
+        )
     return True
 
 
@@ -288,49 +360,74 @@ def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             parts = os.path.splitext(name)[0].split(callback.CHECKPOINT_JOIN_CHAR)
-            if os.path.abspath(callback.dirpath) == folder and callback.CHECKPOINT_NAME_LAST in parts:
+            if (
+                os.path.abspath(callback.dirpath) == folder
+                and callback.CHECKPOINT_NAME_LAST in parts
+            ):
                 return True
     return os.path.abspath(path) in map(os.path.abspath, exception_checkpoints(trainer))
 
 
-def _newest(strategy: SteppingStrategy, path: Any, verify: str, memory: KeepsInMemory | None) -> Any:
-    """Return the newest unbroken one of the checkpoints beside ``path`` and the states in memory. Collective."""
+def _newest(
+    strategy: SteppingStrategy, path: Any, verify: str, memory: KeepsInMemory | None
+) -> Any:
+    """Return the newest unbroken one of the checkpoints beside ``path`` and the states
+    in memory. Collective."""
     if memory is None:
         return _newest_undamaged(strategy, path, verify)
     return memory.newest(path, lambda: _newest_undamaged(strategy, path, verify))
 
 
-def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> OpenCheckpoint | str:
-    """Return ``path`` or, where that is broken, the newest unbroken checkpoint in its folder, open. Collective."""
+def _newest_undamaged(
+    strategy: SteppingStrategy, path: Any, verify: str
+) -> OpenCheckpoint | str:
+    """Return ``path`` or, where that is broken, the newest unbroken checkpoint in its
+    folder, open. Collective."""
     assert strategy.lightning_module is not None
-    at_exceptions = [os.path.abspath(each) for each in exception_checkpoints(strategy.lightning_module.trainer)]
+    at_exceptions = [
+        os.path.abspath(each)
+        for each in exception_checkpoints(strategy.lightning_module.trainer)
+    ]
 
     def candidates() -> list[str]:
         others = _others(path)
-        # Lightning takes the one of on_exception.ckpt, last.ckpt, last-v1.ckpt, ... that clocks call the newest.
+        # Lightning takes the one of on_exception.ckpt, last.ckpt, last-v1.ckpt, ...
+        # that clocks call the newest.
         named = [each for each in others if _is_last(each) or each in at_exceptions]
         lasts = [each for each in named if os.path.isfile(each) == os.path.isfile(path)]
-        found = dict.fromkeys([*lasts, *([] if _is_place(path) else [str(path)]), *others])
-        return list({os.path.realpath(each): each for each in reversed(found)}.values())[::-1]
+        found = dict.fromkeys(
+            [*lasts, *([] if _is_place(path) else [str(path)]), *others]
+        )
+        return list(
+            {os.path.realpath(each): each for each in reversed(found)}.values()
+        )[::-1]
 
     ordered = Ranks().on_first(f"{path} was not loaded", candidates)
     return open_first_undamaged(ordered, verify)
 
 
 def _others(path: Any) -> list[str]:
-    """List the checkpoints in the folder of ``path``, itself included, the newest first; those of its kind first."""
+    """List the checkpoints in the folder of ``path``, itself included, the newest
+    first; those of its kind first."""
     folder = os.path.dirname(os.path.abspath(path))
     names: list[str] = []
     with contextlib.suppress(NoSuchFolder):
         names = find_checkpoints(folder)
     folders = [os.path.join(folder, name) for name in reversed(names)]
-    files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=step_of_file)
-    return [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
+    files = sorted(
+        (str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()),
+        key=step_of_file,
+    )
+    return (
+        [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
+    )
 
 
 def _is_last(path: str) -> bool:
     name = os.path.splitext(os.path.basename(path))[0]
-    return ModelCheckpoint.CHECKPOINT_NAME_LAST in name.split(ModelCheckpoint.CHECKPOINT_JOIN_CHAR)
+    return ModelCheckpoint.CHECKPOINT_NAME_LAST in name.split(
+        ModelCheckpoint.CHECKPOINT_JOIN_CHAR
+    )
 
 
 def _check_complete(checkpoint: dict[str, Any], path: Any) -> None:
@@ -343,8 +440,8 @@ def _check_complete(checkpoint: dict[str, Any], path: Any) -> None:
 
 
 class LoadFromCheckpoint:
-    """A replacement of Lightning's classmethod ``load_from_checkpoint``, which reads one file; it makes such a file of
-    a folder.
+    """A replacement of Lightning's classmethod ``load_from_checkpoint``, which reads
+    one file; it makes such a file of a folder.
 
     Args:
         stock: Lightning's own, as it stands in the class.
@@ -357,7 +454,9 @@ class LoadFromCheckpoint:
         load = self.stock.__get__(instance, owner)
 
         @functools.wraps(load)
-        def load_from_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        def load_from_checkpoint(
+            checkpoint_path: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             with _as_file(checkpoint_path) as file:
                 return load(file, *args, **kwargs)
 

@@ -1,12 +1,15 @@
 """Steps of a LightningModule that goes through pipeline stages.
 
-``training_step`` runs once for each micro-batch on every stage, and leaves at the call of the model on all but the
-last. What the last stage returned and logged is then what all ranks return and log: the mean over micro-batches, as of
-one batch. Lightning calls training_step, zero_grad and backward in this order, and backward passes are over when the
-first of them returns: so gradients are zeroed before, and the later zero_grad is passed over.
+``training_step`` runs once for each micro-batch on every stage, and leaves at the call
+of the model on all but the last. What the last stage returned and logged is then what
+all ranks return and log: the mean over micro-batches, as of one batch. Lightning calls
+training_step, zero_grad and backward in this order, and backward passes are over when
+the first of them returns: so gradients are zeroed before, and the later zero_grad is
+passed over.
 
-Private names of torchmetrics: ``_forward_cache``, what a metric gave for the present batch, which Lightning reads;
-``_update_count`` and ``_computed``, by which a metric knows whether there is something to compute.
+Private names of torchmetrics: ``_forward_cache``, what a metric gave for the present
+batch, which Lightning reads; ``_update_count`` and ``_computed``, by which a metric
+knows whether there is something to compute.
 """
 
 from __future__ import annotations
@@ -43,8 +46,9 @@ def check_module(module: LightningModule) -> None:
     """Refuse what a pipelined module cannot have.
 
     Raises:
-        ValueError: manual optimization, a hook of its own in the place of ``zero_grad`` or ``backward``, a callback
-            that adds parameters to the optimizer by their values.
+        ValueError: manual optimization, a hook of its own in the place of ``zero_grad``
+            or ``backward``, a callback that adds parameters to the optimizer by their
+            values.
     """
     trainer: Any = module.trainer
     for callback in trainer.callbacks if trainer.training else ():
@@ -76,12 +80,23 @@ class PipelinedSteps:
         sequences: splits micro-batches where ranks share sequences.
     """
 
-    def __init__(self, parallel: ParallelModel, module: LightningModule, sequences: SharedSequences) -> None:
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        module: LightningModule,
+        sequences: SharedSequences,
+    ) -> None:
         # Lightning's plugin for "16-mixed" has one.
-        self._scaled = scale_in_stages(getattr(module.trainer.strategy.precision_plugin, "scaler", None))
+        self._scaled = scale_in_stages(
+            getattr(module.trainer.strategy.precision_plugin, "scaler", None)
+        )
         assert parallel.pipeline is not None
         self._sequences = sequences
-        self._parallel, self._module, self._pipeline = parallel, module, parallel.pipeline
+        self._parallel, self._module, self._pipeline = (
+            parallel,
+            module,
+            parallel.pipeline,
+        )
         self._zero_grads: list[Optimizer] = []
 
     def train(
@@ -102,7 +117,8 @@ class PipelinedSteps:
             weight: of the batch's loss.
 
         Returns:
-            what training_step returns of an unsplit batch: the loss, wanting a gradient that nothing comes of, or the
+            what training_step returns of an unsplit batch: the loss, wanting a gradient
+                that nothing comes of, or the
             mapping that it was in.
 
         Raises:
@@ -116,16 +132,25 @@ class PipelinedSteps:
             for optimizer in optimizers:
                 optimizer.zero_grad()
         logged, kept = _Logged(self._module), Kept(self._module)
-        calls = [functools.partial(logged.during, functools.partial(run, part, *rest)) for part in parts]
+        calls = [
+            functools.partial(logged.during, functools.partial(run, part, *rest))
+            for part in parts
+        ]
         results = self._pipeline.train(
             calls,
-            lambda result: self._scaled(self._sequences.weighted(_loss_of(result)) * weight),
+            lambda result: self._scaled(
+                self._sequences.weighted(_loss_of(result)) * weight
+            ),
             1.0 / (count * windows),
             batch,
             lambda number: self._sequences.during(splits[number]),
         )
         returned, log, changes = self._pipeline.share_made(
-            lambda: (mean_of(results, "training_step"), logged.combined(), (kept.changes(), logged.updates()))
+            lambda: (
+                mean_of(results, "training_step"),
+                logged.combined(),
+                (kept.changes(), logged.updates()),
+            )
         )
         self._take(kept, logged, *changes)
         logged.replay(log, self._device)
@@ -137,17 +162,23 @@ class PipelinedSteps:
         return returned
 
     def before_backward(self, last: bool) -> None:
-        """Show gradients, where Lightning believes them to come: the window closes with its last batch."""
+        """Show gradients, where Lightning believes them to come: the window closes with
+        its last batch."""
         self._let_zero()
         if last:
             self._parallel.window.close()
 
-    def evaluate(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take a batch forward through all stages; return what the last one's step returned, on all ranks."""
+    def evaluate(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Take a batch forward through all stages; return what the last one's step
+        returned, on all ranks."""
         logged, kept = _Logged(self._module), Kept(self._module)
         batch, *rest = args
         parts, splits = self._sequences.split_each([batch])
-        call = functools.partial(logged.during, functools.partial(run, *parts, *rest, **kwargs))
+        call = functools.partial(
+            logged.during, functools.partial(run, *parts, *rest, **kwargs)
+        )
         with self._sequences.during(splits[0]):
             result = self._pipeline.evaluate(call, [*args, *kwargs.values()])
             returned, log, changes = self._pipeline.share_made(
@@ -158,7 +189,8 @@ class PipelinedSteps:
             return self._sequences.outputs(returned)
 
     def require_whole_batches(self, what: str) -> None:
-        """Refuse what compares the samples of a batch with one another where steps see micro-batches.
+        """Refuse what compares the samples of a batch with one another where steps see
+        micro-batches.
 
         Raises:
             ValueError: a batch has several.
@@ -170,7 +202,13 @@ class PipelinedSteps:
                 "pipeline={'microbatches': 1}, or pipeline_parallel_degree=1"
             )
 
-    def _take(self, kept: Kept, logged: _Logged, changes: dict[str, Any], updates: dict[str, int]) -> None:
+    def _take(
+        self,
+        kept: Kept,
+        logged: _Logged,
+        changes: dict[str, Any],
+        updates: dict[str, int],
+    ) -> None:
         if self._parallel.mesh.stage < self._pipeline.stages.count - 1:
             kept.take(changes)
             logged.take_updates(updates)
@@ -216,7 +254,11 @@ class _Logged:
         self._log = type(module).log
         self._signature = inspect.signature(self._log)
         # Not by themselves: a metric's hash is of its state.
-        self._metrics = {name: inner for name, inner in module.named_modules() if isinstance(inner, Metric)}
+        self._metrics = {
+            name: inner
+            for name, inner in module.named_modules()
+            if isinstance(inner, Metric)
+        }
         self._names = {id(metric): name for name, metric in self._metrics.items()}
         self._micro_batches: list[list[_Call]] = []
 
@@ -225,7 +267,9 @@ class _Logged:
         calls: list[_Call] = []
 
         def note(*args: Any, **kwargs: Any) -> None:
-            arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
+            arguments = dict(
+                self._signature.bind(self._module, *args, **kwargs).arguments
+            )
             arguments.pop("self")
             value = arguments["value"]
             # Metrics are noted by name: the other stages have metrics of their own.
@@ -259,7 +303,8 @@ class _Logged:
         return result
 
     def combined(self) -> list[_Call]:
-        """Return one call for the calls of all micro-batches, each name's by the reduction that it was logged with."""
+        """Return one call for the calls of all micro-batches, each name's by the
+        reduction that it was logged with."""
         names = []
         for calls in self._micro_batches:
             names.append([call.arguments["name"] for call in calls])
@@ -269,14 +314,20 @@ class _Logged:
                 f"self.log was called for {names[0]} in one micro-batch of a batch and for {differing[0]} in another; "
                 "log the same in each"
             )
-        return [self._with_last(_combine(list(calls))) for calls in zip(*self._micro_batches, strict=True)]
+        return [
+            self._with_last(_combine(list(calls)))
+            for calls in zip(*self._micro_batches, strict=True)
+        ]
 
     def _with_last(self, call: _Call) -> _Call:
-        """Return a call with what a metric gave last, which Lightning logs for a step."""
+        """Return a call with what a metric gave last, which Lightning logs for a
+        step."""
         value, name = call.arguments["value"], call.arguments["name"]
         on_step = call.arguments.get("on_step")
         in_training = self._module.trainer.training
-        if not isinstance(value, _MetricOf) or not (in_training if on_step is None else on_step):
+        if not isinstance(value, _MetricOf) or not (
+            in_training if on_step is None else on_step
+        ):
             return call
         if len(self._micro_batches) > 1:
             raise ValueError(
@@ -292,7 +343,8 @@ class _Logged:
         return {name: metric.update_count for name, metric in self._metrics.items()}
 
     def take_updates(self, updates: dict[str, int]) -> None:
-        """Count the last stage's updates here, so that a metric is computed again behind them, with its state."""
+        """Count the last stage's updates here, so that a metric is computed again
+        behind them, with its state."""
         for name, metric in self._metrics.items():
             if metric.update_count != updates[name]:
                 metric._update_count, metric._computed = updates[name], None
@@ -307,7 +359,9 @@ class _Logged:
             elif isinstance(value, _MetricOf):
                 metric: Any = self._metrics[value.name]
                 if value.last is not None:
-                    metric._forward_cache = map_tensors(value.last, lambda tensor: tensor.to(device))
+                    metric._forward_cache = map_tensors(
+                        value.last, lambda tensor: tensor.to(device)
+                    )
                 arguments["value"] = metric
             self._module.log(**arguments)
 
@@ -317,7 +371,9 @@ def _combine(calls: list[_Call]) -> _Call:
     if isinstance(first["value"], _MetricOf):
         return calls[0]
     reduction = first.get("reduce_fx", "mean")
-    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    name = (
+        reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    )
     if len(calls) > 1 and name not in _REDUCTIONS:
         raise ValueError(
             f"self.log({first['name']!r}, reduce_fx={reduction!r}): allowed with pipeline_parallel_degree are "
@@ -326,7 +382,9 @@ def _combine(calls: list[_Call]) -> _Call:
     if len(calls) == 1:
         return calls[0]
     # One number of several micro-batches: with their sizes, if all have one.
-    values = torch.stack([torch.as_tensor(call.arguments["value"]).reshape(()) for call in calls])
+    values = torch.stack(
+        [torch.as_tensor(call.arguments["value"]).reshape(()) for call in calls]
+    )
     if name == "mean" and not values.is_floating_point():
         values = values.float()
     sizes = [call.arguments.get("batch_size") for call in calls]

@@ -1,8 +1,10 @@
-"""What a Trainer does when its job is about to be ended: it saves on all ranks at the same place, and leaves.
+"""What a Trainer does when its job is about to be ended: it saves on all ranks at the
+same place, and leaves.
 
-A callback, the last one, because a checkpoint that resumes exactly is taken where ModelCheckpoint takes its own: in
-``on_train_batch_end``. In a validation that takes too long it is taken after a batch, if all ranks have as many of
-them; the resumed run begins with this validation (lightning_smp/due_validation.py).
+A callback, the last one, because a checkpoint that resumes exactly is taken where
+ModelCheckpoint takes its own: in ``on_train_batch_end``. In a validation that takes too
+long it is taken after a batch, if all ranks have as many of them; the resumed run
+begins with this validation (lightning_smp/due_validation.py).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ NAME = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-preempted.ckpt"
 
 
 class LeavesWhenTold(Callback):
-    """Saves and leaves when a launcher gives notice. The strategy adds it. Its construction is collective.
+    """Saves and leaves when a launcher gives notice. The strategy adds it. Its
+    construction is collective.
 
     Args:
         grace: ``checkpoint.preemption_grace_s``.
@@ -37,7 +40,8 @@ class LeavesWhenTold(Callback):
         self._users: dict[int, Any] = {}
         self._in_validation = False
 
-    # Between these two, Lightning installs handlers of its own, which start collectives at any instant.
+    # Between these two, Lightning installs handlers of its own, which start collectives
+    # at any instant.
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._users = {number: signal.getsignal(number) for number in _signals(trainer)}
@@ -51,7 +55,12 @@ class LeavesWhenTold(Callback):
         self.preemption.restore()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         strategy: Any = trainer.strategy
         if self.preemption.agreed(whole_step=not strategy.window.is_open):
@@ -60,13 +69,17 @@ class LeavesWhenTold(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        self._in_validation = in_fit and not averages  # with one, the module has the average's weights meanwhile
+        # With one, the module has the average's weights meanwhile.
+        self._in_validation = in_fit and not averages
         if self._in_validation:
-            # Ranks take as many steps, repeated ones included, where that number is known.
+            # Ranks take as many steps, repeated ones included, where that number is
+            # known.
             self._in_validation = math.inf not in trainer.num_val_batches
             self.preemption.begin_phase()
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *arguments: Any
+    ) -> None:
         if self._in_validation and self.preemption.agreed(whole_step=False):
             self._save_and_leave(trainer)
 
@@ -83,10 +96,20 @@ class LeavesWhenTold(Callback):
         if strategy.background_saves is not None:
             strategy.background_saves.wait()
         environment = strategy.cluster_environment
-        if _requeued_by_lightning(trainer) and trainer.is_global_zero and not is_address(path):
-            _link(os.path.abspath(path), os.path.join(trainer.default_root_dir, "hpc_ckpt_1.ckpt"))
-        # Lightning's launcher kills rank 0 when another of its processes ends with a status of its own.
-        its_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+        if (
+            _requeued_by_lightning(trainer)
+            and trainer.is_global_zero
+            and not is_address(path)
+        ):
+            _link(
+                os.path.abspath(path),
+                os.path.join(trainer.default_root_dir, "hpc_ckpt_1.ckpt"),
+            )
+        # Lightning's launcher kills rank 0 when another of its processes ends with a
+        # status of its own.
+        its_child = (
+            isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+        )
         self.preemption.leave(
             f"step {trainer.global_step} is saved in {path} ({time.monotonic() - begin:.1f} s)",
             status=0 if its_child else None,
@@ -96,7 +119,11 @@ class LeavesWhenTold(Callback):
 
 def _signals(trainer: Trainer) -> list[int]:
     environment: Any = cast(Any, trainer.strategy).cluster_environment
-    requeue = getattr(environment, "requeue_signal", None) if _requeued_by_lightning(trainer) else None
+    requeue = (
+        getattr(environment, "requeue_signal", None)
+        if _requeued_by_lightning(trainer)
+        else None
+    )
     return [*SIGNALS, *([] if requeue in (None, *SIGNALS) else [requeue])]
 
 
@@ -106,8 +133,9 @@ def _requeued_by_lightning(trainer: Trainer) -> bool:
 
 
 def _path(trainer: Trainer) -> str:
-    """Return the checkpoint's place: alongside those of ModelCheckpoint, where ``ckpt_path="last"`` finds it; without
-    one where ``ckpt_path="hpc"`` does. In a SLURM job that Lightning requeues, None means "hpc", and a link is there.
+    """Return the checkpoint's place: alongside those of ModelCheckpoint, where
+    ``ckpt_path="last"`` finds it; without one where ``ckpt_path="hpc"`` does. In a
+    SLURM job that Lightning requeues, None means "hpc", and a link is there.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
@@ -117,6 +145,8 @@ def _path(trainer: Trainer) -> str:
 
 def _link(path: str, name: str) -> None:
     """Make ``name`` a link to ``path``, unless the checkpoint itself is there."""
-    if path != os.path.abspath(name) and (os.path.islink(name) or not os.path.exists(name)):
+    if path != os.path.abspath(name) and (
+        os.path.islink(name) or not os.path.exists(name)
+    ):
         os.symlink(path, f"{name}.new")
         os.replace(f"{name}.new", name)

@@ -1,12 +1,16 @@
-"""The ranks of a run under Lightning's Trainer: launched, joined in a process group, watched, and taken down.
+"""The ranks of a run under Lightning's Trainer: launched, joined in a process group,
+watched, and taken down.
 
-And the checkpoints that callbacks save when an exception ends the run: Lightning's ``OnExceptionCheckpoint`` and
-``ModelCheckpoint(save_on_exception=True)``. A save needs all ranks. Where an exception is raised on all of them, they
-meet and save. Where it is raised on one, the others wait for that rank in a collective of training: a save of its own
-would hang, and hide the error until the timeout. So an instance of these callbacks, or of a user's subclass, becomes an
-instance of a derived class that saves when all ranks have come.
+And the checkpoints that callbacks save when an exception ends the run: Lightning's
+``OnExceptionCheckpoint`` and ``ModelCheckpoint(save_on_exception=True)``. A save needs
+all ranks. Where an exception is raised on all of them, they meet and save. Where it is
+raised on one, the others wait for that rank in a collective of training: a save of its
+own would hang, and hide the error until the timeout. So an instance of these callbacks,
+or of a user's subclass, becomes an instance of a derived class that saves when all
+ranks have come.
 
-Private names: Lightning has no public launcher of scripts (``_SubprocessScriptLauncher``).
+Private names: Lightning has no public launcher of scripts
+(``_SubprocessScriptLauncher``).
 """
 
 from __future__ import annotations
@@ -37,17 +41,26 @@ from smp_core.cluster import launch_environment
 from smp_core.sharding import explain
 from smp_core.topology import Topology
 from smp_core.torch_facts import mixin_before
-from smp_core.watch import ENDING, Preempted, RankWatch, looks_like_a_lost_peer, report, watch_ranks
+from smp_core.watch import (
+    ENDING,
+    Preempted,
+    RankWatch,
+    looks_like_a_lost_peer,
+    report,
+    watch_ranks,
+)
 
 logger = logging.getLogger("smp")
 
 
 class ProcessGroupStrategy(ParallelStrategy):
-    """A strategy of one process per device, in one process group; subclasses shard and step the module.
+    """A strategy of one process per device, in one process group; subclasses shard and
+    step the module.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own; by default
-            the environment is what the launcher of this process has left.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io,
+            precision_plugin: Lightning's own; by default the environment is what the
+            launcher of this process has left.
         process_group_backend: default ``"nccl"`` on CUDA, ``"gloo"`` on CPU.
         timeout: of collectives; a rank that dies is noticed within it.
     """
@@ -65,7 +78,13 @@ class ProcessGroupStrategy(ParallelStrategy):
         timeout: timedelta,
     ) -> None:
         cluster_environment = cluster_environment or PlatformEnvironment.detected()
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -92,7 +111,9 @@ class ProcessGroupStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
 
     @override
     def setup_environment(self) -> None:
@@ -106,19 +127,26 @@ class ProcessGroupStrategy(ParallelStrategy):
             self._topology = Topology.discover()
         self._watch = watch_ranks(self._timeout)
         if self._watch is not None:
-            assert self.lightning_module is not None and self.lightning_module.trainer.state.fn is not None
-            self._watch.begin_run(f"trainer.{self.lightning_module.trainer.state.fn.value}(...)")
+            assert (
+                self.lightning_module is not None
+                and self.lightning_module.trainer.state.fn is not None
+            )
+            self._watch.begin_run(
+                f"trainer.{self.lightning_module.trainer.state.fn.value}(...)"
+            )
 
     def _require_a_device_for_each_process(self) -> None:
-        """Refuse other numbers of devices than torchrun has started processes on a node, on all of them alike.
+        """Refuse other numbers of devices than torchrun has started processes on a
+        node, on all of them alike.
 
-        Lightning does not compare them under torchrun: too few devices end in an IndexError, too many train on fewer
-        ranks than the script counts with.
+        Lightning does not compare them under torchrun: too few devices end in an
+        IndexError, too many train on fewer ranks than the script counts with.
 
         Raises:
             ValueError: with both numbers and what to write.
         """
-        if "RANK" not in os.environ:  # Lightning itself starts the processes, or has started this one
+        # Lightning itself starts the processes, or has started this one.
+        if "RANK" not in os.environ:
             return
         started = launch_environment()
         here = started.local_world_size
@@ -134,7 +162,9 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
@@ -149,7 +179,9 @@ class ProcessGroupStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         device = self.root_device
-        backend = self._process_group_backend or ("nccl" if device.type == "cuda" else "gloo")
+        backend = self._process_group_backend or (
+            "nccl" if device.type == "cuda" else "gloo"
+        )
         self._process_group_backend = backend
         os.environ["MASTER_ADDR"] = str(environment.main_address)
         os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -162,7 +194,9 @@ class ProcessGroupStrategy(ParallelStrategy):
         )
         if backend == "nccl":
             # torch warns, and may hang, when NCCL's groups are still there at exit.
-            atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+            atexit.register(
+                lambda: dist.destroy_process_group() if dist.is_initialized() else None
+            )
 
     # Collectives on behalf of the Trainer
 
@@ -174,7 +208,8 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def without_barrier(self, name: str) -> Iterator[None]:
-        """Pass the Trainer's barrier of a name, where ranks need not wait for one another."""
+        """Pass the Trainer's barrier of a name, where ranks need not wait for one
+        another."""
         self._passed_barrier = name
         try:
             yield
@@ -191,23 +226,30 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @property
     def counting_group(self) -> Any:
-        """The ranks over which numbers are added up where no group is given; a subclass leaves copies out."""
+        """The ranks over which numbers are added up where no group is given; a subclass
+        leaves copies out."""
         return dist.group.WORLD
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over :attr:`counting_group` or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; other
-        objects stay.
+        """Reduce a tensor over :attr:`counting_group` or ``group``: ``"mean"``,
+        ``"sum"``, ... or a ``ReduceOp``; other objects stay.
         """
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
         group = self.counting_group if group is None else group
-        mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
+        mean = reduce_op is None or (
+            isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        )
         mean = mean or reduce_op == dist.ReduceOp.AVG
         if mean:
             op = dist.ReduceOp.SUM
         else:
-            op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+            op = (
+                getattr(dist.ReduceOp, reduce_op.upper())
+                if isinstance(reduce_op, str)
+                else reduce_op
+            )
         tensor = tensor.clone()
         if mean and not torch.is_floating_point(tensor):
             tensor = tensor.float()
@@ -226,7 +268,8 @@ class ProcessGroupStrategy(ParallelStrategy):
     # The end
 
     def all_come(self, place: str, limit: float) -> bool:
-        """Return whether all ranks come to a place within ``limit`` seconds, outside of collectives."""
+        """Return whether all ranks come to a place within ``limit`` seconds, outside of
+        collectives."""
         if self._watch is None:
             return True
         try:
@@ -245,8 +288,8 @@ class ProcessGroupStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Tear the run down, and leave the module on its device.
 
-        The module can be evaluated, saved or trained on by a next call of all ranks, which the watch goes on to look
-        after.
+        The module can be evaluated, saved or trained on by a next call of all ranks,
+        which the watch goes on to look after.
         """
         assert self.cluster_environment is not None and self.accelerator is not None
         if self._watch is not None:
@@ -260,16 +303,23 @@ class ProcessGroupStrategy(ParallelStrategy):
 def take_over_exception_saves(trainer: Trainer) -> None:
     """Make the callbacks that save at an exception do it on all ranks or on none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        at_exceptions = isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+        at_exceptions = isinstance(callback, OnExceptionCheckpoint) or getattr(
+            callback, "save_on_exception", False
+        )
         if at_exceptions and not isinstance(callback, _SavesTogether):
             kind: Any = type(callback)
             callback.__class__ = _derived(kind)
 
 
 def exception_checkpoints(trainer: Trainer) -> list[str]:
-    """List the paths of ``OnExceptionCheckpoint``, which ``ckpt_path="last"`` looks at too."""
+    """List the paths of ``OnExceptionCheckpoint``, which ``ckpt_path="last"`` looks at
+    too."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback.ckpt_path for callback in callbacks if isinstance(callback, OnExceptionCheckpoint)]
+    return [
+        callback.ckpt_path
+        for callback in callbacks
+        if isinstance(callback, OnExceptionCheckpoint)
+    ]
 
 
 @functools.cache
@@ -280,12 +330,16 @@ def _derived(kind: Any) -> Any:
 
 
 class _SavesTogether(Callback):
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         strategy = trainer.strategy
         if isinstance(exception, Preempted):
             return  # all ranks have saved
         if isinstance(strategy, ProcessGroupStrategy):
-            alone = looks_like_a_lost_peer(exception) or not strategy.all_come("a save at an exception", ENDING)
+            alone = looks_like_a_lost_peer(exception) or not strategy.all_come(
+                "a save at an exception", ENDING
+            )
             if alone:
                 logger.error(
                     "%s saves no checkpoint: a save needs all ranks, and not all of them have raised an exception of "

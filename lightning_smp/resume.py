@@ -1,23 +1,29 @@
-"""The resumption of a run: the window's first batch, the place in the data, the global batch, random states.
+"""The resumption of a run: the window's first batch, the place in the data, the global
+batch, random states.
 
-Lightning counts batches and starts an epoch's data from its beginning again, so that some samples are seen twice and
-others never. Here the place is counted in samples, which holds on other numbers of ranks and for other batch sizes:
+Lightning counts batches and starts an epoch's data from its beginning again, so that
+some samples are seen twice and others never. Here the place is counted in samples,
+which holds on other numbers of ranks and for other batch sizes:
 
     in a checkpoint    smp_data: batches of the epoch that were trained on, samples in each over all ranks, accumulation
     while training     the sampler inside each loader's BatchSampler is wrapped, so that an epoch can begin later
     at a resume        on_train_start: accumulation settled, counters and samplers put to the place, generators restored
                        (before the validation that the run begins with: lightning_smp/due_validation.py)
 
-Data loaders that keep their own place (torchdata's StatefulDataLoader and others with a ``state_dict``) are asked for
-their state when a checkpoint is taken, and Lightning reads one batch ahead of training where a loader has no length, as
-one of a stream: that batch would be lost in a resumed run. So the state from before each batch is kept, and the one
-that is told is from before the first batch that no training step has begun with.
+Data loaders that keep their own place (torchdata's StatefulDataLoader and others with a
+``state_dict``) are asked for their state when a checkpoint is taken, and Lightning
+reads one batch ahead of training where a loader has no length, as one of a stream: that
+batch would be lost in a resumed run. So the state from before each batch is kept, and
+the one that is told is from before the first batch that no training step has begun
+with.
 
-Private names: ``FitLoop._data_fetcher``, because Lightning makes the iterators of an epoch before ``on_train_start``
-and has no public way to make them anew or to leave batches out; ``_TrainingEpochLoop._batches_that_stepped``, the step
-that loggers write; ``_should_check_val_fx``, by which Lightning takes the begin of a window for the end of a batch;
-``CombinedLoader._mode``, whether a loader that has come to its end begins again; ``FitLoop._restarting``, which keeps
-schedules by metrics from their step at the end of the epoch.
+Private names: ``FitLoop._data_fetcher``, because Lightning makes the iterators of an
+epoch before ``on_train_start`` and has no public way to make them anew or to leave
+batches out; ``_TrainingEpochLoop._batches_that_stepped``, the step that loggers write;
+``_should_check_val_fx``, by which Lightning takes the begin of a window for the end of
+a batch; ``CombinedLoader._mode``, whether a loader that has come to its end begins
+again; ``FitLoop._restarting``, which keeps schedules by metrics from their step at the
+end of the epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +42,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 
 from lightning_smp.dealt import DealtLoader
 from lightning_smp.due_validation import begins_with_it
@@ -57,10 +69,11 @@ class WindowStart:
         batches: batches of this epoch before it.
         total: batches of the whole run before it.
         stepped: the step that loggers write for it.
-        loaders: Lightning's state of data loaders that can be resumed, taken when the window before was closed.
+        loaders: Lightning's state of data loaders that can be resumed, taken when the
+            window before was closed.
         random: this rank's random states here; None where a window is one batch.
-        is_whole: whether the window begins here. One of an earlier epoch (manual optimization) has gradients that are
-            lost with a checkpoint.
+        is_whole: whether the window begins here. One of an earlier epoch (manual
+            optimization) has gradients that are lost with a checkpoint.
     """
 
     batches: int
@@ -71,19 +84,29 @@ class WindowStart:
     is_whole: bool = True
 
     @classmethod
-    def here(cls, trainer: Trainer, loaders: dict[str, Any], is_whole: bool = True) -> WindowStart:
-        """Return the present place. Call it when the window's first batch has been fetched and counted as ready, or an
-        epoch's inside of one."""
+    def here(
+        cls, trainer: Trainer, loaders: dict[str, Any], is_whole: bool = True
+    ) -> WindowStart:
+        """Return the present place. Call it when the window's first batch has been
+        fetched and counted as ready, or an epoch's inside of one."""
         loop = trainer.fit_loop.epoch_loop
         progress, stepped = loop.batch_progress, loop._batches_that_stepped
         random = None if accumulation(trainer) == 1 else random_state()
-        return cls(progress.current.ready - 1, progress.total.ready - 1, stepped, loaders, random, is_whole)
+        return cls(
+            progress.current.ready - 1,
+            progress.total.ready - 1,
+            stepped,
+            loaders,
+            random,
+            is_whole,
+        )
 
     def rewind(self, checkpoint: dict[str, Any]) -> None:
-        """Make ``checkpoint``, taken inside the window, resume with the window's first batch.
+        """Make ``checkpoint``, taken inside the window, resume with the window's first
+        batch.
 
-        Weights and optimizer are those from before the window; its partial sum of gradients is not saved, so its
-        batches have to be seen again.
+        Weights and optimizer are those from before the window; its partial sum of
+        gradients is not saved, so its batches have to be seen again.
         """
         if not self.is_whole:
             logger.warning(
@@ -100,19 +123,24 @@ class WindowStart:
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped
         if self.loaders:
             loop["state_dict"].update(self.loaders)
-        checkpoint["smp_window"] = {"first_batch": self.batches, "batches_to_replay": replayed}
+        checkpoint["smp_window"] = {
+            "first_batch": self.batches,
+            "batches_to_replay": replayed,
+        }
 
 
 def loader_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the position of training data loaders that can tell it, as Lightning saves it; empty otherwise."""
+    """Return the position of training data loaders that can tell it, as Lightning saves
+    it; empty otherwise."""
     return copy.deepcopy(trainer.fit_loop.on_save_checkpoint())
 
 
 class PlacedSampler(Sampler[Any]):
     """A sampler whose next epoch can begin after some of its samples.
 
-    A sampler that draws from the global generators (RandomSampler) gives the same epoch again when their state from its
-    start is restored; that state is kept, except for DistributedSampler, which has a seed of its own.
+    A sampler that draws from the global generators (RandomSampler) gives the same epoch
+    again when their state from its start is restored; that state is kept, except for
+    DistributedSampler, which has a seed of its own.
 
     Args:
         sampler: the user's sampler.
@@ -126,9 +154,14 @@ class PlacedSampler(Sampler[Any]):
         self._keep = False
 
     def begin_after(
-        self, samples: int, at_start: dict[str, Any] | None, then: dict[str, Any] | None, keep: bool = False
+        self,
+        samples: int,
+        at_start: dict[str, Any] | None,
+        then: dict[str, Any] | None,
+        keep: bool = False,
     ) -> None:
-        """Leave samples out of the next epoch; set random states for its start and after the gap (None: no change).
+        """Leave samples out of the next epoch; set random states for its start and
+        after the gap (None: no change).
 
         Args:
             keep: the states after the gap are those from before the epoch's start.
@@ -142,7 +175,9 @@ class PlacedSampler(Sampler[Any]):
         self._skip, self._random, self._keep = 0, (None, None), False
         if at_start is not None:
             set_random_state(at_start)
-        self.random_at_start = None if isinstance(self.sampler, DistributedSampler) else random_state()
+        self.random_at_start = (
+            None if isinstance(self.sampler, DistributedSampler) else random_state()
+        )
         samples = iter(self.sampler)
         for _ in itertools.islice(samples, skip):
             pass
@@ -156,15 +191,21 @@ class PlacedSampler(Sampler[Any]):
     def __getattr__(self, name: str) -> Any:
         if name == "sampler":
             raise AttributeError(name)  # a copy that is being made
-        return getattr(self.sampler, name)  # set_epoch and what else the user's sampler has
+        # set_epoch and what else the user's sampler has.
+        return getattr(self.sampler, name)
 
 
 def place_sampler(loader: Any) -> None:
-    """Wrap the sampler of a DataLoader, where there is one between it and its batches."""
+    """Wrap the sampler of a DataLoader, where there is one between it and its
+    batches."""
     batches = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader) or isinstance(
+        loader.dataset, IterableDataset
+    ):
         return
-    if isinstance(batches, BatchSampler) and not isinstance(batches.sampler, PlacedSampler):
+    if isinstance(batches, BatchSampler) and not isinstance(
+        batches.sampler, PlacedSampler
+    ):
         batches.sampler = PlacedSampler(batches.sampler)
 
 
@@ -176,16 +217,25 @@ def sampler_of(loader: Any) -> PlacedSampler | None:
 
 def training_loaders(trainer: Trainer) -> list[Any]:
     """List the data loaders of fit, flat."""
-    return [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
+    return (
+        []
+        if trainer.train_dataloader is None
+        else CombinedLoader(trainer.train_dataloader).flattened
+    )
 
 
 def samples_per_batch(loader: Any, data_size: int) -> int | None:
-    """Count the samples of one batch over all ranks; None where the loader does not tell."""
-    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    """Count the samples of one batch over all ranks; None where the loader does not
+    tell."""
+    size = getattr(loader, "batch_size", None) or getattr(
+        getattr(loader, "batch_sampler", None), "batch_size", None
+    )
     return None if size is None else size * data_size
 
 
-def describe_place(trainer: Trainer, checkpoint: dict[str, Any], data_size: int) -> dict[str, Any] | None:
+def describe_place(
+    trainer: Trainer, checkpoint: dict[str, Any], data_size: int
+) -> dict[str, Any] | None:
     """Return ``smp_data`` of a checkpoint dictionary; None outside of fit.
 
     Args:
@@ -200,19 +250,26 @@ def describe_place(trainer: Trainer, checkpoint: dict[str, Any], data_size: int)
     return {
         "batches": batches,
         "samples_per_batch": sizes,
-        "samples_in_epoch": [None if size is None else size * batches for size in sizes],
+        "samples_in_epoch": [
+            None if size is None else size * batches for size in sizes
+        ],
         "accumulate_grad_batches": accumulation(trainer),
     }
 
 
 def metrics_of(trainer: Trainer) -> dict[str, float]:
-    """Return what callbacks and schedules find in ``trainer.callback_metrics``, for a checkpoint."""
+    """Return what callbacks and schedules find in ``trainer.callback_metrics``, for a
+    checkpoint."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def accumulation(trainer: Trainer) -> int | None:
-    """Return the micro-batches of an optimizer step; None where the module or a schedule decides."""
-    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    """Return the micro-batches of an optimizer step; None where the module or a
+    schedule decides."""
+    scheduled = any(
+        isinstance(callback, GradientAccumulationScheduler)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
     assert trainer.lightning_module is not None
     if scheduled or not trainer.lightning_module.automatic_optimization:
         return None
@@ -220,13 +277,18 @@ def accumulation(trainer: Trainer) -> int | None:
 
 
 def random_of_rank(trainer: Trainer, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a rank's random states for a checkpoint, and those at the start of its samplers' epoch.
+    """Return a rank's random states for a checkpoint, and those at the start of its
+    samplers' epoch.
 
     Args:
-        earlier: the states from where the resumed run begins, if that is not here: at the start of an open window,
-            whose batches are seen again, or before a validation in progress.
+        earlier: the states from where the resumed run begins, if that is not here: at
+            the start of an open window, whose batches are seen again, or before a
+            validation in progress.
     """
-    starts = [getattr(sampler_of(loader), "random_at_start", None) for loader in training_loaders(trainer)]
+    starts = [
+        getattr(sampler_of(loader), "random_at_start", None)
+        for loader in training_loaders(trainer)
+    ]
     states: dict[str, Any] = {"random": earlier or random_state()}
     if any(start is not None for start in starts):
         states["epoch_random"] = starts
@@ -237,14 +299,19 @@ class Resume:
     """A resumption in progress, from loading to the first batch.
 
     Args:
-        place: ``smp_data`` of the checkpoint, None where it has none (another program's, or an older one's).
+        place: ``smp_data`` of the checkpoint, None where it has none (another
+            program's, or an older one's).
         random: the generators' state to restore; None: they are not changed.
-        epoch_random: their states at the start of the samplers' epoch; None where samplers do not draw from them.
+        epoch_random: their states at the start of the samplers' epoch; None where
+            samplers do not draw from them.
         data_size: ranks of this run that read different samples.
         allow_batch_change: ``checkpoint.allow_batch_change``.
-        in_window: the states to restore are those after the first batch of an open window had been fetched.
-        loader_states: of the training loaders that keep their own place, in their order.
-        metrics: what callbacks and schedules found in ``trainer.callback_metrics``, by name.
+        in_window: the states to restore are those after the first batch of an open
+            window had been fetched.
+        loader_states: of the training loaders that keep their own place, in their
+            order.
+        metrics: what callbacks and schedules found in ``trainer.callback_metrics``, by
+            name.
     """
 
     def __init__(
@@ -274,11 +341,15 @@ class Resume:
             ValueError: the global batch would change, which is not allowed.
         """
         for name, value in self.metrics.items():
-            trainer.callback_metrics.setdefault(name, torch.tensor(value, dtype=torch.float64))
+            trainer.callback_metrics.setdefault(
+                name, torch.tensor(value, dtype=torch.float64)
+            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             # Lightning has no start of an epoch where a run goes on inside of one.
             if isinstance(callback, GradientAccumulationScheduler):
-                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(
+                    trainer.current_epoch
+                )
         loaders = training_loaders(trainer)
         sizes = [samples_per_batch(loader, self.data_size) for loader in loaders]
         batches = 0
@@ -286,10 +357,15 @@ class Resume:
             self._settle_global_batch(trainer, sizes)
             batches = self._batches_here(trainer, sizes)
         for loader in loaders:
-            samplers = (loader.sampler, sampler_of(loader)) if isinstance(loader, (DataLoader, JoinedLoader)) else ()
+            samplers = (
+                (loader.sampler, sampler_of(loader))
+                if isinstance(loader, (DataLoader, JoinedLoader))
+                else ()
+            )
             for sampler in samplers:
                 set_epoch = getattr(sampler, "set_epoch", None)
-                if set_epoch is not None:  # Lightning does it later, when workers have begun to fetch
+                # Lightning does it later, when workers have begun to fetch.
+                if set_epoch is not None:
                     set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
         validates_first = begins_with_it(trainer)
         ends_epoch_first = _ends_epoch_first(trainer)
@@ -302,7 +378,8 @@ class Resume:
             _begin_with_a_batch(trainer)
 
     def _settle_global_batch(self, trainer: Trainer, sizes: list[int | None]) -> None:
-        """Keep the global batch, by another accumulation if needed; warn of a change or refuse it."""
+        """Keep the global batch, by another accumulation if needed; warn of a change or
+        refuse it."""
         # The loaders.
         assert self.place is not None
         saved = self.place["samples_per_batch"]
@@ -315,7 +392,9 @@ class Resume:
             )
         if None in saved or None in sizes:
             if saved != sizes:
-                logger.warning("data loaders without a batch_size: whether the global batch is the same is not known")
+                logger.warning(
+                    "data loaders without a batch_size: whether the global batch is the same is not known"
+                )
             return
 
         # The samples of an optimizer step.
@@ -347,7 +426,8 @@ class Resume:
         )
 
     def _batches_here(self, trainer: Trainer, sizes: list[int | None]) -> int:
-        """Return the place in batches of this run, and set Lightning's counters to it."""
+        """Return the place in batches of this run, and set Lightning's counters to
+        it."""
         assert self.place is not None
         before: int = self.place["batches"]
         if sizes == self.place["samples_per_batch"]:
@@ -367,23 +447,36 @@ class Resume:
             )
         progress = trainer.fit_loop.epoch_loop.batch_progress
         for counter in _COUNTERS:
-            setattr(progress.current, counter, getattr(progress.current, counter) + batches - before)
+            setattr(
+                progress.current,
+                counter,
+                getattr(progress.current, counter) + batches - before,
+            )
         return batches
 
-    def _go_to(self, trainer: Trainer, loaders: list[Any], batches: int, validates_first: bool) -> None:
-        """Move samplers or fetchers to the place, and restore the generators where no sampler does."""
+    def _go_to(
+        self, trainer: Trainer, loaders: list[Any], batches: int, validates_first: bool
+    ) -> None:
+        """Move samplers or fetchers to the place, and restore the generators where no
+        sampler does."""
         at_epoch_start = not batches and not self.in_window
         if at_epoch_start and self.random is not None:
-            set_random_state(self.random)  # making the iterators draws the numbers of the run that saved
+            # Making the iterators draws the numbers of the run that saved.
+            set_random_state(self.random)
         elif batches:
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            warnings.filterwarnings(
+                "ignore",
+                "You're resuming from a checkpoint that ended before the epoch ended",
+            )
         fetcher = trainer.fit_loop._data_fetcher
         if fetcher is None:
             return
         keeping = [loader for loader in loaders if isinstance(loader, KeepsPlace)]
         self._tell_places(keeping)
         others = [loader for loader in loaders if loader not in keeping]
-        samplers = [sampler for loader in others if (sampler := sampler_of(loader)) is not None]
+        samplers = [
+            sampler for loader in others if (sampler := sampler_of(loader)) is not None
+        ]
         by_sampler = len(samplers) == len(others)
         if others and by_sampler and not at_epoch_start:
             goes_round = fetcher.combined_loader._mode == "max_size_cycle"
@@ -395,8 +488,10 @@ class Resume:
             self._hold_until_fetched(others, samplers)
 
     def _tell_places(self, keeping: list[KeepsPlace]) -> None:
-        """Tell loaders the places that they keep. Lightning does where it sets up data, which may have been before the
-        checkpoint was loaded: for ``configure_optimizers``, where that reads ``trainer.estimated_stepping_batches``.
+        """Tell loaders the places that they keep. Lightning does where it sets up data,
+        which may have been before the checkpoint was loaded: for
+        ``configure_optimizers``, where that reads
+        ``trainer.estimated_stepping_batches``.
 
         Raises:
             ValueError: the checkpoint has places of other loaders.
@@ -409,7 +504,9 @@ class Resume:
         for loader, state in zip(keeping, self.loader_states, strict=False):
             loader.load_state_dict(copy.deepcopy(state))
 
-    def _drop(self, fetcher: Any, loaders: list[Any], batches: int, keeping: list[KeepsPlace]) -> None:
+    def _drop(
+        self, fetcher: Any, loaders: list[Any], batches: int, keeping: list[KeepsPlace]
+    ) -> None:
         """Read up to the place."""
         if keeping:
             logger.warning(
@@ -417,7 +514,10 @@ class Resume:
                 "up to the place would be read of both; zip the two to one loader with a state_dict"
             )
             return
-        logger.warning("%d batches are read and dropped: the data loader has no sampler to begin later", batches)
+        logger.warning(
+            "%d batches are read and dropped: the data loader has no sampler to begin later",
+            batches,
+        )
         for _ in range(batches):
             next(fetcher)
             for loader in loaders:
@@ -425,9 +525,11 @@ class Resume:
                     loader.begin_batch()
         fetcher.fetched -= batches  # Lightning adds them
 
-    def _hold_until_fetched(self, loaders: list[Any], samplers: list[PlacedSampler]) -> None:
-        """Go on with the present random states when the first batch is read: Lightning may draw until then, for the
-        iterator of a validation that it takes for past.
+    def _hold_until_fetched(
+        self, loaders: list[Any], samplers: list[PlacedSampler]
+    ) -> None:
+        """Go on with the present random states when the first batch is read: Lightning
+        may draw until then, for the iterator of a validation that it takes for past.
         """
         self.random = random_state()
         if samplers and _read_when_needed(loaders):
@@ -447,21 +549,29 @@ class Resume:
         for loader, sampler, start in zip(loaders, samplers, starts, strict=True):
             then = self.random if lazy and not validates_first else None
             read = batches % len(loader) if goes_round else min(batches, len(loader))
-            sampler.begin_after(read * loader.batch_sampler.batch_size, start, then, keep=lazy and validates_first)
+            sampler.begin_after(
+                read * loader.batch_sampler.batch_size,
+                start,
+                then,
+                keep=lazy and validates_first,
+            )
         if lazy and not validates_first:
             self.random = None
 
     def on_train_batch_start(self, trainer: Trainer) -> None:
-        """Restore the generators before the first training step, unless fetching the batch has done it."""
+        """Restore the generators before the first training step, unless fetching the
+        batch has done it."""
         if self.random is not None:
             set_random_state(self.random)
-        # Lightning leaves a ReduceLROnPlateau out at the end of an epoch in which it restarted, for lack of metrics.
+        # Lightning leaves a ReduceLROnPlateau out at the end of an epoch in which it
+        # restarted, for lack of metrics.
         trainer.fit_loop._restarting = False
 
 
 def _begin_with_a_batch(trainer: Trainer) -> None:
-    """Let Lightning find no validation due where a window is gone back to: it would end the batch before the window
-    once more, with a step of its loggers and of a ``ReduceLROnPlateau``."""
+    """Let Lightning find no validation due where a window is gone back to: it would end
+    the batch before the window once more, with a step of its loggers and of a
+    ``ReduceLROnPlateau``."""
     loop: Any = trainer.fit_loop.epoch_loop
 
     def not_due(_: Any) -> bool:
@@ -472,15 +582,19 @@ def _begin_with_a_batch(trainer: Trainer) -> None:
 
 
 def _read_when_needed(loaders: list[Any]) -> bool:
-    """Return whether samples are read just before the step that needs them, in this process; reading may draw."""
+    """Return whether samples are read just before the step that needs them, in this
+    process; reading may draw."""
     return all(loader.num_workers == 0 for loader in loaders)
 
 
 def _ends_epoch_first(trainer: Trainer) -> bool:
-    """Return whether the rest of an epoch, after its last batch, is to be done; the next one makes its iterators
-    then."""
+    """Return whether the rest of an epoch, after its last batch, is to be done; the
+    next one makes its iterators then."""
     loop = trainer.fit_loop
-    trained = loop.epoch_loop.batch_progress.is_last_batch and not loop.epoch_loop.restarted_on_train_batch_end
+    trained = (
+        loop.epoch_loop.batch_progress.is_last_batch
+        and not loop.epoch_loop.restarted_on_train_batch_end
+    )
     return trained and loop.restarted_mid_epoch
 
 
@@ -502,32 +616,42 @@ class KeepsPlace(Protocol):
 
 
 def tell_place_of_training(loader: Any) -> None:
-    """Let a loader that keeps its place tell that of training, in place; other loaders stay as they are."""
+    """Let a loader that keeps its place tell that of training, in place; other loaders
+    stay as they are."""
     if isinstance(loader, KeepsPlace):
         _PlaceOfTraining(loader)
 
 
 def begin_batch(loader: Any) -> None:
-    """Note that training begins with the next of the batches that were read of a loader."""
+    """Note that training begins with the next of the batches that were read of a
+    loader."""
     place: _PlaceOfTraining | None = getattr(type(loader), _PLACE, None)
     if place is not None:
         place.begin_batch()
 
 
 class _PlaceOfTraining:
-    """The place of training in a loader that keeps one, told by the loader from now on."""
+    """The place of training in a loader that keeps one, told by the loader from now
+    on."""
 
     def __init__(self, loader: KeepsPlace) -> None:
         kind: Any = getattr(type(loader), _KIND, type(loader))
         object.__setattr__(loader, "__class__", kind)
         self._state_of: Callable[[], dict[str, Any]] = loader.state_dict
-        self._before: deque[dict[str, Any]] = deque()  # batches that were read and that training has not begun with
+        # Batches that were read and that training has not begun with.
+        self._before: deque[dict[str, Any]] = deque()
 
         def iterate(loader: Any) -> Iterator[Any]:
             self._before.clear()
             return self._reading(iter(kind.__iter__(loader)))
 
-        own = {"__iter__": iterate, "state_dict": lambda _: self._state(), "__slots__": (), _KIND: kind, _PLACE: self}
+        own = {
+            "__iter__": iterate,
+            "state_dict": lambda _: self._state(),
+            "__slots__": (),
+            _KIND: kind,
+            _PLACE: self,
+        }
         derived = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
         object.__setattr__(loader, "__class__", derived)
 
@@ -550,6 +674,9 @@ class _PlaceOfTraining:
 
 
 def places_of_loaders(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of the training data loaders, as Lightning puts them into a checkpoint."""
-    places: list[dict[str, Any]] = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
+    """Return the states of the training data loaders, as Lightning puts them into a
+    checkpoint."""
+    places: list[dict[str, Any]] = (
+        checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
+    )
     return places

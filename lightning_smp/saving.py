@@ -1,4 +1,5 @@
-"""SmpCheckpoint: a ModelCheckpoint by steps that keeps the newest few and can find its own interval."""
+"""SmpCheckpoint: a ModelCheckpoint by steps that keeps the newest few and can find its
+own interval."""
 
 from __future__ import annotations
 
@@ -16,19 +17,22 @@ from smp_core.checkpoint.folders import is_address
 
 
 class SmpCheckpoint(ModelCheckpoint):
-    """A callback that saves ``dirpath/step-00001000.ckpt`` every so many optimizer steps and at the end, and keeps the
-    newest.
+    """A callback that saves ``dirpath/step-00001000.ckpt`` every so many optimizer
+    steps and at the end, and keeps the newest.
 
-    ``last.ckpt`` is a link to the newest, so that ``ckpt_path="last"`` finds it; object stores have no links.
+    ``last.ckpt`` is a link to the newest, so that ``ckpt_path="last"`` finds it; object
+    stores have no links.
 
     Args:
         dirpath: the folder; default: ModelCheckpoint's.
-        checkpoint_interval: optimizer steps between two saves, or ``"auto"``: the interval that loses the least time
-            (Daly 2006), from the measured times of steps and saves and the time between failures.
-        mean_time_between_failures: of the whole job, in seconds or as a timedelta: one node's, divided by the number of
-            nodes. Needed for ``"auto"``.
+        checkpoint_interval: optimizer steps between two saves, or ``"auto"``: the
+            interval that loses the least time (Daly 2006), from the measured times of
+            steps and saves and the time between failures.
+        mean_time_between_failures: of the whole job, in seconds or as a timedelta: one
+            node's, divided by the number of nodes. Needed for ``"auto"``.
         keep_last: how many checkpoints stay; None: all.
-        options: ModelCheckpoint's own (``filename``, ``save_weights_only``, ``save_on_exception``, ``verbose``).
+        options: ModelCheckpoint's own (``filename``, ``save_weights_only``,
+            ``save_on_exception``, ``verbose``).
 
     Raises:
         CheckpointError: a bad interval, or ``"auto"`` without a time between failures.
@@ -46,7 +50,9 @@ class SmpCheckpoint(ModelCheckpoint):
         **options: Any,
     ) -> None:
         if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last={keep_last} must be 1 or more, or None to keep all")
+            raise ValueError(
+                f"keep_last={keep_last} must be 1 or more, or None to keep all"
+            )
         super().__init__(
             dirpath,
             filename=filename,
@@ -57,7 +63,9 @@ class SmpCheckpoint(ModelCheckpoint):
             **options,
         )
         failures = mean_time_between_failures
-        seconds = failures.total_seconds() if isinstance(failures, timedelta) else failures
+        seconds = (
+            failures.total_seconds() if isinstance(failures, timedelta) else failures
+        )
         self.schedule = SaveSchedule(checkpoint_interval, seconds)
         self.keep_last = keep_last
         self._kept: list[str] = []
@@ -72,7 +80,12 @@ class SmpCheckpoint(ModelCheckpoint):
         self._counted_step = self._saved_step = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         if trainer.global_step == self._counted_step:
             return  # a micro-batch that is not its window's last
@@ -93,7 +106,9 @@ class SmpCheckpoint(ModelCheckpoint):
             self._kept.append(newest)
         while self.keep_last is not None and len(self._kept) > self.keep_last:
             oldest = self._kept.pop(0)
-            if trainer.ckpt_path is None or os.path.abspath(oldest) != os.path.abspath(trainer.ckpt_path):
+            if trainer.ckpt_path is None or os.path.abspath(oldest) != os.path.abspath(
+                trainer.ckpt_path
+            ):
                 trainer.strategy.remove_checkpoint(oldest)
         self.schedule.saved(time.perf_counter() - begin)
 
@@ -104,4 +119,8 @@ class SmpCheckpoint(ModelCheckpoint):
         super().load_state_dict(state_dict)
         if state_dict.get("dirpath") == self.dirpath:
             # The checkpoint that is loaded was not one of them yet when it was written.
-            self._kept = list(dict.fromkeys([*state_dict.get("kept", []), state_dict["best_model_path"]]))
+            self._kept = list(
+                dict.fromkeys(
+                    [*state_dict.get("kept", []), state_dict["best_model_path"]]
+                )
+            )

@@ -1,7 +1,8 @@
-"""The sequences that several ranks share, under the Trainer: batches split, losses weighted, outputs gathered.
+"""The sequences that several ranks share, under the Trainer: batches split, losses
+weighted, outputs gathered.
 
-The strategy calls these where Lightning hands it a batch, a step and a backward pass; the work is
-:mod:`smp_core.context_parallel`'s.
+The strategy calls these where Lightning hands it a batch, a step and a backward pass;
+the work is :mod:`smp_core.context_parallel`'s.
 """
 
 from __future__ import annotations
@@ -13,15 +14,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp_core.context_parallel import BatchLayout, ContextParallel, SplitBatch, enabled, part_of_mean, shifts_labels
+from smp_core.context_parallel import (
+    BatchLayout,
+    ContextParallel,
+    SplitBatch,
+    enabled,
+    part_of_mean,
+    shifts_labels,
+)
 
 
 class SharedSequences:
-    """The present batch of one strategy, if sequences are shared; otherwise everything passes as it is.
+    """The present batch of one strategy, if sequences are shared; otherwise everything
+    passes as it is.
 
     Args:
         layout: how to split batches; None: found out.
-        full_outputs: whether what evaluation and predict steps return is made whole over the context ranks.
+        full_outputs: whether what evaluation and predict steps return is made whole
+            over the context ranks.
     """
 
     def __init__(self, layout: BatchLayout | None, full_outputs: bool) -> None:
@@ -32,11 +42,17 @@ class SharedSequences:
         self._in_stages = False
         self.split: SplitBatch | None = None
 
-    def attach(self, context: ContextParallel | None, module: nn.Module, in_stages: bool = False) -> None:
+    def attach(
+        self,
+        context: ContextParallel | None,
+        module: nn.Module,
+        in_stages: bool = False,
+    ) -> None:
         """Begin with a model that has been parallelized.
 
         Args:
-            in_stages: whether pipeline stages cut batches into micro-batches, each of which is split by itself.
+            in_stages: whether pipeline stages cut batches into micro-batches, each of
+                which is split by itself.
         """
         self._context = context
         self.split = None
@@ -45,22 +61,31 @@ class SharedSequences:
             self._shifts = shifts_labels(module)
 
     def part_of(self, batch: Any, weight: float | None) -> Any:
-        """Return this rank's part of the first context peer's batch. Collective over all ranks.
+        """Return this rank's part of the first context peer's batch. Collective over
+        all ranks.
 
         Args:
-            weight: of an evaluation's batch, 0 where it is another rank's; None in training.
+            weight: of an evaluation's batch, 0 where it is another rank's; None in
+                training.
         """
         if self._context is None or self._in_stages:
             return batch
-        self.split = self._context.split(batch, self._layout, shifts=self._shifts, weight=weight)
+        self.split = self._context.split(
+            batch, self._layout, shifts=self._shifts, weight=weight
+        )
         return self.split.batch
 
-    def split_each(self, batches: Sequence[Any]) -> tuple[list[Any], list[SplitBatch | None]]:
-        """Return this rank's parts of several batches, and what :meth:`during` takes for each. Collective over all
-        ranks."""
+    def split_each(
+        self, batches: Sequence[Any]
+    ) -> tuple[list[Any], list[SplitBatch | None]]:
+        """Return this rank's parts of several batches, and what :meth:`during` takes
+        for each. Collective over all ranks."""
         if self._context is None:
             return list(batches), [None] * len(batches)
-        splits = [self._context.split(batch, self._layout, shifts=self._shifts) for batch in batches]
+        splits = [
+            self._context.split(batch, self._layout, shifts=self._shifts)
+            for batch in batches
+        ]
         return [split.batch for split in splits], list(splits)
 
     @contextlib.contextmanager
@@ -82,15 +107,16 @@ class SharedSequences:
         return part_of_mean(loss)
 
     def outputs(self, outputs: Any) -> Any:
-        """Gather the unsplit sequences of an evaluation or predict step's outputs, if asked for. Collective over
-        context ranks.
+        """Gather the unsplit sequences of an evaluation or predict step's outputs, if
+        asked for. Collective over context ranks.
         """
         if self._context is None or self.split is None or not self._full_outputs:
             return outputs
         return self._context.gather_all(outputs, self.split)
 
     def full(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return a tensor of the present batch's tokens over all context ranks. Collective over them."""
+        """Return a tensor of the present batch's tokens over all context ranks.
+        Collective over them."""
         if self._context is None or self.split is None:
             return tensor
         return self._context.gather(tensor, self.split, dim)

@@ -1,10 +1,13 @@
-"""The sharding of a LightningModule, once; and the settings that a later run may still change.
+"""The sharding of a LightningModule, once; and the settings that a later run may still
+change.
 
-Lightning calls a strategy for every ``fit``, ``validate``, ``test`` and ``predict``. The first of them shards the
-module, which carries the handle from then on; the others find it.
+Lightning calls a strategy for every ``fit``, ``validate``, ``test`` and ``predict``.
+The first of them shards the module, which carries the handle from then on; the others
+find it.
 
-Private names: torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no public access to a module's
-registries as dicts (``_modules``, ``_parameters``, ``_buffers``).
+Private names: torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no
+public access to a module's registries as dicts (``_modules``, ``_parameters``,
+``_buffers``).
 """
 
 from __future__ import annotations
@@ -38,12 +41,18 @@ def is_sharded(module: LightningModule) -> bool:
 
 @contextlib.contextmanager
 def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, None]:
-    """Keep the submodules and parameters of a sharded module through ``configure_model``.
+    """Keep the submodules and parameters of a sharded module through
+    ``configure_model``.
 
-    Lightning calls that hook again for every ``validate`` and ``test``; the module may have been trained before.
+    Lightning calls that hook again for every ``validate`` and ``test``; the module may
+    have been trained before.
     """
     sharded = is_sharded(module)
-    registries: list[dict[str, Any]] = [module._modules, module._parameters, module._buffers]  # type: ignore[list-item]
+    registries: list[dict[str, Any]] = [
+        module._modules,
+        module._parameters,
+        module._buffers,
+    ]  # type: ignore[list-item]
     before = [dict(registry) for registry in registries]
     yield
     if sharded:
@@ -51,7 +60,9 @@ def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, No
             registry.update(kept)
 
 
-def with_recipe(config: SmpConfig, plugin: Precision, device: torch.device) -> SmpConfig:
+def with_recipe(
+    config: SmpConfig, plugin: Precision, device: torch.device
+) -> SmpConfig:
     """Read ``plugins=[Fp8Precision(recipe)]`` as the knob ``fp8``.
 
     Raises:
@@ -65,7 +76,11 @@ def with_recipe(config: SmpConfig, plugin: Precision, device: torch.device) -> S
             f"fp8={config.fp8} was asked of the strategy and {plugin.recipe} of Fp8Precision; write the "
             "recipe in one of the two places"
         )
-    return config if config.fp8 == plugin.recipe else dataclasses.replace(config, fp8=plugin.recipe)
+    return (
+        config
+        if config.fp8 == plugin.recipe
+        else dataclasses.replace(config, fp8=plugin.recipe)
+    )
 
 
 def shard(
@@ -90,8 +105,8 @@ def shard(
     _leave_inference_mode(module)
     unsharded: nn.Module = module
     if layer_sync is not None:
-        # Before an evaluation too: the module keeps the layers that are sharded now, and a fit may follow.
-        # torch's own SyncBatchNorm refuses CPU tensors.
+        # Before an evaluation too: the module keeps the layers that are sharded now,
+        # and a fit may follow. torch's own SyncBatchNorm refuses CPU tensors.
         sync = sync_batch_norm_on_cpu if device.type == "cpu" else layer_sync.apply
         unsharded = sync(unsharded)
     unsharded = precision.convert_module(unsharded)
@@ -110,17 +125,25 @@ def shard(
 
 
 def _leave_inference_mode(module: nn.Module) -> None:
-    """Replace parameters and buffers that were made in inference mode, which nothing can be trained with."""
+    """Replace parameters and buffers that were made in inference mode, which nothing
+    can be trained with."""
     made: dict[int, torch.Tensor] = {}
 
     def ordinary(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
             copy = tensor.clone()
-            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+            made[id(tensor)] = (
+                nn.Parameter(copy, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else copy
+            )
         return made[id(tensor)]
 
     for child in module.modules():
-        for name, tensor in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *child.named_parameters(recurse=False),
+            *child.named_buffers(recurse=False),
+        ]:
             if tensor.is_inference():
                 setattr(child, name, ordinary(tensor))
 
@@ -130,15 +153,18 @@ def _autocast_dtype(plugin: Precision) -> torch.dtype | None:
     if isinstance(plugin, Fp8Precision):
         return None if plugin.compute_dtype == torch.float32 else plugin.compute_dtype
     if isinstance(plugin, MixedPrecision):
-        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[str(plugin.precision)]
+        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[
+            str(plugin.precision)
+        ]
     return None
 
 
 def _meant_by(plugin: Precision, device: torch.device) -> CorePrecision:
     """Translate a precision plugin to the core's.
 
-    Under autocast parameters are gathered in autocast's dtype, half the bytes; not on CPU, whose autocast lets
-    ``layer_norm`` meet a float32 input and a half precision weight, which it refuses.
+    Under autocast parameters are gathered in autocast's dtype, half the bytes; not on
+    CPU, whose autocast lets ``layer_norm`` meet a float32 input and a half precision
+    weight, which it refuses.
     """
     gathered, why = _autocast_dtype(plugin), f"precision={plugin.precision!r}"
     casts_inputs = gathered is None
@@ -146,14 +172,20 @@ def _meant_by(plugin: Precision, device: torch.device) -> CorePrecision:
         gathered = None
         why = f"{why} on CPU: autocast there does not mix dtypes in norms"
     scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-    return CorePrecision(gathered, why, cast_forward_inputs=casts_inputs, skips_steps=scales)
+    return CorePrecision(
+        gathered, why, cast_forward_inputs=casts_inputs, skips_steps=scales
+    )
 
 
-def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) -> tuple[ParallelModel, SmpConfig]:
-    """Return the handle of a module that an earlier run sharded; refuse knobs that would have no effect.
+def reattach(
+    module: LightningModule, asked: SmpConfig, precision: Precision
+) -> tuple[ParallelModel, SmpConfig]:
+    """Return the handle of a module that an earlier run sharded; refuse knobs that
+    would have no effect.
 
     Returns:
-        its handle, and the config in effect: the module's, and the run's where a knob is the run's own.
+        its handle, and the config in effect: the module's, and the run's where a knob
+            is the run's own.
 
     Raises:
         ValueError: a knob or a precision asks for something else than the module has.
@@ -175,8 +207,16 @@ def check_layer_sync(module: LightningModule, layer_sync: LayerSync | None) -> N
     """
     if layer_sync is None:
         return
-    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
-    plain = [name for name, norm in norms if not isinstance(norm, (nn.SyncBatchNorm, CpuSyncBatchNorm))]
+    norms = [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, _BatchNorm)
+    ]
+    plain = [
+        name
+        for name, norm in norms
+        if not isinstance(norm, (nn.SyncBatchNorm, CpuSyncBatchNorm))
+    ]
     if plain:
         raise ValueError(
             f"sync_batchnorm=True: this LightningModule was sharded before without it and {plain[0]} stays as it "

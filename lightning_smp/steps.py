@@ -1,7 +1,8 @@
-"""The steps of a sharded LightningModule: forward, backward, the accumulation window, the optimizer step,
-evaluation.
+"""The steps of a sharded LightningModule: forward, backward, the accumulation window,
+the optimizer step, evaluation.
 
-Private names: ``Trainer._accelerator_connector``, because ``use_distributed_sampler`` is not public.
+Private names: ``Trainer._accelerator_connector``, because ``use_distributed_sampler``
+is not public.
 """
 
 from __future__ import annotations
@@ -61,9 +62,12 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @property
     def parallel(self) -> ParallelModel:
-        """The parallelized LightningModule: units, window, meter, mesh. Available once ``setup`` has run."""
+        """The parallelized LightningModule: units, window, meter, mesh. Available once
+        ``setup`` has run."""
         if self._parallel is None:
-            raise RuntimeError("the model is not parallelized yet; strategy.parallel is there from on_fit_start on")
+            raise RuntimeError(
+                "the model is not parallelized yet; strategy.parallel is there from on_fit_start on"
+            )
         return self._parallel
 
     @property
@@ -74,7 +78,8 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that read different samples: for collectives of your own, and counts of samples."""
+        """The ranks that read different samples: for collectives of your own, and
+        counts of samples."""
         return self.mesh.data_group
 
     @property
@@ -90,10 +95,12 @@ class SteppingStrategy(ProcessGroupStrategy):
     @property
     @override
     def world_size(self) -> int:
-        """The number of ranks that hold different tokens: what numbers are added up over, and the divisor of gradients.
-        ``dist.get_world_size()`` counts processes.
+        """The number of ranks that hold different tokens: what numbers are added up
+        over, and the divisor of gradients. ``dist.get_world_size()`` counts processes.
         """
-        of_one_batch = self.config.tensor_parallel_degree * self.config.pipeline_parallel_degree
+        of_one_batch = (
+            self.config.tensor_parallel_degree * self.config.pipeline_parallel_degree
+        )
         return super().world_size // of_one_batch
 
     @property
@@ -103,17 +110,24 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks that hold different tokens, or ``group``: ``"mean"``, ``"sum"``, ... or a
-        ``ReduceOp``; other objects stay.
+        """Reduce a tensor over the ranks that hold different tokens, or ``group``:
+        ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; other objects stay.
         """
         if group is not None or self._parallel is None or not torch.is_tensor(tensor):
             return super().reduce(tensor, group, reduce_op)
         is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
-        is_mean = reduce_op in (None, dist.ReduceOp.AVG) or str(reduce_op).lower() in ("mean", "avg")
+        is_mean = reduce_op in (None, dist.ReduceOp.AVG) or str(reduce_op).lower() in (
+            "mean",
+            "avg",
+        )
         if is_sum and tensor.is_floating_point():
             instead = "self.log(..., sync_dist_group=self.trainer.strategy.data_group)"
             report_equal_terms(tensor, self.mesh, "a sum that is logged", instead)
-        if (is_sum or is_mean) and self.evaluations is not None and self.evaluations.is_uneven:
+        if (
+            (is_sum or is_mean)
+            and self.evaluations is not None
+            and self.evaluations.is_uneven
+        ):
             # Ranks without a batch take part, and count nothing.
             weight = torch.tensor(self.evaluations.weight, device=tensor.device)
             total = super().reduce(tensor * weight, reduce_op="sum")
@@ -121,16 +135,23 @@ class SteppingStrategy(ProcessGroupStrategy):
         return super().reduce(tensor, reduce_op=reduce_op)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack a tensor of the ranks that hold different tokens, or of ``group``. Collective over them.
+    def all_gather(
+        self, tensor: Tensor, group: Any = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Stack a tensor of the ranks that hold different tokens, or of ``group``.
+        Collective over them.
 
-        ``LightningModule.all_gather`` gives the world where it was given no group, and so means them too.
+        ``LightningModule.all_gather`` gives the world where it was given no group, and
+        so means them too.
 
         Raises:
-            ValueError: a loss over samples of all ranks, of which pipeline stages compute micro-batches.
+            ValueError: a loss over samples of all ranks, of which pipeline stages
+                compute micro-batches.
         """
         if self._pipelined is not None and sync_grads and torch.is_grad_enabled():
-            self._pipelined.require_whole_batches("self.all_gather(..., sync_grads=True)")
+            self._pipelined.require_whole_batches(
+                "self.all_gather(..., sync_grads=True)"
+            )
         if group is None or group is dist.group.WORLD:
             group = self.counting_group
         with contextlib.nullcontext() if sync_grads else torch.no_grad():
@@ -145,14 +166,21 @@ class SteppingStrategy(ProcessGroupStrategy):
     def open_window(self) -> WindowStart | None:
         """The place where the open window has begun; None between windows."""
         is_open: bool = self.window.is_open
-        if not is_open and not self._module.automatic_optimization and not self._has_stepped:
+        if (
+            not is_open
+            and not self._module.automatic_optimization
+            and not self._has_stepped
+        ):
             # Manual optimization without block_backward_sync: gradients wait in .grad.
-            is_open = any(p.grad is not None for p in self._module.parameters()) or bool(self.window.held())
+            is_open = any(
+                p.grad is not None for p in self._module.parameters()
+            ) or bool(self.window.held())
         return self._window_start if is_open else None
 
     @property
     def _module(self) -> LightningModule:
-        """The LightningModule, which a Trainer has connected before anything else is called."""
+        """The LightningModule, which a Trainer has connected before anything else is
+        called."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -167,21 +195,29 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else adapt_precision(plugin, lambda: self.parallel)
+        self._precision_plugin = (
+            None if plugin is None else adapt_precision(plugin, lambda: self.parallel)
+        )
 
     # Steps
 
-    def _run_step(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_step(
+        self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         with context, self._sequences.active():
             return self.parallel.run_as_forward(method, *args, **kwargs)
 
-    def _evaluate(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(
+        self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         with self.parallel.meter.outside_steps():
             if self._pipelined is not None:
                 with context:
                     run = functools.partial(self.parallel.run_as_forward, method)
                     return self._pipelined.evaluate(run, args, kwargs)
-            return self._sequences.outputs(self._run_step(method, context, *args, **kwargs))
+            return self._sequences.outputs(
+                self._run_step(method, context, *args, **kwargs)
+            )
 
     @property
     @override
@@ -195,17 +231,25 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
-        if self.evaluations is not None and name is not None and name.endswith("_dataloader()"):
+        if (
+            self.evaluations is not None
+            and name is not None
+            and name.endswith("_dataloader()")
+        ):
             self.evaluations.loaders_are_made()
 
     @property
     def _reads_as(self) -> tuple[int, int]:
-        """The number of ranks that read different samples, and this one's place; before there is a mesh, too."""
-        # Context and tensor ranks read the same batch, and are neighbours; so do stages, which are far apart.
+        """The number of ranks that read different samples, and this one's place; before
+        there is a mesh, too."""
+        # Context and tensor ranks read the same batch, and are neighbours; so do
+        # stages, which are far apart.
         tensor = self.config.tensor_parallel_degree
         context = self.config.context_parallel_degree
         of_stage = self.world_size * tensor
-        return self.world_size // context, self.global_rank % of_stage // (context * tensor)
+        return self.world_size // context, self.global_rank % of_stage // (
+            context * tensor
+        )
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -213,13 +257,24 @@ class SteppingStrategy(ProcessGroupStrategy):
         evaluates = self.evaluations is not None and self.evaluations.prepares
         if self._is_dealt_out(dataloader):
             read_alike(dataloader)
-            need_alike = self.config.context_parallel_degree == 1  # else the first context peer's batch counts
+            # Else the first context peer's batch counts.
+            need_alike = self.config.context_parallel_degree == 1
             dataloader = DealtLoader(
-                dataloader, *self._reads_as, need_alike, cuts=lambda: self.joined is None, once=evaluates
+                dataloader,
+                *self._reads_as,
+                need_alike,
+                cuts=lambda: self.joined is None,
+                once=evaluates,
             )
-        elif int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", self) is None:
-            # Lightning's would be of the process: ranks of one batch would draw different augmentations.
-            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self._reads_as[1])
+        elif (
+            int(os.environ.get("PL_SEED_WORKERS", "0"))
+            and getattr(dataloader, "worker_init_fn", self) is None
+        ):
+            # Lightning's would be of the process: ranks of one batch would draw
+            # different augmentations.
+            dataloader.worker_init_fn = functools.partial(
+                pl_worker_init_function, rank=self._reads_as[1]
+            )
         if evaluates:
             assert self.evaluations is not None
             if deals_as is not None:
@@ -232,33 +287,51 @@ class SteppingStrategy(ProcessGroupStrategy):
         return dataloader
 
     def _is_dealt_out(self, loader: object) -> TypeGuard[DataLoader[Any]]:
-        # A prediction gives every rank all results; one that is written by a callback is the user's to deal out.
+        # A prediction gives every rank all results; one that is written by a callback
+        # is the user's to deal out.
         trainer = self._trainer
-        if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        if not isinstance(loader, DataLoader) or not isinstance(
+            loader.dataset, IterableDataset
+        ):
             return False
         is_asked_for = trainer._accelerator_connector.use_distributed_sampler
-        return is_asked_for and dist.get_world_size() > 1 and trainer.state.fn != TrainerFn.PREDICTING
+        return (
+            is_asked_for
+            and dist.get_world_size() > 1
+            and trainer.state.fn != TrainerFn.PREDICTING
+        )
 
     @property
     def joined(self) -> JoinedLoader | DealtLoader | None:
-        """The training loader, where its batches have weights: ranks may run out of them before others."""
+        """The training loader, where its batches have weights: ranks may run out of
+        them before others."""
         loader = self._trainer.train_dataloader
         if isinstance(loader, JoinedLoader):
             return loader
-        if not isinstance(loader, DealtLoader) or self.config.context_parallel_degree > 1:
+        if (
+            not isinstance(loader, DealtLoader)
+            or self.config.context_parallel_degree > 1
+        ):
             return None  # where sequences are shared, targets are counted
-        fetches_itself = "dataloader_iter" in inspect.signature(self._module.training_step).parameters
+        fetches_itself = (
+            "dataloader_iter"
+            in inspect.signature(self._module.training_step).parameters
+        )
         return None if fetches_itself else loader
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch as Lightning does; where sequences are shared, return this rank's part of the first context
-        peer's batch.
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch as Lightning does; where sequences are shared, return this
+        rank's part of the first context peer's batch.
         """
         weight = None
         if self.evaluations is not None and not self._trainer.training:
             weight = self.evaluations.weight
-        return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx), weight)
+        return self._sequences.part_of(
+            super().batch_to_device(batch, device, dataloader_idx), weight
+        )
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -271,15 +344,16 @@ class SteppingStrategy(ProcessGroupStrategy):
             return super().backward(loss, *args, **kwargs)
 
     def weighted_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of the present batch as its backward pass starts from it: where ranks share sequences, this
-        rank's part of the mean over all of their targets.
+        """Return the loss of the present batch as its backward pass starts from it:
+        where ranks share sequences, this rank's part of the mean over all of their
+        targets.
         """
         with self._sequences.active():
             return self._sequences.weighted(loss)
 
     def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Gather the unsplit sequence of a tensor that has this rank's tokens along ``dim``, inside a step. Collective;
-        no gradient.
+        """Gather the unsplit sequence of a tensor that has this rank's tokens along
+        ``dim``, inside a step. Collective; no gradient.
         """
         return self._sequences.full(tensor, dim)
 
@@ -292,7 +366,9 @@ class SteppingStrategy(ProcessGroupStrategy):
             windows = self._trainer.accumulate_grad_batches
             weight = 1.0 if self.joined is None else self.joined.weight
             batch = (*args, *kwargs.values())
-            return self._pipelined.train(self._micro_batch, self.optimizers, windows, batch, weight)
+            return self._pipelined.train(
+                self._micro_batch, self.optimizers, windows, batch, weight
+            )
         return self._micro_batch(*args, **kwargs)
 
     def _micro_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -334,12 +410,19 @@ class SteppingStrategy(ProcessGroupStrategy):
     ) -> Any:
         def closure_and_close() -> Any:
             result = closure()
-            # Closed already unless every backward pass ran inside block_backward_sync (manual optimization).
+            # Closed already unless every backward pass ran inside block_backward_sync
+            # (manual optimization).
             self.window.close()
             on_nonfinite = self.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
-                parameters = self.parallel.stepped(p for group in optimizer.param_groups for p in group["params"])
-                settle_nonfinite(parameters, self.parallel.grad_norm(parameters=parameters), on_nonfinite)
+                parameters = self.parallel.stepped(
+                    p for group in optimizer.param_groups for p in group["params"]
+                )
+                settle_nonfinite(
+                    parameters,
+                    self.parallel.grad_norm(parameters=parameters),
+                    on_nonfinite,
+                )
             self._before_update()
             return result
 
@@ -351,10 +434,12 @@ class SteppingStrategy(ProcessGroupStrategy):
         return result
 
     def _before_update(self) -> None:
-        """Wait for whoever still reads parameters or optimizer states; they are about to change."""
+        """Wait for whoever still reads parameters or optimizer states; they are about
+        to change."""
 
-    # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with the weights at its beginning
-    # (averages may have replaced them, also in the middle of a window), and leaves no stale unsharded ones.
+    # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with
+    # the weights at its beginning (averages may have replaced them, also in the middle
+    # of a window), and leaves no stale unsharded ones.
 
     def _begin_evaluation(self, limit: str, batches: Any) -> None:
         require_equal_evaluation(limit, batches, self.mesh)
@@ -365,7 +450,11 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def on_validation_start(self) -> None:
         trainer = self._trainer
-        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        batches = (
+            trainer.num_sanity_val_batches
+            if trainer.sanity_checking
+            else trainer.num_val_batches
+        )
         self._begin_evaluation("limit_val_batches", batches)
 
     @override
@@ -374,7 +463,9 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def on_predict_start(self) -> None:
-        self._begin_evaluation("limit_predict_batches", self._trainer.num_predict_batches)
+        self._begin_evaluation(
+            "limit_predict_batches", self._trainer.num_predict_batches
+        )
 
     def _end_evaluation(self) -> None:
         self.parallel.require_same_collectives()
@@ -405,5 +496,8 @@ def hooks_before_steps(trainer: Trainer) -> Iterator[Callable[..., Any]]:
     for owner in (trainer.lightning_module, *callbacks):
         for name in _HOOKS_BEFORE_STEPS:
             hook = getattr(owner, name, None)
-            if callable(hook) and getattr(hook, "__module__", "").split(".")[0] not in ("lightning", "lightning_smp"):
+            if callable(hook) and getattr(hook, "__module__", "").split(".")[0] not in (
+                "lightning",
+                "lightning_smp",
+            ):
                 yield hook

@@ -1,6 +1,7 @@
 """SmpShardedStrategy: smp_core under Lightning's Trainer.
 
-Each hook calls the core. The work that Lightning leaves to a strategy, and the places where it is done:
+Each hook calls the core. The work that Lightning leaves to a strategy, and the places
+where it is done:
 
     setup_environment     process group, topology, watch over the ranks (lightning_smp/processes.py)
     setup                 precision, parallelize (lightning_smp/sharding.py), optimizers
@@ -51,9 +52,20 @@ from lightning_smp.resume import (
     training_loaders,
 )
 from lightning_smp.sequences import SharedSequences
-from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
+from lightning_smp.sharding import (
+    check_layer_sync,
+    is_sharded,
+    keeping_what_is_sharded,
+    reattach,
+    shard,
+    with_recipe,
+)
 from lightning_smp.steps import SteppingStrategy, hooks_before_steps
-from lightning_smp.uneven import Evaluations, require_equal_training, require_joined_alone
+from lightning_smp.uneven import (
+    Evaluations,
+    require_equal_training,
+    require_joined_alone,
+)
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
@@ -67,26 +79,34 @@ logger = logging.getLogger("smp")
 class SmpShardedStrategy(SteppingStrategy):
     """A strategy of MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``.
 
-    By name it is ``"smp_sharded"``, or that with ``_node``, ``_world``, ``_auto`` or ``_fp8`` behind it.
+    By name it is ``"smp_sharded"``, or that with ``_node``, ``_world``, ``_auto`` or
+    ``_fp8`` behind it.
 
     Args:
-        config: all knobs in one :class:`smp_core.config.SmpConfig` or mapping; or give them as keywords.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own.
-            ``checkpoint_io`` is used for ordinary ``.ckpt`` files (``checkpoint="full"``); sharded folders have
-            a writer of their own.
+        config: all knobs in one :class:`smp_core.config.SmpConfig` or mapping; or give
+            them as keywords.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io,
+            precision_plugin: Lightning's own. ``checkpoint_io`` is used for ordinary
+            ``.ckpt`` files (``checkpoint="full"``); sharded folders have a writer of
+            their own.
         process_group_backend: default ``"nccl"`` on CUDA, ``"gloo"`` on CPU.
         timeout: the limit of collectives; a rank that dies is noticed within it.
-        init_fn: gives one module its initial values in place; for modules built on the meta device that have no
-            initialiser of their own (see docs/delayed-init.md).
-        batch_layout: with ``context_parallel_degree`` above 1, the tensors of a batch to split, and their dims
-            (:class:`smp_core.context_parallel.batch.BatchLayout`); by default found in the batch.
-        full_outputs: with ``context_parallel_degree`` above 1, whether tensors [batch, tokens, ...] that validation,
-            test and predict steps return are gathered over the ranks that share the sequences.
-        knobs: the fields of :class:`smp_core.config.SmpConfig` (``shard_degree=8``, ...). The signature lists them
-            (LightningCLI reads it).
+        init_fn: gives one module its initial values in place; for modules built on the
+            meta device that have no initialiser of their own (see
+            docs/delayed-init.md).
+        batch_layout: with ``context_parallel_degree`` above 1, the tensors of a batch
+            to split, and their dims
+            (:class:`smp_core.context_parallel.batch.BatchLayout`); by default found in
+            the batch.
+        full_outputs: with ``context_parallel_degree`` above 1, whether tensors [batch,
+            tokens, ...] that validation, test and predict steps return are gathered
+            over the ranks that share the sequences.
+        knobs: the fields of :class:`smp_core.config.SmpConfig` (``shard_degree=8``,
+            ...). The signature lists them (LightningCLI reads it).
 
     Raises:
-        ValueError: an unknown knob (with the nearest known one), a bad value, or both ``config`` and knobs.
+        ValueError: an unknown knob (with the nearest known one), a bad value, or both
+            ``config`` and knobs.
     """
 
     strategy_name = "smp_sharded"
@@ -132,7 +152,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        """Begin a run, outside of inference mode: FSDP2 cannot train tensors that were made in it."""
+        """Begin a run, outside of inference mode: FSDP2 cannot train tensors that were
+        made in it."""
         self.loading, self._is_set_up = None, False
         self._run = contextlib.ExitStack()
         if torch.is_inference_mode_enabled():
@@ -142,9 +163,14 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @contextlib.contextmanager
     @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+    def tensor_init_context(
+        self, empty_init: bool | None = None
+    ) -> Generator[None, None, None]:
         on_meta = bool(empty_init) or self.config.delayed_init is not None
-        with torch.device("meta") if on_meta else contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
+        with (
+            torch.device("meta") if on_meta else contextlib.nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
 
     @contextlib.contextmanager
@@ -170,7 +196,11 @@ class SmpShardedStrategy(SteppingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         # FSDP2 cannot train on tensors that it gathered under inference mode.
-        for evaluation in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        for evaluation in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+        ):
             evaluation.inference_mode = False
         trainer.predict_loop.inference_mode = False
         self.evaluations = Evaluations(trainer, self._leave_if_told)
@@ -201,7 +231,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
         synchronize_metrics(self.mesh)
 
-        # Its collaborators: checkpoints, the watch, shared sequences, saves in the background.
+        # Its collaborators: checkpoints, the watch, shared sequences, saves in the
+        # background.
         checkpoints.check_plugin(self.checkpoint_io, self.config)
         if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
             checkpoints.say_what_is_not_uploaded(trainer.loggers, self.config)
@@ -209,7 +240,11 @@ class SmpShardedStrategy(SteppingStrategy):
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
         self._sequences.attach(self._parallel.context, module, in_stages)
-        self._pipelined = PipelinedSteps(self._parallel, module, self._sequences) if in_stages else None
+        self._pipelined = (
+            PipelinedSteps(self._parallel, module, self._sequences)
+            if in_stages
+            else None
+        )
         self.model = module
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:
@@ -250,15 +285,21 @@ class SmpShardedStrategy(SteppingStrategy):
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
         if self.window.world is not None or self._pipelined is not None:
-            say_where_gradients_are(hooks_before_steps(trainer), in_stages=self.window.world is None)
+            say_where_gradients_are(
+                hooks_before_steps(trainer), in_stages=self.window.world is None
+            )
         # The assignment makes new wrappers of Lightning, from the prepared optimizers.
         self.optimizers = self.optimizers
 
     @override
     def model_to_device(self) -> None:
-        """Move the children without parameters, such as torchmetrics; the others are where sharding has put them."""
+        """Move the children without parameters, such as torchmetrics; the others are
+        where sharding has put them."""
         for child in self.parallel.module.modules():
-            if not any(True for _ in child.parameters()) and child is not self.parallel.module:
+            if (
+                not any(True for _ in child.parameters())
+                and child is not self.parallel.module
+            ):
                 child.to(self.root_device)
 
     # The place in the data, and the save in flight
@@ -286,7 +327,9 @@ class SmpShardedStrategy(SteppingStrategy):
             begin_batch(loader)
         if goes_on_in_window or self.open_window is None:
             self._has_stepped = False
-            self._window_start = WindowStart.here(self._trainer, self._loaders, is_whole=not goes_on_in_window)
+            self._window_start = WindowStart.here(
+                self._trainer, self._loaders, is_whole=not goes_on_in_window
+            )
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,9 +346,13 @@ class SmpShardedStrategy(SteppingStrategy):
             self._memory.tier.before_update()
 
     def _remember_loaders(self) -> None:
-        """Remember the data loaders' state between windows; a save inside the next one resumes from it."""
+        """Remember the data loaders' state between windows; a save inside the next one
+        resumes from it."""
         trainer = self._trainer
-        if trainer.accumulate_grad_batches > 1 or not self._module.automatic_optimization:
+        if (
+            trainer.accumulate_grad_batches > 1
+            or not self._module.automatic_optimization
+        ):
             self._loaders = loader_state(trainer)
 
     # Checkpoints
@@ -322,7 +369,9 @@ class SmpShardedStrategy(SteppingStrategy):
         return checkpoints.optimizer_state(self, optimizer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         trainer = self._trainer
         if self.open_window is not None:
             self.open_window.rewind(checkpoint)
@@ -339,13 +388,20 @@ class SmpShardedStrategy(SteppingStrategy):
             assert self._memory is not None
             checkpoints.save_in_memory(self, checkpoint, self._memory.tier)
             return
-        checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options, self.background_saves)
+        checkpoints.save(
+            self,
+            checkpoint,
+            self.broadcast(filepath),
+            storage_options,
+            self.background_saves,
+        )
         if self.background_saves is not None and not self._is_running():
             self.background_saves.wait()
 
     @property
     def memory(self) -> KeepsInMemory | None:
-        """The keeper of the newest state in shared memory; None outside of fit and without the knob. Collective."""
+        """The keeper of the newest state in shared memory; None outside of fit and
+        without the knob. Collective."""
         trainer = self._trainer
         every = self.config.checkpoint.memory_every_n_steps
         if self._memory is None and every and trainer.state.fn == TrainerFn.FITTING:
@@ -354,12 +410,15 @@ class SmpShardedStrategy(SteppingStrategy):
         return self._memory
 
     def _is_running(self) -> bool:
-        """Return whether training hides a save; after training, a save has to be complete when it returns."""
+        """Return whether training hides a save; after training, a save has to be
+        complete when it returns."""
         state = self._trainer.state
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
         if nothing_saved(self, path, self.memory):
             return NothingSaved()
@@ -368,10 +427,14 @@ class SmpShardedStrategy(SteppingStrategy):
         return self.loading.content
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True
+    ) -> None:
         assert self.loading is not None
         self.loading.take_model_state(checkpoint["state_dict"], strict)
-        if self._is_set_up:  # in the middle of a run: the learning rate finder restores the state from before its trial
+        # In the middle of a run: the learning rate finder restores the state from
+        # before its trial.
+        if self._is_set_up:
             self.loading.load_weights(self.parallel)
             give_shards(self._trainer, self.loading.content, self.parallel.module)
 
@@ -389,13 +452,17 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @property
     def preemption(self) -> Preemption | None:
-        """The notices to all ranks that the job is about to be ended; None outside of fit, and with no grace."""
+        """The notices to all ranks that the job is about to be ended; None outside of
+        fit, and with no grace."""
         return None if self._leaves is None else self._leaves.preemption
 
     def _leave_if_told(self) -> None:
-        """Agree with ranks that are behind a batch of a validation, where this one has none."""
+        """Agree with ranks that are behind a batch of a validation, where this one has
+        none."""
         if self._leaves is not None:
-            self._leaves.on_validation_batch_end(self._trainer, self._trainer.lightning_module)
+            self._leaves.on_validation_batch_end(
+                self._trainer, self._trainer.lightning_module
+            )
 
     @override
     def teardown(self) -> None:

@@ -1,18 +1,22 @@
-"""Ranks with different numbers of batches: refused in training, and in evaluation and prediction each sample once.
+"""Ranks with different numbers of batches: refused in training, and in evaluation and
+prediction each sample once.
 
-A rank that has run out of batches cannot leave before the others, which gather its parameters in each step. Lightning's
-loop sees this rank's own batches alone, so hooks, callbacks, prediction writers and results are those of its samples.
-Behind the last one its loader runs the steps in which others have batches still, with its last batch again (another
-rank's where it had none): what such a step returns is dropped, what it logs has no weight, and what it leaves on the
-module is undone.
+A rank that has run out of batches cannot leave before the others, which gather its
+parameters in each step. Lightning's loop sees this rank's own batches alone, so hooks,
+callbacks, prediction writers and results are those of its samples. Behind the last one
+its loader runs the steps in which others have batches still, with its last batch again
+(another rank's where it had none): what such a step returns is dropped, what it logs
+has no weight, and what it leaves on the module is undone.
 
-Lightning's samplers would repeat samples to make ranks even. They are told to deal to one rank, and dealt anew through
-their public attributes.
+Lightning's samplers would repeat samples to make ranks even. They are told to deal to
+one rank, and dealt anew through their public attributes.
 
-Private names: a step outside of Lightning's loop has to be what the loop makes of it. ``_on_before_batch_transfer``,
-``_build_kwargs`` and ``_build_step_args_from_hook_kwargs`` give its arguments, ``call._call_strategy_hook`` the name of
-the hook that logs, ``_logger_connector`` the loader and batch that are logged of; ``_store_dataloader_outputs`` ends
-what was logged of the loader before. ``_combined_loader`` has the mode in which loaders are combined (``_mode``),
+Private names: a step outside of Lightning's loop has to be what the loop makes of it.
+``_on_before_batch_transfer``, ``_build_kwargs`` and
+``_build_step_args_from_hook_kwargs`` give its arguments, ``call._call_strategy_hook``
+the name of the hook that logs, ``_logger_connector`` the loader and batch that are
+logged of; ``_store_dataloader_outputs`` ends what was logged of the loader before.
+``_combined_loader`` has the mode in which loaders are combined (``_mode``),
 ``_evaluation_loop`` is the one that runs, and ``_results`` what it has logged.
 """
 
@@ -40,23 +44,30 @@ from smp_core.watch import JoinedLoader, join, length_of
 
 _NEUTRAL = {"max": -torch.inf, "min": torch.inf}
 _CONTAINERS = (list, dict, set, collections.deque)
-# What every module has; buffers may be counters. What a metric has computed is out of date: others have updated theirs,
-# and compute it again together (torchmetrics' name, which has no public one).
+# What every module has; buffers may be counters. What a metric has computed is out of
+# date: others have updated theirs, and compute it again together (torchmetrics' name,
+# which has no public one).
 _LEFT_ALONE = vars(nn.Module()).keys() - {"_buffers", "training"} | {"_computed"}
 
 
 class UnevenLoader:
-    """A loader whose ranks have different numbers of batches, or do not tell; everything else is the loader's own.
+    """A loader whose ranks have different numbers of batches, or do not tell;
+    everything else is the loader's own.
 
     Args:
         loader: of this rank's batches.
         longest: the most batches of any rank; None: unknown.
         limit: returns the steps of the evaluation that begins.
-        repeat: runs a step in which this rank has no batch, of (batch, number of the step).
+        repeat: runs a step in which this rank has no batch, of (batch, number of the
+            step).
     """
 
     def __init__(
-        self, loader: Any, longest: int | None, limit: Callable[[], float], repeat: Callable[[Any, int], None]
+        self,
+        loader: Any,
+        longest: int | None,
+        limit: Callable[[], float],
+        repeat: Callable[[Any, int], None],
     ) -> None:
         self.loader = loader
         self._longest = longest
@@ -123,16 +134,20 @@ class Evaluations:
             )
 
     def loaders_are_made(self) -> None:
-        """Note that the user's hooks have made the loaders of the loop that is being set up."""
+        """Note that the user's hooks have made the loaders of the loop that is being
+        set up."""
         self.prepares = self._sets_up
 
     def process(self, loader: Any) -> Any:
-        """Return a loader of an evaluation as Lightning's loop iterates it. Collective over the world."""
+        """Return a loader of an evaluation as Lightning's loop iterates it. Collective
+        over the world."""
         if isinstance(loader, JoinedLoader):
             loader = loader.loader
         lengths: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(lengths, length_of(loader))
-        is_uneven = None in lengths or len(set(lengths)) > 1 or isinstance(loader, DealtLoader)
+        is_uneven = (
+            None in lengths or len(set(lengths)) > 1 or isinstance(loader, DealtLoader)
+        )
         if is_uneven and self._fetches_itself:
             if None not in lengths and len(set(lengths)) > 1:
                 raise ValueError(
@@ -144,7 +159,9 @@ class Evaluations:
             place = len(self._loaders)
             longest = None if None in lengths else max(lengths)
             repeat = functools.partial(self._repeat, place)
-            loader = UnevenLoader(loader, longest, lambda: self._loop.max_batches[place], repeat)
+            loader = UnevenLoader(
+                loader, longest, lambda: self._loop.max_batches[place], repeat
+            )
         self._loaders.append(loader)
         return loader
 
@@ -155,7 +172,9 @@ class Evaluations:
         if not (trainer.evaluating or trainer.sanity_checking or trainer.predicting):
             return False
         combined = self._loop._combined_loader
-        return combined is not None and any(isinstance(loader, UnevenLoader) for loader in combined.flattened)
+        return combined is not None and any(
+            isinstance(loader, UnevenLoader) for loader in combined.flattened
+        )
 
     @property
     def _fetches_itself(self) -> bool:
@@ -181,15 +200,20 @@ class Evaluations:
         module: Any = trainer.lightning_module
         shown = place if loop.num_dataloaders > 1 else None
         if number == 0 and place > 0 and not trainer.predicting:
-            loop._store_dataloader_outputs()  # of the loader before: the loop sees no batch of this one
+            # Of the loader before: the loop sees no batch of this one.
+            loop._store_dataloader_outputs()
         with self._counting_nothing(module):
             batch = trainer.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=place)
-            batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=place)
+            batch = call._call_strategy_hook(
+                trainer, "batch_to_device", batch, dataloader_idx=place
+            )
             kwargs = loop._build_kwargs(batch, number, shown)
             if trainer._results is not None:
                 trainer._logger_connector.on_batch_start(batch, shown)
-            call._call_strategy_hook(trainer, name, *loop._build_step_args_from_hook_kwargs(kwargs, name))
+            call._call_strategy_hook(
+                trainer, name, *loop._build_step_args_from_hook_kwargs(kwargs, name)
+            )
             if trainer._results is not None:
                 trainer._logger_connector.on_batch_end()
         self._after_repeated()
@@ -210,7 +234,8 @@ class Evaluations:
 
 
 def deal(loader: Any, size: int, rank: int) -> None:
-    """Let Lightning's sampler of a loader, which deals to one rank, deal every ``size``-th sample to this one.
+    """Let Lightning's sampler of a loader, which deals to one rank, deal every
+    ``size``-th sample to this one.
 
     Raises:
         ValueError: the loader's batch sampler hides it.
@@ -232,7 +257,11 @@ def _distributed_sampler(holder: Any, depth: int) -> DistributedSampler[Any] | N
         value = getattr(holder, name, None)
         if isinstance(value, DistributedSampler):
             return value
-        found = _distributed_sampler(value, depth - 1) if depth and "ampler" in name else None
+        found = (
+            _distributed_sampler(value, depth - 1)
+            if depth and "ampler" in name
+            else None
+        )
         if found is not None:
             return found
     return None
@@ -244,8 +273,16 @@ def _log_neutral(module: LightningModule, log: Any, *args: Any, **kwargs: Any) -
     arguments.pop("self")
     value, reduction = arguments["value"], arguments.get("reduce_fx", "mean")
     if not isinstance(value, Metric):
-        name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
-        dtype = value.dtype if torch.is_tensor(value) and value.is_floating_point() else torch.get_default_dtype()
+        name = (
+            reduction
+            if isinstance(reduction, str)
+            else getattr(reduction, "__name__", "")
+        )
+        dtype = (
+            value.dtype
+            if torch.is_tensor(value) and value.is_floating_point()
+            else torch.get_default_dtype()
+        )
         neutral = _NEUTRAL.get(name.lower(), 0.0)
         arguments["value"] = torch.tensor(neutral, dtype=dtype, device=module.device)
         arguments["batch_size"] = 0
@@ -253,24 +290,34 @@ def _log_neutral(module: LightningModule, log: Any, *args: Any, **kwargs: Any) -
 
 
 def _restorers(module: nn.Module) -> Iterator[Callable[[], Any]]:
-    """Yield what undoes a step's changes of a LightningModule's own attributes and buffers, and of metrics."""
+    """Yield what undoes a step's changes of a LightningModule's own attributes and
+    buffers, and of metrics."""
     seen: set[int] = set()
-    for holder in (module, *(each for each in module.modules() if isinstance(each, Metric))):
+    for holder in (
+        module,
+        *(each for each in module.modules() if isinstance(each, Metric)),
+    ):
         yield from _restorers_of_attributes(holder, seen)
 
 
-def _restorers_of_attributes(holder: nn.Module, seen: set[int]) -> Iterator[Callable[[], Any]]:
+def _restorers_of_attributes(
+    holder: nn.Module, seen: set[int]
+) -> Iterator[Callable[[], Any]]:
     if id(holder) in seen:
         return
     seen.add(id(holder))
-    kept = {name: value for name, value in vars(holder).items() if name not in _LEFT_ALONE}
+    kept = {
+        name: value for name, value in vars(holder).items() if name not in _LEFT_ALONE
+    }
     for value in kept.values():
         yield from _restorers_of_value(value, seen)
     yield functools.partial(_set_attributes, vars(holder), kept)
 
 
 def _set_attributes(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
-    for name in [name for name in attributes if name not in kept and name not in _LEFT_ALONE]:
+    for name in [
+        name for name in attributes if name not in kept and name not in _LEFT_ALONE
+    ]:
         del attributes[name]
     attributes.update(kept)
 
@@ -280,7 +327,11 @@ def _restorers_of_value(value: Any, seen: set[int]) -> Iterator[Callable[[], Any
         for each in value.modules():
             yield from _restorers_of_attributes(each, seen)
         return
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and type(value) is Tensor:
+    if (
+        isinstance(value, Tensor)
+        and not isinstance(value, nn.Parameter)
+        and type(value) is Tensor
+    ):
         yield functools.partial(_copy_back, value, value.detach().clone())
         return
     if not isinstance(value, _CONTAINERS) or id(value) in seen:
@@ -289,7 +340,9 @@ def _restorers_of_value(value: Any, seen: set[int]) -> Iterator[Callable[[], Any
     elements = list(value.items()) if isinstance(value, dict) else list(value)
     yield functools.partial(_fill, value, elements)
     for element in value.values() if isinstance(value, dict) else elements:
-        if isinstance(element, (Metric, *_CONTAINERS)) or (isinstance(value, dict) and torch.is_tensor(element)):
+        if isinstance(element, (Metric, *_CONTAINERS)) or (
+            isinstance(value, dict) and torch.is_tensor(element)
+        ):
             yield from _restorers_of_value(element, seen)
 
 
@@ -308,7 +361,8 @@ def require_equal_training(trainer: Trainer) -> None:
     """Check the numbers of batches before training. Collective.
 
     Raises:
-        ValueError: an epoch has more batches on one rank than on another, and more than one of them are trained on.
+        ValueError: an epoch has more batches on one rank than on another, and more than
+            one of them are trained on.
     """
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, trainer.num_training_batches)
@@ -318,12 +372,18 @@ def require_equal_training(trainer: Trainer) -> None:
 
 
 def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
-    """Refuse a :class:`~smp_core.watch.joined.JoinedLoader` where its weights would not be those of what is trained on.
+    """Refuse a :class:`~smp_core.watch.joined.JoinedLoader` where its weights would not
+    be those of what is trained on.
 
     Raises:
-        ValueError: it is one of several training loaders, ranks share a batch, or steps fetch batches themselves.
+        ValueError: it is one of several training loaders, ranks share a batch, or steps
+            fetch batches themselves.
     """
-    loaders = [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
+    loaders = (
+        []
+        if trainer.train_dataloader is None
+        else CombinedLoader(trainer.train_dataloader).flattened
+    )
     if not any(isinstance(loader, JoinedLoader) for loader in loaders):
         return
     if not isinstance(trainer.train_dataloader, JoinedLoader):
@@ -336,7 +396,10 @@ def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
             "JoinedLoader where ranks share a batch (context, tensor or pipeline degree above 1) is not built yet; "
             "give all ranks as many batches (drop_last=True)"
         )
-    if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
+    if (
+        "dataloader_iter"
+        in inspect.signature(trainer.lightning_module.training_step).parameters
+    ):
         raise ValueError(
             "JoinedLoader: training_step(dataloader_iter) takes batches by itself, so that which one is the present "
             "one is not known; write training_step(batch, batch_idx)"
@@ -344,7 +407,8 @@ def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
 
 
 def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
-    """Check the numbers of batches before an evaluation, among ranks that gather parameters together. Collective.
+    """Check the numbers of batches before an evaluation, among ranks that gather
+    parameters together. Collective.
 
     Args:
         limit: the Trainer's argument that bounds the number of batches.
@@ -353,7 +417,8 @@ def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
     Raises:
         ValueError: they differ.
     """
-    # Pipeline stages take every batch together, and any two partition groups share one with some stage.
+    # Pipeline stages take every batch together, and any two partition groups share one
+    # with some stage.
     stage = mesh.shard_degree * mesh.tensor_degree
     together = mesh.topology.world_size if mesh.pipeline_degree > 1 else stage
     if together == 1:
@@ -367,7 +432,9 @@ def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
 
 
 def _uneven(limit: str, counts: dict[int, Any]) -> ValueError:
-    shown = ", ".join(f"rank {rank}: {count}" for rank, count in list(counts.items())[:8])
+    shown = ", ".join(
+        f"rank {rank}: {count}" for rank, count in list(counts.items())[:8]
+    )
     return ValueError(
         f"ranks have different numbers of batches ({shown}), and those that have more would wait for the others. Leave "
         f"use_distributed_sampler at True, use drop_last=True, or write {limit}={min(counts.values())}"

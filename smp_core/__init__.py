@@ -1,7 +1,8 @@
-"""MiCS-style sharded data parallelism for PyTorch: the core under `lightning_smp` and `accelerate_smp`.
+"""MiCS-style sharded data parallelism for PyTorch: the core under `lightning_smp` and
+`accelerate_smp`.
 
-Importing this package imports none of its rooms; each capability lives in a room of its own, which imports a file when
-a name of it is asked for.
+Importing this package imports none of its rooms; each capability lives in a room of its
+own, which imports a file when a name of it is asked for.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ __version__ = "0.1.0"
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
-    """Return ``__getattr__`` and ``__all__`` of a package whose ``__init__.py`` imports under ``if TYPE_CHECKING``.
+    """Return ``__getattr__`` and ``__all__`` of a package whose ``__init__.py`` imports
+    under ``if TYPE_CHECKING``.
 
-    Type checkers read those imports; at run time each is made when its name is asked for. So each name stands once.
+    Type checkers read those imports; at run time each is made when its name is asked
+    for. So each name stands once.
 
     Args:
         package: the package's ``__name__``.
         file: its ``__file__``, which is read here.
     """
     statements = ast.parse(Path(file).read_bytes()).body
-    (for_type_checkers,) = (each.body for each in statements if isinstance(each, ast.If))
+    (for_type_checkers,) = (
+        each.body for each in statements if isinstance(each, ast.If)
+    )
     imports = [each for each in for_type_checkers if isinstance(each, ast.ImportFrom)]
     modules = {alias.name: str(each.module) for each in imports for alias in each.names}
 

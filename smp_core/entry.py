@@ -6,7 +6,8 @@ agree     every rank was given the same knobs, links and model, and none refuses
 mesh      the process groups of its layout
 do        parallelize_model(), or adopt_sharded_model() for one that came sharded
 
-Beside it :func:`memory_tier`, which a run with the same knobs keeps its newest state in.
+Beside it :func:`memory_tier`, which a run with the same knobs keeps its newest state
+in.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
 
-_DECIDES_SHARDS = ("shard_degree", "pipeline_parallel_degree", "tensor_parallel_degree", "optimizer_shard")
+_DECIDES_SHARDS = (
+    "shard_degree",
+    "pipeline_parallel_degree",
+    "tensor_parallel_degree",
+    "optimizer_shard",
+)
 
 
 def parallelize(
@@ -58,26 +64,33 @@ def parallelize(
     init_fn: Callable[[nn.Module], None] | None = None,
     accumulated: int = 1,
 ) -> ParallelModel:
-    """Shard a model, and everything else that the knobs ask for. In place; collective over the world.
+    """Shard a model, and everything else that the knobs ask for. In place; collective
+    over the world.
 
     Args:
         model: on any device or on meta; or sharded by FSDP2 already, which it keeps.
         device: this rank's.
         topology: default: the ranks are asked where they sit.
-        mesh: an earlier model's, to be used again; ``device`` and ``topology`` are its own then.
+        mesh: an earlier model's, to be used again; ``device`` and ``topology`` are its
+            own then.
         entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
         precision: what the trainer's precision means for dtypes.
-        optimizers: that step this model, where they are known already; ``shard_degree="auto"`` plans memory for them.
-        init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
+        optimizers: that step this model, where they are known already;
+            ``shard_degree="auto"`` plans memory for them.
+        init_fn: initialises one module in place, for modules on meta that cannot do it
+            themselves.
         accumulated: micro-batches of an optimizer step; ``plan="auto"`` plans for them.
 
     Returns:
-        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
+        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop
+        uses.
 
     Raises:
-        ValueError: what :func:`smp_core.engine.decide.decide` and :func:`smp_core.engine.conversions.parallelize_model`
-            refuse, ranks that were given different configurations or models; on all ranks.
-        RuntimeError: this torch lacks something of FSDP2 that is needed (:func:`require_internals`).
+        ValueError: what :func:`smp_core.engine.decide.decide` and
+            :func:`smp_core.engine.conversions.parallelize_model` refuse, ranks that
+            were given different configurations or models; on all ranks.
+        RuntimeError: this torch lacks something of FSDP2 that is needed
+            (:func:`require_internals`).
     """
     # Look.
     device = torch.device(device) if mesh is None else mesh.device
@@ -88,13 +101,20 @@ def parallelize(
     if mesh is not None and (asked.shard_degree == "auto" or asked.plan is not None):
         asked = _as_before(asked, mesh)
     elif asked.plan is not None and given is None:
-        asked = _planned(model, asked, observe, RunningStep(device, entry, precision, accumulated, tuple(optimizers)))
+        asked = _planned(
+            model,
+            asked,
+            observe,
+            RunningStep(device, entry, precision, accumulated, tuple(optimizers)),
+        )
 
     # Decide, and agree.
     def decided(asked: SmpConfig) -> Plan:
         shapes = _shapes_of(model, asked, entry)
         if asked.shard_degree == "auto":
-            return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
+            return decide_with_smallest_degree(
+                shapes, asked, observe(), precision=precision, optimizers=optimizers
+            )
         return decide(shapes, asked, observe(), precision=precision)
 
     def settle() -> Plan:
@@ -102,7 +122,11 @@ def parallelize(
             shapes = Shapes.with_units(model, given_units(model))
             return decide(shapes, asked, observe(), given=given, precision=precision)
         plan = decided(asked)
-        if asked.expert_parallel_degree == "auto" and plan.knobs.expert_parallel_degree == 1 and plan.shapes.experts:
+        if (
+            asked.expert_parallel_degree == "auto"
+            and plan.knobs.expert_parallel_degree == 1
+            and plan.shapes.experts
+        ):
             # Experts that stay with their layers are no units.
             why = plan.knobs.why("expert_parallel_degree")
             plan = decided(asked.with_resolved("expert_parallel_degree", 1, why))
@@ -110,7 +134,9 @@ def parallelize(
             rehearse(model, plan.stages)
         return plan
 
-    plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words)
+    plan = agreed(
+        asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words
+    )
     # Mesh, and do.
     if mesh is None:
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)
@@ -128,7 +154,9 @@ def _shapes_of(model: nn.Module, asked: SmpConfig, entry: Entry) -> Shapes:
     return with_chain(shapes, model) if asked.pipeline_parallel_degree > 1 else shapes
 
 
-def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:
+def build_mesh(
+    asked: SmpConfig, topology: Topology, device: torch.device | str
+) -> tuple[SmpMesh, SmpConfig]:
     """Make the mesh before there is a model. Collective over the world.
 
     Args:
@@ -138,7 +166,8 @@ def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str)
         the mesh, and the knobs of the layout as they take effect.
 
     Raises:
-        ValueError: degrees that do not fit the world, ranks that were given different configurations; on all ranks.
+        ValueError: degrees that do not fit the world, ranks that were given different
+            configurations; on all ranks.
     """
 
     def settle() -> tuple[Draft, Layout]:
@@ -149,20 +178,34 @@ def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str)
     return mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
 
 
-def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, by: str, inside: str = "") -> MemoryTier:
-    """Make what ``checkpoint.memory_every_n_steps`` keeps a run's newest state in. Collective over the world.
+def memory_tier(
+    asked: SmpConfig, topology: Topology, saves_to: str, by: str, inside: str = ""
+) -> MemoryTier:
+    """Make what ``checkpoint.memory_every_n_steps`` keeps a run's newest state in.
+    Collective over the world.
 
     Args:
-        asked: the knobs as they were given: degrees that follow the launch become others where nodes are lost.
-        saves_to, by, inside: the folder of the run's checkpoints, who saves there, and the name of a checkpoint inside
-            its folder (:class:`smp_core.checkpoint.memory.tier.MemoryTier`).
+        asked: the knobs as they were given: degrees that follow the launch become
+            others where nodes are lost.
+        saves_to, by, inside: the folder of the run's checkpoints, who saves there, and
+            the name of a checkpoint inside its folder
+            (:class:`smp_core.checkpoint.memory.tier.MemoryTier`).
 
     Raises:
-        CheckpointError: the folder in memory cannot be made, or is somebody else's; on all ranks.
+        CheckpointError: the folder in memory cannot be made, or is somebody else's; on
+            all ranks.
     """
     layout = ", ".join(f"{knob}={getattr(asked, knob)!r}" for knob in _DECIDES_SHARDS)
     posed = RANKS_PER_NODE_VARIABLE in os.environ
-    return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, by, inside)
+    return MemoryTier(
+        asked.checkpoint.memory_every_n_steps,
+        saves_to,
+        topology.nodes,
+        posed,
+        layout,
+        by,
+        inside,
+    )
 
 
 def _warn(plan: Plan, rank: int) -> None:
@@ -170,23 +213,33 @@ def _warn(plan: Plan, rank: int) -> None:
         logger.warning("%s", line)
 
 
-def _planned(model: nn.Module, asked: SmpConfig, observe: Callable[[], Cluster], step: RunningStep) -> SmpConfig:
+def _planned(
+    model: nn.Module,
+    asked: SmpConfig,
+    observe: Callable[[], Cluster],
+    step: RunningStep,
+) -> SmpConfig:
     """Return the knobs with those that rank 0 plans. Collective."""
-    agreed(asked, lambda: True)  # a knob that only another rank was given would be planned over
+    # A knob that only another rank was given would be planned over.
+    agreed(asked, lambda: True)
     with long_wait("planning (plan='auto')", here=is_rank_0()):
         decision = of_rank_0(lambda: plan_run(model, asked, observe(), step))
-    return asked.with_asked("the plan", **decision.knobs).with_resolved("plan", asked.plan, decision.why)
+    return asked.with_asked("the plan", **decision.knobs).with_resolved(
+        "plan", asked.plan, decision.why
+    )
 
 
 def _as_before(asked: SmpConfig, mesh: SmpMesh) -> SmpConfig:
-    """Return the knobs with the degrees of an earlier model's mesh, where they were open. A further model is not
-    planned."""
+    """Return the knobs with the degrees of an earlier model's mesh, where they were
+    open. A further model is not planned."""
     before = "as the model before"
     degrees = {"shard_degree": mesh.shard_degree}
     if asked.plan is not None:
         degrees["context_parallel_degree"] = mesh.context_degree
         degrees["tensor_parallel_degree"] = mesh.tensor_degree
-        asked = asked.with_resolved("plan", None, "an earlier model was planned; this one has its degrees")
+        asked = asked.with_resolved(
+            "plan", None, "an earlier model was planned; this one has its degrees"
+        )
     for knob, degree in degrees.items():
         if knob not in asked.given or getattr(asked, knob) == "auto":
             asked = asked.with_resolved(knob, degree, before)
@@ -195,8 +248,13 @@ def _as_before(asked: SmpConfig, mesh: SmpMesh) -> SmpConfig:
 
 def _require_layout(mesh: SmpMesh, plan: Plan) -> None:
     if mesh.layout != plan.layout:
-        knobs = {"shard_degree": PARTITION, **{knob: (axis,) for axis, knob in DEGREES.items()}}
-        asked = ", ".join(f"{knob}={plan.layout.size(*axes)}" for knob, axes in knobs.items())
+        knobs = {
+            "shard_degree": PARTITION,
+            **{knob: (axis,) for axis, knob in DEGREES.items()},
+        }
+        asked = ", ".join(
+            f"{knob}={plan.layout.size(*axes)}" for knob, axes in knobs.items()
+        )
         before = ", ".join(str(mesh.layout.size(*axes)) for axes in knobs.values())
         raise ValueError(
             f"{asked}, but the mesh of the model before has {before}; write the same, or shard_degree='auto'"

@@ -1,12 +1,14 @@
 """Topology: the nodes of a cluster, and the ranks on each of them.
 
-This module owns the map from global ranks to nodes. Every process reports its place (hostname and boot id; two
-containers on one host share the boot id but not the hostname, two hosts may share a hostname but not the boot id), the
-reports are exchanged over the process group, and every rank draws the same conclusion from the same reports, errors
-included. `SMP_RANKS_PER_NODE` overrides the reports, so that processes of one machine can pose as a cluster.
+This module owns the map from global ranks to nodes. Every process reports its place
+(hostname and boot id; two containers on one host share the boot id but not the
+hostname, two hosts may share a hostname but not the boot id), the reports are exchanged
+over the process group, and every rank draws the same conclusion from the same reports,
+errors included. `SMP_RANKS_PER_NODE` overrides the reports, so that processes of one
+machine can pose as a cluster.
 
-The partition groups of MiCS (arXiv 2205.00119, section 3) are consecutive ranks, which is why a layout must be node by
-node and even.
+The partition groups of MiCS (arXiv 2205.00119, section 3) are consecutive ranks, which
+is why a layout must be node by node and even.
 """
 
 from __future__ import annotations
@@ -35,39 +37,53 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes and their ranks. Ranks are numbered node by node and every node has the same number of them.
+    """The nodes and their ranks. Ranks are numbered node by node and every node has the
+    same number of them.
 
     Args:
         nodes: global ranks of each node, in rank order, as in ((0, 1), (2, 3)).
         node_names: a name for each node, for people.
 
     Raises:
-        ValueError: uneven nodes, or ranks that are not numbered node by node; the layout is printed.
+        ValueError: uneven nodes, or ranks that are not numbered node by node; the
+            layout is printed.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     node_names: tuple[str, ...]
 
     def __hash__(self) -> int:
-        return hash((len(self.nodes), self.node_names[0]))  # of all ranks it would take long
+        # Of all ranks it would take long.
+        return hash((len(self.nodes), self.node_names[0]))
 
     def __post_init__(self) -> None:
-        if len(self.nodes) != len(self.node_names) or not self.nodes or not all(self.nodes):
+        if (
+            len(self.nodes) != len(self.node_names)
+            or not self.nodes
+            or not all(self.nodes)
+        ):
             raise ValueError(
                 f"nodes={self.nodes} and node_names={self.node_names} do not describe a cluster; "
                 "give at least one node, one name for each node, and at least one rank on each"
             )
         ranks = [rank for node in self.nodes for rank in node]
         if sorted(ranks) != list(range(len(ranks))):
-            raise ValueError(f"nodes hold the ranks {ranks}; each rank from 0 to {len(ranks) - 1} must be there once")
+            raise ValueError(
+                f"nodes hold the ranks {ranks}; each rank from 0 to {len(ranks) - 1} must be there once"
+            )
         if len({len(node) for node in self.nodes}) > 1:
-            raise ValueError(f"nodes have different numbers of ranks ({self._layout()}); {_REMEDY}")
+            raise ValueError(
+                f"nodes have different numbers of ranks ({self._layout()}); {_REMEDY}"
+            )
         if ranks != sorted(ranks):
-            raise ValueError(f"ranks are not numbered node by node ({self._layout()}); {_REMEDY}")
+            raise ValueError(
+                f"ranks are not numbered node by node ({self._layout()}); {_REMEDY}"
+            )
 
     @classmethod
     def uniform(cls, world_size: int, ranks_per_node: int) -> Topology:
-        """Make the topology of `world_size` ranks with `ranks_per_node` on each node, without asking any process.
+        """Make the topology of `world_size` ranks with `ranks_per_node` on each node,
+        without asking any process.
 
         Raises:
             ValueError: `ranks_per_node` does not divide `world_size`.
@@ -81,22 +97,27 @@ class Topology:
 
     @classmethod
     def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
-        """Discover the topology from all ranks of the process group. Collective: every rank of the group has to call
-        it.
+        """Discover the topology from all ranks of the process group. Collective: every
+        rank of the group has to call it.
 
         Args:
-            group: process group to ask; default the world. Ranks are numbered as in the group. Without an
-                initialised process group the answer is one node with one rank.
+            group: process group to ask; default the world. Ranks are numbered as in the
+                group. Without an initialised process group the answer is one node with
+                one rank.
 
         Raises:
-            ValueError: uneven nodes, ranks that are not numbered node by node, or an SMP_RANKS_PER_NODE that differs
-                between ranks or does not divide the world. All ranks raise the same error.
+            ValueError: uneven nodes, ranks that are not numbered node by node, or an
+                SMP_RANKS_PER_NODE that differs between ranks or does not divide the
+                world. All ranks raise the same error.
         """
-        import torch.distributed as dist  # what reads a topology from a log does not need torch
+        # What reads a topology from a log does not need torch.
+        import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             return cls(((0,),), (socket.gethostname(),))
-        reports: list[RankReport] = [RankReport.of_this_process()] * dist.get_world_size(group)
+        reports: list[RankReport] = [
+            RankReport.of_this_process()
+        ] * dist.get_world_size(group)
         dist.all_gather_object(reports, RankReport.of_this_process(), group=group)
         topology, warnings = topology_of_reports(reports)
         if dist.get_rank(group) == 0:
@@ -117,20 +138,31 @@ class Topology:
         return self.num_nodes * self.ranks_per_node
 
     def of_groups(self, size: int) -> Topology:
-        """Return the topology in which every `size` neighbours count as one rank: those of a group inside a node, or of
-        a group that fills nodes.
+        """Return the topology in which every `size` neighbours count as one rank: those
+        of a group inside a node, or of a group that fills nodes.
         """
-        return self if size == 1 else Topology.uniform(self.world_size // size, max(1, self.ranks_per_node // size))
+        return (
+            self
+            if size == 1
+            else Topology.uniform(
+                self.world_size // size, max(1, self.ranks_per_node // size)
+            )
+        )
 
     def of_stage(self, stages: int) -> Topology:
         """Return the topology of one of `stages` equal stretches of ranks.
 
         Raises:
-            ValueError: stages that are neither one or more full nodes nor equal parts of one; says which are.
+            ValueError: stages that are neither one or more full nodes nor equal parts
+                of one; says which are.
         """
         if stages == 1:
             return self
-        fitting = [n for n in divisors(self.world_size) if self._fills_nodes(self.world_size // n)]
+        fitting = [
+            n
+            for n in divisors(self.world_size)
+            if self._fills_nodes(self.world_size // n)
+        ]
         if stages not in fitting:
             raise ValueError(
                 f"pipeline_parallel_degree={stages} does not cut {self.num_nodes} x {_ranks(self.ranks_per_node)} into "
@@ -140,11 +172,13 @@ class Topology:
         return Topology.uniform(size, min(size, self.ranks_per_node))
 
     def has_two_stages(self, degree: int) -> bool:
-        """Return whether groups of ``degree`` neighbours span nodes with several of their ranks on each."""
+        """Return whether groups of ``degree`` neighbours span nodes with several of
+        their ranks on each."""
         return degree > self.ranks_per_node > 1
 
     def replicas_share_nodes(self, degree: int) -> bool:
-        """Return whether replicas of groups of ``degree`` neighbours span nodes with several of their ranks on each."""
+        """Return whether replicas of groups of ``degree`` neighbours span nodes with
+        several of their ranks on each."""
         return degree < self.ranks_per_node and self.num_nodes > 1
 
     def _fills_nodes(self, size: int) -> bool:
@@ -164,20 +198,26 @@ class Topology:
         return bool(held) and not self.same_node(min(held), max(held))
 
     def allowed_shard_degrees(self) -> tuple[int, ...]:
-        """List the degrees whose partition groups fill the world and cut it along nodes: parts of a node, or full
-        nodes.
+        """List the degrees whose partition groups fill the world and cut it along
+        nodes: parts of a node, or full nodes.
         """
         per_node = self.ranks_per_node
-        return tuple(n for n in divisors(self.world_size) if per_node % n == 0 or n % per_node == 0)
+        return tuple(
+            n
+            for n in divisors(self.world_size)
+            if per_node % n == 0 or n % per_node == 0
+        )
 
     def resolve_shard_degree(self, requested: int | str) -> int:
         """Resolve a shard degree to the number of ranks in a partition group.
 
         Args:
-            requested: an integer, "node" or "world". "auto" is refused: it is resolved by the planner.
+            requested: an integer, "node" or "world". "auto" is refused: it is resolved
+                by the planner.
 
         Raises:
-            ValueError: the degree does not divide the world, or its groups would straddle nodes unevenly.
+            ValueError: the degree does not divide the world, or its groups would
+                straddle nodes unevenly.
         """
         if requested == "node":
             return self.ranks_per_node
@@ -202,7 +242,8 @@ class Topology:
         return requested
 
     def describe(self) -> str:
-        """Return a few lines for people: the number of nodes and ranks, and the ranks of each node."""
+        """Return a few lines for people: the number of nodes and ranks, and the ranks
+        of each node."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         width = max(len(name) for name in self.node_names)
         lines = [f"{nodes} x {_ranks(self.ranks_per_node)}"]
@@ -217,7 +258,9 @@ class Topology:
 
     def _position(self, rank: int) -> tuple[int, int]:
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank={rank} is not in the world of {_ranks(self.world_size)}")
+            raise ValueError(
+                f"rank={rank} is not in the world of {_ranks(self.world_size)}"
+            )
         return divmod(rank, self.ranks_per_node)
 
     def _layout(self) -> str:
@@ -230,7 +273,8 @@ class Topology:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one process about its place. Variables are reported as text, so that all ranks judge them alike.
+    """The report of one process about its place. Variables are reported as text, so
+    that all ranks judge them alike.
 
     Attributes:
         hostname: name of the host, or of the container.
@@ -263,7 +307,8 @@ class RankReport:
 
 
 def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[str]]:
-    """Return the topology that follows from the ranks' reports, and warnings about reports that do not fit it.
+    """Return the topology that follows from the ranks' reports, and warnings about
+    reports that do not fit it.
 
     Args:
         reports: one for each rank, in rank order.
@@ -281,7 +326,9 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
     for node in topology.nodes:
         hosts = {reports[rank].hostname for rank in node}
         if len(hosts) > 1:
-            return topology, [f"{RANKS_PER_NODE_VARIABLE}={posed} counts {listed(sorted(hosts))} as one node"]
+            return topology, [
+                f"{RANKS_PER_NODE_VARIABLE}={posed} counts {listed(sorted(hosts))} as one node"
+            ]
     return topology, []
 
 
@@ -311,7 +358,8 @@ def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
 
 
 def by_rank(values: Sequence[object]) -> str:
-    """Describe each rank's value, for people: ``4 on ranks 0-2; 2 on rank 3``. None is "not set"."""
+    """Describe each rank's value, for people: ``4 on ranks 0-2; 2 on rank 3``. None is
+    "not set"."""
     described = []
     for first, value in enumerate(values):
         if value not in values[:first]:
@@ -322,24 +370,35 @@ def by_rank(values: Sequence[object]) -> str:
 
 
 def _distinct_names(reports: Sequence[RankReport]) -> tuple[str, ...]:
-    """Return hostnames; where hosts share one, the beginning of the boot id tells them apart."""
+    """Return hostnames; where hosts share one, the beginning of the boot id tells them
+    apart."""
     names = [report.hostname for report in reports]
     return tuple(
-        f"{report.hostname}/{report.boot_id[:8]}" if names.count(report.hostname) > 1 else report.hostname
+        f"{report.hostname}/{report.boot_id[:8]}"
+        if names.count(report.hostname) > 1
+        else report.hostname
         for report in reports
     )
 
 
 def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:
     warnings = []
-    sizes = {report.local_world_size for report in reports if report.local_world_size is not None}
+    sizes = {
+        report.local_world_size
+        for report in reports
+        if report.local_world_size is not None
+    }
     if sizes and sizes != {str(topology.ranks_per_node)}:
         warnings.append(
             f"LOCAL_WORLD_SIZE={listed(sorted(sizes))} but {_ranks(topology.ranks_per_node)} were found on each node "
             f"({topology._layout()}); the found nodes are used, set {RANKS_PER_NODE_VARIABLE} if they are wrong"
         )
     for name, ranks in zip(topology.node_names, topology.nodes, strict=True):
-        local = [reports[rank].local_rank for rank in ranks if reports[rank].local_rank is not None]
+        local = [
+            reports[rank].local_rank
+            for rank in ranks
+            if reports[rank].local_rank is not None
+        ]
         if not warnings and len(set(local)) < len(local):
             warnings.append(
                 f"{_span(ranks)} on node {name} have LOCAL_RANK {listed(map(str, local))}; ranks of a node with "
@@ -350,8 +409,12 @@ def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _uniform(world_size: int, ranks_per_node: int) -> Topology:
-    """Make what :meth:`Topology.uniform` checked; planners ask for the same ones thousands of times."""
-    nodes = tuple(tuple(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node))
+    """Make what :meth:`Topology.uniform` checked; planners ask for the same ones
+    thousands of times."""
+    nodes = tuple(
+        tuple(range(first, first + ranks_per_node))
+        for first in range(0, world_size, ranks_per_node)
+    )
     return Topology(nodes, tuple(f"node{index}" for index in range(len(nodes))))
 
 

@@ -1,11 +1,14 @@
-"""A process that has imported what ranks need, and becomes a rank by forking: seconds of work that is done once.
+"""A process that has imported what ranks need, and becomes a rank by forking: seconds
+of work that is done once.
 
-`ForkServer` is pytest's end of the pipe and `main` the other one. The server runs nothing but imports, in one thread,
-and has no process group, so that a forked rank begins where a fresh one would be after its imports. It keeps ranks that
-have ended until it is told to reap them: their ids stay their own.
+`ForkServer` is pytest's end of the pipe and `main` the other one. The server runs
+nothing but imports, in one thread, and has no process group, so that a forked rank
+begins where a fresh one would be after its imports. It keeps ranks that have ended
+until it is told to reap them: their ids stay their own.
 
-Forked ranks have the server's seed for the hashes of strings, and with it one order of sets; ranks of a real launch
-have not, and must not rely on it. So there are two servers, and neighbouring ranks come from different ones.
+Forked ranks have the server's seed for the hashes of strings, and with it one order of
+sets; ranks of a real launch have not, and must not rely on it. So there are two
+servers, and neighbouring ranks come from different ones.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 SERVERS = 2
-# Seconds. Importing all of that on a loaded machine is slow, and is no fault of the case that happens to come first.
+# Seconds. Importing all of that on a loaded machine is slow, and is no fault of the
+# case that happens to come first.
 START_LIMIT = 300.0
 
 
@@ -52,7 +56,8 @@ class ForkServer:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._pipe, theirs = Pipe()
-        # Not by this file's path: that would put tests/ first on sys.path, where `lightning` is ours.
+        # Not by this file's path: that would put tests/ first on sys.path, where
+        # `lightning` is ours.
         program = f"import sys; sys.path[:] = {_path()!r}; from tests.fork_server import main; main({theirs.fileno()})"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server
         self._process = subprocess.Popen(
@@ -61,8 +66,13 @@ class ForkServer:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
-            # Where there is a GPU: who asks for it while being imported must not start CUDA, which a fork cannot use.
-            env={**environ, "PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            # Where there is a GPU: who asks for it while being imported must not start
+            # CUDA, which a fork cannot use.
+            env={
+                **environ,
+                "PYTHONUNBUFFERED": "1",
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            },
             cwd=ROOT,
             start_new_session=True,
         )
@@ -76,7 +86,13 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, conn: Connection, stack_file: Path, output_file: Path, environ: Mapping[str, str]) -> int:
+    def fork(
+        self,
+        conn: Connection,
+        stack_file: Path,
+        output_file: Path,
+        environ: Mapping[str, str],
+    ) -> int:
         """Start a rank (see `tests.rank_worker.serve`) in a session of its own.
 
         Args:
@@ -92,7 +108,9 @@ class ForkServer:
             RuntimeError: the server does not answer; the message has what it printed.
         """
         with suppress(OSError, EOFError):
-            self._pipe.send(("fork", (str(stack_file), str(output_file), _path(), dict(environ))))
+            self._pipe.send(
+                ("fork", (str(stack_file), str(output_file), _path(), dict(environ)))
+            )
             send_handle(self._pipe, conn.fileno(), self.pid)
             if self._pipe.poll(START_LIMIT):
                 return int(self._pipe.recv())
@@ -100,10 +118,13 @@ class ForkServer:
         self._process.wait()
         self._output.seek(0)
         printed = self._output.read().decode(errors="replace")
-        raise RuntimeError(f"the server that forks ranks did not answer; it had printed:\n{printed}")
+        raise RuntimeError(
+            f"the server that forks ranks did not answer; it had printed:\n{printed}"
+        )
 
     def exit_status(self, pid: int) -> str | None:
-        """How a rank ended, None while it runs. Leaves it unreaped, so that its id stays its own until `reap`."""
+        """How a rank ended, None while it runs. Leaves it unreaped, so that its id
+        stays its own until `reap`."""
         try:
             info = self._ask("look", pid)
         except (OSError, EOFError):
@@ -117,7 +138,8 @@ class ForkServer:
 
     def reap(self, pid: int) -> None:
         """Wait until a rank that was killed has ended."""
-        with suppress(OSError, EOFError):  # then the server has ended, and its ranks with it
+        # Then the server has ended, and its ranks with it.
+        with suppress(OSError, EOFError):
             self._ask("reap", pid)
 
     def close(self) -> None:
@@ -134,7 +156,8 @@ _servers: dict[int, ForkServer] = {}
 
 
 def fork_server(rank: int, environ: Mapping[str, str]) -> ForkServer:
-    """The server for the ranks of this number, started with ``environ`` if it does not run."""
+    """The server for the ranks of this number, started with ``environ`` if it does not
+    run."""
     number = rank % SERVERS
     if number not in _servers or not _servers[number].alive:
         _servers[number] = ForkServer(environ)
@@ -186,7 +209,13 @@ def main(descriptor: int) -> None:
             pipe.send(os.waitpid(argument, 0))
 
 
-def _become_rank(conn: int, stack_file: str, output_file: str, path: list[str], environ: dict[str, str]) -> None:
+def _become_rank(
+    conn: int,
+    stack_file: str,
+    output_file: str,
+    path: list[str],
+    environ: dict[str, str],
+) -> None:
     """Serve in place of the server's own loop; does not return."""
     status = 1
     try:

@@ -1,10 +1,11 @@
-"""What tests call: `run_ranks` for functions on gloo ranks, `run_script` for whole programs.
+"""What tests call: `run_ranks` for functions on gloo ranks, `run_script` for whole
+programs.
 
-`run_ranks(fn, 4)` calls a module-level function on four rank processes that stay alive from case to case (one pool per
-world size, forked from processes that have imported torch), each case in a process group of its own. A rank that
-raises, hangs or dies fails the case with every rank's traceback or stack, and takes its pool with it: the next case
-starts a fresh one.
-`run_script` runs a program as a user would, for end-to-end tests.
+`run_ranks(fn, 4)` calls a module-level function on four rank processes that stay alive
+from case to case (one pool per world size, forked from processes that have imported
+torch), each case in a process group of its own. A rank that raises, hangs or dies fails
+the case with every rank's traceback or stack, and takes its pool with it: the next case
+starts a fresh one. `run_script` runs a program as a user would, for end-to-end tests.
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ __all__ = [
 
 T = TypeVar("T")
 
-# More ranks than this are not kept alive by one pytest process from case to case: each takes a few hundred MB.
+# More ranks than this are not kept alive by one pytest process from case to case: each
+# takes a few hundred MB.
 MAX_IDLE_RANKS = 8
 
 SCRIPT_OUTPUT_TAIL = 20000
 QUICK = "QUICK_TESTS"
-# Seconds that the processes of a script past its limit have, together, to write their stacks.
+# Seconds that the processes of a script past its limit have, together, to write their
+# stacks.
 STACK_LIMIT = 30.0
 
 
 class ScriptTimedOut(AssertionError):
-    """A script ran past its limit and was killed; the message has its output and its Python stacks."""
+    """A script ran past its limit and was killed; the message has its output and its
+    Python stacks."""
 
 
 _pools: dict[int, RankPool] = {}
@@ -70,7 +74,8 @@ def _pool(world_size: int) -> RankPool:
 
 
 def _make_room() -> None:
-    """Close what is too many. Nearly all cases have two or four ranks, which cost seconds to start: others go first."""
+    """Close what is too many. Nearly all cases have two or four ranks, which cost
+    seconds to start: others go first."""
     for size, pool in list(_pools.items()):
         if not pool.alive or pool.is_worn_out():
             _pools.pop(size).close()
@@ -87,13 +92,18 @@ def close_pools() -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is free, and that no program is given which asks the system for any port.
+    """A TCP port that is free, and that no program is given which asks the system for
+    any port.
 
-    One of those could be another program's by the time it is used: every group of gloo takes some.
+    One of those could be another program's by the time it is used: every group of gloo
+    takes some.
     """
     lowest, highest = 10_000, 32_768
     with suppress(OSError, ValueError):
-        highest = min(highest, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+        highest = min(
+            highest,
+            int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]),
+        )
     for _ in range(100):
         port = lowest + secrets.randbelow(highest - lowest) if highest > lowest else 0
         with socket.socket() as sock, suppress(OSError):
@@ -117,21 +127,24 @@ def run_ranks(
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Call ``fn(*args, **kwargs)`` on every rank of a gloo process group and return the results in rank order.
+    """Call ``fn(*args, **kwargs)`` on every rank of a gloo process group and return the
+    results in rank order.
 
-    The default process group is initialised; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set as torchrun sets them on one machine. All ranks begin with seed 0. The environment is this
-    process's own at the time of the call, without what a launcher would set (RANK, SLURM_*, SMP_*, ...).
+    The default process group is initialised; RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them on one
+    machine. All ranks begin with seed 0. The environment is this process's own at the
+    time of the call, without what a launcher would set (RANK, SLURM_*, SMP_*, ...).
 
     Args:
-        fn: a module-level function; it, its arguments and its results travel by pickle (no DTensors, no modules with
-            hooks). It is imported on the ranks under the name it has here.
+        fn: a module-level function; it, its arguments and its results travel by pickle
+            (no DTensors, no modules with hooks). It is imported on the ranks under the
+            name it has here.
         world_size: number of ranks.
         *args: positional arguments of `fn`.
         ranks_per_node: pose as nodes of this many ranks: sets SMP_RANKS_PER_NODE.
-        timeout: seconds the case may take once its module is imported and all ranks are connected. Collectives give
-            up after three quarters. No estimate of its work, which a busy machine makes many times longer, but the
-            end of a hang.
+        timeout: seconds the case may take once its module is imported and all ranks are
+            connected. Collectives give up after three quarters. No estimate of its
+            work, which a busy machine makes many times longer, but the end of a hang.
         env: environment variables of the case; None removes one.
         **kwargs: keyword arguments of `fn`.
 
@@ -139,7 +152,8 @@ def run_ranks(
         One result per rank.
 
     Raises:
-        RanksFailed: a rank raised, hung or died; the message has all tracebacks, stacks and output.
+        RanksFailed: a rank raised, hung or died; the message has all tracebacks, stacks
+            and output.
         TypeError: `fn` or an argument cannot be pickled.
     """
     __tracebackhide__ = True
@@ -162,10 +176,14 @@ def run_ranks(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": STORE_HOST,
             "MASTER_PORT": port,
-            "SMP_RANKS_PER_NODE": None if ranks_per_node is None else str(ranks_per_node),
+            "SMP_RANKS_PER_NODE": None
+            if ranks_per_node is None
+            else str(ranks_per_node),
             **(env or {}),
         }
-        environs.append({key: value for key, value in environ.items() if value is not None})
+        environs.append(
+            {key: value for key, value in environ.items() if value is not None}
+        )
     try:
         return _pool(world_size).run(call, name, timeout, environs)
     finally:
@@ -179,31 +197,50 @@ def run_script(
     timeout: float = 600.0,
     cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python script (``["script.py", "--flag"]``) or module (``["-m", "module"]``) to its end.
+    """Run a Python script (``["script.py", "--flag"]``) or module (``["-m",
+    "module"]``) to its end.
 
     Args:
         args: what follows ``python`` on the command line.
         nproc: run it under torchrun with this many processes; None runs it directly.
-        env: environment variables on top of this process's own (without what a launcher would set); None removes one.
-        timeout: seconds, after which the program and everything it started are killed. The end of a hang, and no
-            estimate of the work: that takes many times longer on a busy machine.
+        env: environment variables on top of this process's own (without what a launcher
+            would set); None removes one.
+        timeout: seconds, after which the program and everything it started are killed.
+            The end of a hang, and no estimate of the work: that takes many times longer
+            on a busy machine.
         cwd: working directory; the repository's root if None.
 
     Returns:
-        The finished process with its exit status, `stdout` and `stderr`; no status is an error here.
+        The finished process with its exit status, `stdout` and `stderr`; no status is
+        an error here.
 
     Raises:
-        ScriptTimedOut: it ran past `timeout`; the message has its output and the Python stacks of its processes.
+        ScriptTimedOut: it ran past `timeout`; the message has its output and the Python
+            stacks of its processes.
     """
     __tracebackhide__ = True
     _skip_if_quick()
     command = [sys.executable, *(os.fspath(arg) for arg in args)]
     if nproc is not None:
         # torchrun takes a module as `-m module`, the same as python does.
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    wishes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **(env or {})}
-    environ = {key: value for key, value in {**base_environ(), **wishes}.items() if value is not None}
-    # Into files: a pipe would stay open, and its reader wait, for as long as any grandchild lives.
+        command[1:1] = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={nproc}",
+        ]
+    wishes: dict[str, str | None] = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **(env or {}),
+    }
+    environ = {
+        key: value
+        for key, value in {**base_environ(), **wishes}.items()
+        if value is not None
+    }
+    # Into files: a pipe would stay open, and its reader wait, for as long as any
+    # grandchild lives.
     with tempfile.TemporaryDirectory(prefix="smp-script-") as directory:
         streams = [Path(directory, name) for name in ("stdout", "stderr")]
         with streams[0].open("wb") as out, streams[1].open("wb") as err:
@@ -234,7 +271,8 @@ def run_script(
 
 
 def restarts(times: int) -> dict[str, str]:
-    """The environment in which torchrun starts its processes anew so many times, with another store each time."""
+    """The environment in which torchrun starts its processes anew so many times, with
+    another store each time."""
     return {"PET_MAX_RESTARTS": str(times), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -243,40 +281,49 @@ def going_on(pids: Iterable[int], argument: str, limit: float = 60.0) -> list[in
 
     Args:
         pids: process ids, some of which may be another process's by now.
-        argument: stands in the command line of those that are meant, and in no other one.
+        argument: stands in the command line of those that are meant, and in no other
+            one.
         limit: seconds; the wait is over as soon as all have ended.
     """
     deadline = time.monotonic() + limit
-    while (left := [pid for pid in pids if _has_argument(pid, argument)]) and time.monotonic() < deadline:
+    while (
+        left := [pid for pid in pids if _has_argument(pid, argument)]
+    ) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
 
 def _has_argument(pid: int, argument: str) -> bool:
     try:
-        return argument in psutil.Process(pid).cmdline()  # empty for one that has ended and was not reaped
+        # Empty for one that has ended and was not reaped.
+        return argument in psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its descendants, after they have written their Python stacks to stderr.
+    """Kill a process and its descendants, after they have written their Python stacks
+    to stderr.
 
-    torchrun puts its workers into sessions of their own, so that killing the process group would miss them.
+    torchrun puts its workers into sessions of their own, so that killing the process
+    group would miss them.
     """
     root = psutil.Process(process.pid)
     family = [*root.children(recursive=True), root]
-    # One after the other, while the rest stand still: they share stderr, where stacks written at once are shuffled, and
-    # torchrun ends its other workers when one dies.
+    # One after the other, while the rest stand still: they share stderr, where stacks
+    # written at once are shuffled, and torchrun ends its other workers when one dies.
     for member in family:
         with suppress(psutil.NoSuchProcess):
             member.suspend()
     deadline = time.monotonic() + STACK_LIMIT
     for member in family:
         with suppress(psutil.NoSuchProcess):
-            member.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER answers it with the stacks
+            # PYTHONFAULTHANDLER answers it with the stacks.
+            member.send_signal(signal.SIGABRT)
             member.resume()
-            while member.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            while (
+                member.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline
+            ):
                 time.sleep(0.02)
     for member in family:
         with suppress(psutil.NoSuchProcess):

@@ -1,8 +1,10 @@
-"""Pools of rank processes: start them, run a case on all of them, tell what went wrong, kill them.
+"""Pools of rank processes: start them, run a case on all of them, tell what went wrong,
+kill them.
 
-A pool serves one world size. The first failure of any kind (a rank raised, hung or died) closes it for good; what the
-message says about each rank is the point of this file. `tests.harness` is what tests call; the other end of the pipes
-is `tests/rank_worker.py`; where ranks come from is `tests/fork_server.py`.
+A pool serves one world size. The first failure of any kind (a rank raised, hung or
+died) closes it for good; what the message says about each rank is the point of this
+file. `tests.harness` is what tests call; the other end of the pipes is
+`tests/rank_worker.py`; where ranks come from is `tests/fork_server.py`.
 """
 
 from __future__ import annotations
@@ -26,28 +28,50 @@ import torch.distributed as dist
 from tests.fork_server import START_LIMIT, ForkServer, fork_server
 from tests.rank_worker import CONNECT_LIMIT, STACK_SIGNAL, STORE_HOST, Case
 
-# Seconds. Importing on a loaded machine is slow, and is no fault of the case that happens to come first.
+# Seconds. Importing on a loaded machine is slow, and is no fault of the case that
+# happens to come first.
 LOAD_LIMIT = 300.0
 CLEAN_LIMIT = 120.0
-# After the first failure: how long the others may still report by themselves, and how long failed ranks keep their
-# connections open so that the others' own errors come before "connection closed by peer".
+# After the first failure: how long the others may still report by themselves, and how
+# long failed ranks keep their connections open so that the others' own errors come
+# before "connection closed by peer".
 GRACE = 30.0
 HOLD = 1.0
 # How long a hung rank may take to write its stack.
 STACK_LIMIT = 20.0
-# How a complete stack ends: with the main thread's outermost frame, or where faulthandler cuts a deep one.
+# How a complete stack ends: with the main thread's outermost frame, or where
+# faulthandler cuts a deep one.
 _STACK_ENDS = (" in <module>\n", "  ...\n")
 
 OUTPUT_TAIL = 4000
 MAX_THREADS = 300
 
 # What a launcher or a user's shell may have set and no case may see by accident.
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME")
-_LAUNCH_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "SM_", "SMP_")
+_LAUNCH_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+)
+_LAUNCH_PREFIXES = (
+    "LOCAL_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "SM_",
+    "SMP_",
+)
 
 
 class RanksFailed(AssertionError):
-    """A case failed on at least one rank; the message has every rank's traceback, stack or exit status."""
+    """A case failed on at least one rank; the message has every rank's traceback, stack
+    or exit status."""
 
 
 @dataclass
@@ -66,14 +90,18 @@ class _Rank:
             return file.read().decode(errors="replace")
 
     def exit_status(self) -> str | None:
-        """How the process ended, None while it runs. Leaves it unreaped, so that its id stays its own until `kill`."""
+        """How the process ended, None while it runs. Leaves it unreaped, so that its id
+        stays its own until `kill`."""
         return self.server.exit_status(self.pid)
 
     def stack(self) -> str:
         """Every thread's Python stack, asked for by signal."""
         os.kill(self.pid, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_LIMIT
-        while not (text := self.stack_file.read_text()).endswith(_STACK_ENDS) and time.monotonic() < deadline:
+        while (
+            not (text := self.stack_file.read_text()).endswith(_STACK_ENDS)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         return text or "(no answer to the request for its stack)\n"
 
@@ -119,7 +147,9 @@ class RankPool:
         theirs.close()
         return _Rank(server, pid, ours, stack_file, output_file)
 
-    def run(self, call: bytes, name: str, timeout: float, environs: list[dict[str, str]]) -> list[Any]:
+    def run(
+        self, call: bytes, name: str, timeout: float, environs: list[dict[str, str]]
+    ) -> list[Any]:
         """Run one case; the pool is closed if it fails in any way.
 
         Args:
@@ -135,13 +165,25 @@ class RankPool:
             RanksFailed: a rank raised, hung or died.
         """
         store = dist.TCPStore(STORE_HOST, 0, None, True, wait_for_workers=False)
-        # A collective whose peer never comes should end as an error with a traceback, before the case's own limit.
+        # A collective whose peer never comes should end as an error with a traceback,
+        # before the case's own limit.
         collective_timeout = 0.75 * timeout
         try:
             for rank, environ in zip(self._ranks, environs, strict=True):
                 rank.output_start = rank.output_file.stat().st_size
                 with suppress(OSError):
-                    rank.conn.send(("case", Case(call, environ, os.getcwd(), store.port, collective_timeout)))
+                    rank.conn.send(
+                        (
+                            "case",
+                            Case(
+                                call,
+                                environ,
+                                os.getcwd(),
+                                store.port,
+                                collective_timeout,
+                            ),
+                        )
+                    )
             self._await("loaded", LOAD_LIMIT, f"importing {name}")
             self._tell("go")
             self._await("connected", CONNECT_LIMIT, f"connecting the ranks for {name}")
@@ -158,12 +200,16 @@ class RankPool:
         return [pickle.loads(result) for result in results]
 
     def is_worn_out(self) -> bool:
-        """Whether its ranks should make room for fresh ones, which cost seconds to start.
+        """Whether its ranks should make room for fresh ones, which cost seconds to
+        start.
 
-        Process groups that a case has left somewhere keep two threads each. These sleep (a hundred of them take 0.2 %
-        of a core), but something would be wrong with a case that leaves hundreds.
+        Process groups that a case has left somewhere keep two threads each. These sleep
+        (a hundred of them take 0.2 % of a core), but something would be wrong with a
+        case that leaves hundreds.
         """
-        return any(psutil.Process(rank.pid).num_threads() > MAX_THREADS for rank in self._ranks)
+        return any(
+            psutil.Process(rank.pid).num_threads() > MAX_THREADS for rank in self._ranks
+        )
 
     def close(self) -> None:
         """Kill and reap every rank."""
@@ -174,17 +220,23 @@ class RankPool:
 
     def _tell(self, word: str) -> None:
         for rank in self._ranks:
-            with suppress(OSError):  # a dead rank is noticed, and reported, where its answer is awaited
+            # A dead rank is noticed, and reported, where its answer is awaited.
+            with suppress(OSError):
                 rank.conn.send((word, None))
 
     def _await(self, wanted: str, limit: float, name: str) -> list[Any]:
-        """Wait until every rank has reported `wanted`; return what came with it, in rank order."""
+        """Wait until every rank has reported `wanted`; return what came with it, in
+        rank order."""
         start = time.monotonic()
         deadline, told, first_failure = start + limit, False, None
         reports: dict[int, tuple[str, Any]] = {}
         hung_up: set[int] = set()
         while len(reports) < self.world_size and (now := time.monotonic()) < deadline:
-            silent = {rank.conn: number for number, rank in enumerate(self._ranks) if number not in reports}
+            silent = {
+                rank.conn: number
+                for number, rank in enumerate(self._ranks)
+                if number not in reports
+            }
             for conn in wait(list(silent), timeout=min(0.2, deadline - now)):
                 assert isinstance(conn, Connection)
                 try:
@@ -192,14 +244,23 @@ class RankPool:
                 except (EOFError, OSError):
                     hung_up.add(silent[conn])
             for number, rank in enumerate(self._ranks):
-                # A child of a dead rank may hold its pipe open: end of file is not the only sign.
-                if number not in reports and (number in hung_up or not rank.conn.poll()):
+                # A child of a dead rank may hold its pipe open: end of file is not the
+                # only sign.
+                if number not in reports and (
+                    number in hung_up or not rank.conn.poll()
+                ):
                     if status := rank.exit_status():
                         reports[number] = ("died", status)
-            if first_failure is None and any(word != wanted for word, _ in reports.values()):
+            if first_failure is None and any(
+                word != wanted for word, _ in reports.values()
+            ):
                 first_failure = time.monotonic()
                 deadline = min(deadline, first_failure + GRACE)
-            if first_failure is not None and not told and time.monotonic() > first_failure + HOLD:
+            if (
+                first_failure is not None
+                and not told
+                and time.monotonic() > first_failure + HOLD
+            ):
                 told = True
                 for number, (word, _) in reports.items():
                     if word == "raised":
@@ -210,16 +271,27 @@ class RankPool:
         self._fail(wanted, limit, name, time.monotonic() - start, reports)
 
     def _fail(
-        self, wanted: str, limit: float, name: str, seconds: float, reports: dict[int, tuple[str, Any]]
+        self,
+        wanted: str,
+        limit: float,
+        name: str,
+        seconds: float,
+        reports: dict[int, tuple[str, Any]],
     ) -> NoReturn:
         hung = [number for number in range(self.world_size) if number not in reports]
         failed = [number for number, (word, _) in reports.items() if word != wanted]
-        cause = f"ranks {sorted(failed)} failed" if failed else f"ranks {hung} did not finish within {limit:g} s"
+        cause = (
+            f"ranks {sorted(failed)} failed"
+            if failed
+            else f"ranks {hung} did not finish within {limit:g} s"
+        )
         parts = [f"{name} on {self.world_size} ranks: {cause}"]
         for number, rank in enumerate(self._ranks):
             word, detail = reports.get(number, ("hung", None))
             if word == "hung":
-                parts.append(f"--- rank {number}: still running after {seconds:.1f} s, killed; its stack:")
+                parts.append(
+                    f"--- rank {number}: still running after {seconds:.1f} s, killed; its stack:"
+                )
                 parts.append(rank.stack())
             elif word == "died":
                 parts.append(f"--- rank {number}: {detail} without a word")
@@ -229,12 +301,15 @@ class RankPool:
             else:
                 parts.append(f"--- rank {number}: {word}")
             if output := rank.output().strip():
-                parts.append(f"... rank {number} had printed:\n{output[-OUTPUT_TAIL:]}\n")
+                parts.append(
+                    f"... rank {number} had printed:\n{output[-OUTPUT_TAIL:]}\n"
+                )
         raise RanksFailed("\n".join(parts))
 
 
 def base_environ() -> dict[str, str]:
-    """This process's environment without what a launcher would have set, one thread per rank."""
+    """This process's environment without what a launcher would have set, one thread per
+    rank."""
     environ = {
         name: value
         for name, value in os.environ.items()

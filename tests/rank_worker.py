@@ -1,15 +1,18 @@
-"""One rank of the test harness: a process that runs case after case and leaves no trace of one in the next.
+"""One rank of the test harness: a process that runs case after case and leaves no trace
+of one in the next.
 
-Owns the worker's side of `tests.harness`: the messages over the pipe, the process group of a case, and the list of
-process-wide state that is put back after it. A case goes through three stages, each started by the parent once *all*
-ranks have reported the one before:
+Owns the worker's side of `tests.harness`: the messages over the pipe, the process group
+of a case, and the list of process-wide state that is put back after it. A case goes
+through three stages, each started by the parent once *all* ranks have reported the one
+before:
 
     case -> loaded     the function's module is imported
     go -> connected    process group
     run -> returned    the function; only this counts in the case's time limit
     clean -> ready     process group destroyed, global state put back
 
-A rank that raises says so and waits for the parent's word to leave; a failed pool is never used again.
+A rank that raises says so and waits for the parent's word to leave; a failed pool is
+never used again.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from torch.distributed import distributed_c10d
 STACK_SIGNAL = signal.SIGUSR2
 
 STORE_HOST = "127.0.0.1"
-# Objects that are made before young garbage is looked for: tests make many that live, and Python's 700 cost 15 %.
+# Objects that are made before young garbage is looked for: tests make many that live,
+# and Python's 700 cost 15 %.
 YOUNG_OBJECTS = 200_000
 # Seconds for the connections of a case, which no case can be blamed for.
 CONNECT_LIMIT = 300.0
@@ -58,7 +62,8 @@ class Case:
         environ: the whole environment of the case.
         cwd: working directory.
         store_port: port of the parent's TCPStore.
-        collective_timeout: seconds after which a collective of the default group gives up.
+        collective_timeout: seconds after which a collective of the default group gives
+            up.
     """
 
     call: bytes
@@ -78,19 +83,25 @@ class ProcessState:
         self._argv = list(sys.argv)
         self._excepthook = sys.excepthook
         self._warning_filters = list(warnings.filters)
-        self._signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        self._signals = {
+            number: signal.getsignal(number)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        }
         self._matmul_precision = torch.get_float32_matmul_precision()
         self._root_logger = (logging.root.level, list(logging.root.handlers))
         self._hook_tables = [
             table
             for name, table in vars(module_hooks).items()
-            if name.startswith("_global_") and isinstance(table, dict) and "hook" in name
+            if name.startswith("_global_")
+            and isinstance(table, dict)
+            and "hook" in name
         ]
         self._mesh_caches: list[Any] = []
 
     def before_case(self) -> None:
-        """Numbers drawn without a seed are the same whatever ran before. And what is alive now is set aside, so that
-        collecting a case's garbage does not walk over all of torch."""
+        """Numbers drawn without a seed are the same whatever ran before. And what is
+        alive now is set aside, so that collecting a case's garbage does not walk over
+        all of torch."""
         seed_all()
         self._mesh_caches += [
             obj
@@ -102,7 +113,8 @@ class ProcessState:
 
     def restore(self) -> None:
         """Put everything back. Raises what `destroy_process_group` raises."""
-        if "smp_core.watch.rank_watch" in sys.modules:  # it goes on until its process ends
+        # It goes on until its process ends.
+        if "smp_core.watch.rank_watch" in sys.modules:
             sys.modules["smp_core.watch.rank_watch"].stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -121,14 +133,18 @@ class ProcessState:
         gc.collect()
 
     def _forget_meshes(self) -> None:
-        # DTensor remembers its plans by mesh, and meshes of the same shape are equal across cases, while the process
-        # groups inside the remembered ones are gone or mean other ranks now (errors and hangs, seen with torch 2.13).
+        # DTensor remembers its plans by mesh, and meshes of the same shape are equal
+        # across cases, while the process groups inside the remembered ones are gone or
+        # mean other ranks now (errors and hangs, seen with torch 2.13).
         if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+            from torch.distributed.tensor._redistribute import (
+                clear_redistribute_planner_cache,
+            )
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
-            # Its planners hold meshes, and these their groups with all of gloo's threads.
+            # Its planners hold meshes, and these their groups with all of gloo's
+            # threads.
             clear_redistribute_planner_cache()
         for cache in self._mesh_caches:
             cache.cache_clear()
@@ -167,7 +183,8 @@ def seed_all() -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the parent dies; elsewhere than on Linux the closed pipe has to do."""
+    """Ask the kernel to kill this process when the parent dies; elsewhere than on Linux
+    the closed pipe has to do."""
     if not sys.platform.startswith("linux"):
         return
     pr_set_pdeathsig = 1
@@ -178,7 +195,8 @@ def die_with_parent() -> None:
 
 
 def explain_asserts() -> None:
-    """Let `assert` in test modules print the values it compared, as it does in the pytest process itself.
+    """Let `assert` in test modules print the values it compared, as it does in the
+    pytest process itself.
 
     Pytest offers no public way to install its import hook in a process of one's own.
     """
@@ -191,13 +209,16 @@ def explain_asserts() -> None:
 class GlooOnOneDevice(dist.ProcessGroupGloo):
     """A gloo group on the one device of its process.
 
-    By default each group has a device of its own, whose thread wakes up a hundred times a second: with a mesh of ten
-    groups on each of a dozen ranks that is a tenth of a core for nothing.
+    By default each group has a device of its own, whose thread wakes up a hundred times
+    a second: with a mesh of ten groups on each of a dozen ranks that is a tenth of a
+    core for nothing.
     """
 
     _devices: ClassVar[list[Any]] = []
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
+    ) -> None:
         # torch >= 2.14 also says enable_reconfigure, False in every group of ours.
         if not self._devices:
             self._devices.append(self.create_default_device())
@@ -211,7 +232,9 @@ def _start_group(case: Case) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=CONNECT_LIMIT)
     store = dist.TCPStore(STORE_HOST, case.store_port, None, False, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(timedelta(seconds=case.collective_timeout))
 
@@ -226,11 +249,12 @@ def _run_case(conn: Connection, case: Case, state: ProcessState) -> None:
     os.environ.update(case.environ)
     os.chdir(case.cwd)
     _start_group(case)
-    # A rank that raises or dies at once must not take its peers down while they still connect: what they say then is
-    # about the harness and not about the case.
+    # A rank that raises or dies at once must not take its peers down while they still
+    # connect: what they say then is about the harness and not about the case.
     conn.send(("connected", None))
     _expect(conn, "run")
-    # Plain pickle puts tensors into the message; the pickler of multiprocessing would pass file descriptors.
+    # Plain pickle puts tensors into the message; the pickler of multiprocessing would
+    # pass file descriptors.
     result = pickle.dumps(fn(*args, **kwargs))
     _flush()
     conn.send(("returned", result))
@@ -253,7 +277,8 @@ def serve(descriptor: int, stack_file: str) -> None:
 
     Args:
         descriptor: file descriptor of this rank's end of the pipe.
-        stack_file: where every thread's stack is written when the parent sends `STACK_SIGNAL`.
+        stack_file: where every thread's stack is written when the parent sends
+            `STACK_SIGNAL`.
     """
     die_with_parent()
     conn = Connection(descriptor)
@@ -273,7 +298,8 @@ def serve(descriptor: int, stack_file: str) -> None:
             return
         assert word == "case"
         try:
-            # A call of its own, so that nothing of the case is alive in a local variable when the garbage is collected.
+            # A call of its own, so that nothing of the case is alive in a local
+            # variable when the garbage is collected.
             _run_case(conn, case, state)
             state.restore()
         except (EOFError, BrokenPipeError):
@@ -281,8 +307,9 @@ def serve(descriptor: int, stack_file: str) -> None:
         except BaseException:
             _flush()
             conn.send(("raised", traceback.format_exc()))
-            # The other ranks may be about to report something better than "connection closed by peer": hold the
-            # sockets open until the parent has heard them. Whatever comes, the word or the end of the pipe, leave.
+            # The other ranks may be about to report something better than "connection
+            # closed by peer": hold the sockets open until the parent has heard them.
+            # Whatever comes, the word or the end of the pipe, leave.
             conn.poll(None)
             os._exit(1)
         conn.send(("ready", None))

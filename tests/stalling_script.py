@@ -1,10 +1,11 @@
-"""A training script, as a user would write one, in which a rank goes its own way in the third step.
+"""A training script, as a user would write one, in which a rank goes its own way in the
+third step.
 
     python -m tests.stalling_script FACE EVENT RANK UNTIL
 
-FACE is "lightning" or "accelerate", EVENT a key of ``EVENTS`` or ``GIVEN``, "validation" or "none", RANK
-who it happens to.
-Any rank ends the run as soon as it has written a line to stderr that matches UNTIL: what hangs would go on for minutes
+FACE is "lightning" or "accelerate", EVENT a key of ``EVENTS`` or ``GIVEN``,
+"validation" or "none", RANK who it happens to. Any rank ends the run as soon as it has
+written a line to stderr that matches UNTIL: what hangs would go on for minutes
 otherwise.
 """
 
@@ -46,7 +47,9 @@ class TwoTowers(nn.Module):
         self.vision = nn.ModuleList(Block() for _ in range(2))
         self.text = nn.ModuleList(Block() for _ in range(layers))
 
-    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None, layers: int = 2) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, image: torch.Tensor | None = None, layers: int = 2
+    ) -> torch.Tensor:
         if image is not None:
             for block in self.vision:
                 image = block(image)
@@ -61,7 +64,13 @@ class Step:
 
     def __init__(self) -> None:
         self.image: torch.Tensor | None = None
-        self.layers, self.swallows, self.detaches, self.nothing, self.micro_batches = 2, False, False, False, 1
+        self.layers, self.swallows, self.detaches, self.nothing, self.micro_batches = (
+            2,
+            False,
+            False,
+            False,
+            1,
+        )
         self.freezes = self.evaluates = self.ends = False
 
     def loss(self, model: nn.Module) -> torch.Tensor | None:
@@ -80,7 +89,11 @@ class Step:
         loss = model(x, self.image, self.layers).square().mean()
         if self.nothing:
             return None
-        return (loss.detach() * torch.ones((), requires_grad=True)) if self.detaches else loss
+        return (
+            (loss.detach() * torch.ones((), requires_grad=True))
+            if self.detaches
+            else loss
+        )
 
 
 def sleep_in_user_code(_: Step) -> None:
@@ -220,7 +233,11 @@ def with_accelerate(event: str, rank: int) -> None:
     for index in range(STEPS):
         step = struck(Step(), index, event, rank)
         for micro in range(step.micro_batches):
-            with accelerator.no_sync(model) if micro < step.micro_batches - 1 else torch.enable_grad():
+            with (
+                accelerator.no_sync(model)
+                if micro < step.micro_batches - 1
+                else torch.enable_grad()
+            ):
                 loss = step.loss(model)
                 if loss is not None:
                     accelerator.backward(loss)
@@ -256,16 +273,36 @@ def with_lightning(event: str, rank: int) -> None:
         """Batches of an evaluation, of which the rank that is struck has more."""
 
         def __iter__(self) -> Any:
-            return iter(range(4 if event == "validation" and dist.get_rank() == rank else 2))
+            return iter(
+                range(4 if event == "validation" and dist.get_rank() == rank else 2)
+            )
 
     knobs = given("knobs", event, rank)
-    strategy = SmpShardedStrategy(shard_degree="world", timeout=timedelta(seconds=120), **knobs)
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    strategy = SmpShardedStrategy(
+        shard_degree="world", timeout=timedelta(seconds=120), **knobs
     )
-    trainer = Trainer(accelerator="cpu", devices=dist_ranks(), strategy=strategy, max_epochs=1, **quiet)
+    quiet: dict[str, Any] = dict.fromkeys(
+        (
+            "logger",
+            "enable_progress_bar",
+            "enable_model_summary",
+            "enable_checkpointing",
+        ),
+        False,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist_ranks(),
+        strategy=strategy,
+        max_epochs=1,
+        **quiet,
+    )
     rows = torch.utils.data.DataLoader(torch.arange(STEPS * dist_ranks()), batch_size=1)
-    trainer.fit(Module(), rows, torch.utils.data.DataLoader(Rows()) if event == "validation" else None)
+    trainer.fit(
+        Module(),
+        rows,
+        torch.utils.data.DataLoader(Rows()) if event == "validation" else None,
+    )
 
 
 def given(what: str, event: str, rank: int) -> dict[str, Any]:

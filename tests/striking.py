@@ -1,4 +1,5 @@
-"""Ranks that are killed, stopped or cut off: at once, or when they come to a place in a save, a load or a report."""
+"""Ranks that are killed, stopped or cut off: at once, or when they come to a place in a
+save, a load or a report."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import smp_core.checkpoint.folders.local_folder as local_folder
 import smp_core.checkpoint.folders.storage as storage
 from smp_core.watch.rank_watch import RankWatch
 
-# Where a rank is in a save, a load and a report: while a file is closed, while tensors are read, and before it looks.
+# Where a rank is in a save, a load and a report: while a file is closed, while tensors
+# are read, and before it looks.
 PLACES: dict[str, tuple[Any, str]] = {
     "save": (storage.Sink, "close"),
     "load": (local_folder._LocalRangeFile, "read_into"),
@@ -21,7 +23,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 
 def strike(what: str) -> None:
-    """Kill or stop this process ("kill", "stop"), or end all its connections while it lives on ("cut")."""
+    """Kill or stop this process ("kill", "stop"), or end all its connections while it
+    lives on ("cut")."""
     if what == "cut":
         cut_off()
     else:
@@ -29,7 +32,8 @@ def strike(what: str) -> None:
 
 
 def strike_in(place: str, what: str) -> None:
-    """Let this process be struck when it comes to a place of ``PLACES`` for the first time."""
+    """Let this process be struck when it comes to a place of ``PLACES`` for the first
+    time."""
     owner, name = PLACES[place]
     method = getattr(owner, name)
 

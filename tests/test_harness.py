@@ -1,4 +1,5 @@
-"""The harness keeps its word: results in order, a failure on any rank told in full, nothing left for the next case."""
+"""The harness keeps its word: results in order, a failure on any rank told in full,
+nothing left for the next case."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests import harness
 from tests.harness import RanksFailed, ScriptTimedOut, run_ranks, run_script
 
-# Seconds that a test waits for a deliberate hang to be given up: collectives end after three quarters of them, and what
-# is left has to do for telling it on a busy machine.
+# Seconds that a test waits for a deliberate hang to be given up: collectives end after
+# three quarters of them, and what is left has to do for telling it on a busy machine.
 HANG_LIMIT = 8.0
 
 
@@ -100,7 +101,9 @@ def leave_a_mess() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
-    torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 0)
+    torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 0
+    )
     logging.getLogger("smp").setLevel(logging.CRITICAL)
 
 
@@ -121,11 +124,14 @@ def tensor_of_rank(dtype: torch.dtype) -> torch.Tensor:
 
 
 def sum_over_shards(more_groups: bool) -> float:
-    """A DTensor result on a submesh whose process groups have other names when other groups were made before."""
+    """A DTensor result on a submesh whose process groups have other names when other
+    groups were made before."""
     if more_groups:
         for _ in range(3):
             dist.new_group([0, 3])
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))[
+        "shard"
+    ]
     doubled = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) * 2
     assert isinstance(doubled, DTensor)
     return doubled.redistribute(mesh, [Replicate()]).to_local().sum().item()
@@ -168,13 +174,19 @@ def test_hung_rank_shows_where_it_hung() -> None:
         run_ranks(hang_on_rank_1, 2, timeout=HANG_LIMIT)
     rank_0, rank_1 = str(failure.value).split("--- rank 1", 1)
     assert "dist.barrier()" in rank_0
-    assert "still running" in rank_1 and "in hang_on_rank_1" in rank_1 and "going to bed" in rank_1
+    assert (
+        "still running" in rank_1
+        and "in hang_on_rank_1" in rank_1
+        and "going to bed" in rank_1
+    )
     assert run_ranks(who_am_i, 2, "", punctuation="") == [("0", 3), ("1", 3)]
 
 
 @pytest.mark.slow
 def test_hang_that_no_peer_waits_for_ends_at_the_limit() -> None:
-    with pytest.raises(RanksFailed, match=r"ranks \[1\] did not finish within 5 s") as failure:
+    with pytest.raises(
+        RanksFailed, match=r"ranks \[1\] did not finish within 5 s"
+    ) as failure:
         run_ranks(hang_without_peers, 2, timeout=5)
     assert "--- rank 0: returned" in str(failure.value)
     assert "in hang_without_peers" in str(failure.value)
@@ -203,15 +215,21 @@ def test_ranks_are_forked_from_one_thread_and_lead_sessions_of_their_own() -> No
     assert [server.num_threads() for server in servers if server is not None] == [1] * 2
 
 
-@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="all processes have this seed")
+@pytest.mark.skipif(
+    "PYTHONHASHSEED" in os.environ, reason="all processes have this seed"
+)
 def test_neighbouring_ranks_have_their_sets_in_different_orders() -> None:
     first, second = run_ranks(hash_of_a_string, 2)
     assert first[0] != second[0]
 
 
-def test_a_case_of_another_size_leaves_the_usual_ranks_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_of_another_size_leaves_the_usual_ranks_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = run_ranks(my_pid, 2)
-    monkeypatch.setattr(harness, "MAX_IDLE_RANKS", sum(size for size in harness._pools if size != 1))
+    monkeypatch.setattr(
+        harness, "MAX_IDLE_RANKS", sum(size for size in harness._pools if size != 1)
+    )
     run_ranks(my_pid, 1)
     assert 1 not in harness._pools and run_ranks(my_pid, 2) == before
 
@@ -226,10 +244,15 @@ def test_function_that_does_not_pickle_is_refused() -> None:
         run_ranks(lambda: None, 2)
 
 
-def test_launch_environment_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMP_RANKS_PER_NODE", "7")  # a leftover in the user's shell must not reach a case
+def test_launch_environment_is_that_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A leftover in the user's shell must not reach a case.
+    monkeypatch.setenv("SMP_RANKS_PER_NODE", "7")
     monkeypatch.setenv("HOME", "/nowhere")
-    for rank, seen in enumerate(run_ranks(launch_environment, 2, env={"COLOUR": "green", "HOME": None})):
+    for rank, seen in enumerate(
+        run_ranks(launch_environment, 2, env={"COLOUR": "green", "HOME": None})
+    ):
         assert seen == {
             "RANK": str(rank),
             "WORLD_SIZE": "2",
@@ -243,7 +266,10 @@ def test_launch_environment_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_posing_as_nodes_sets_ranks_per_node() -> None:
-    assert [seen["SMP_RANKS_PER_NODE"] for seen in run_ranks(launch_environment, 2, ranks_per_node=1)] == ["1", "1"]
+    assert [
+        seen["SMP_RANKS_PER_NODE"]
+        for seen in run_ranks(launch_environment, 2, ranks_per_node=1)
+    ] == ["1", "1"]
 
 
 def test_a_case_leaves_nothing_to_the_next() -> None:
@@ -261,13 +287,17 @@ def test_dtensor_does_not_remember_the_groups_of_an_earlier_case() -> None:
 
 def test_script_output_and_status_come_back(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(os.environ['COLOUR']); print('oh', file=sys.stderr); sys.exit(4)")
+    script.write_text(
+        "import os, sys; print(os.environ['COLOUR']); print('oh', file=sys.stderr); sys.exit(4)"
+    )
     done = run_script([script], env={"COLOUR": "blue"}, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (4, "blue\n", "oh\n")
 
 
 @pytest.mark.slow
-def test_script_past_its_limit_is_killed_with_its_children_and_shows_stacks(tmp_path: Path) -> None:
+def test_script_past_its_limit_is_killed_with_its_children_and_shows_stacks(
+    tmp_path: Path,
+) -> None:
     script, pid_file = tmp_path / "script.py", tmp_path / "pid"
     script.write_text(
         "import pathlib, subprocess, sys, time\n"
@@ -278,7 +308,8 @@ def test_script_past_its_limit_is_killed_with_its_children_and_shows_stacks(tmp_
         "snore()\n"
     )
     with pytest.raises(ScriptTimedOut, match="in snore"):
-        run_script([script], timeout=10)  # the script needs a tenth of a second to get there
+        # The script needs a tenth of a second to get there.
+        run_script([script], timeout=10)
     assert _all_end([int(pid_file.read_text())])
 
 
@@ -301,7 +332,8 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def _all_end(pids: list[int]) -> bool:
-    """Whether the processes end within a minute: a signal is sent at once but not obeyed at once."""
+    """Whether the processes end within a minute: a signal is sent at once but not
+    obeyed at once."""
     deadline = time.monotonic() + 60
     while any(_running(pid) for pid in pids):
         if time.monotonic() > deadline:

@@ -1,6 +1,8 @@
-"""Programs in which a rank goes its own way, through both faces: who waits, in what and why is written to stderr.
+"""Programs in which a rank goes its own way, through both faces: who waits, in what and
+why is written to stderr.
 
-What is injected is in tests/stalling_script.py; nothing is said about how long it took, which depends on the machine.
+What is injected is in tests/stalling_script.py; nothing is said about how long it took,
+which depends on the machine.
 """
 
 from __future__ import annotations
@@ -44,8 +46,16 @@ CASES = {
     ): r"went apart: in micro-batch 1, rank 0: .* in backward; rank 1: all_gather of 'text",
     ("accelerate", "no gradient", 1): r"rank 0 \d+ s in .* in backward, step 3",
     ("lightning", "no gradient", 1): r"rank 0 \d+ s in .* in backward, step 3",
-    ("lightning", "nothing", 1): "rank 1 failed: RuntimeError: Skipping the `training_step` by returning None",
-    ("accelerate", "micro-batches", 1): r"waiting: rank 0 \d+ s in the window's end, step 3",
+    (
+        "lightning",
+        "nothing",
+        1,
+    ): "rank 1 failed: RuntimeError: Skipping the `training_step` by returning None",
+    (
+        "accelerate",
+        "micro-batches",
+        1,
+    ): r"waiting: rank 0 \d+ s in the window's end, step 3",
     ("accelerate", "sleep", 1): WAITS + IN_SCRIPT + "sleep_in_user_code",
     ("lightning", "sleep", 1): WAITS + IN_SCRIPT + "sleep_in_user_code",
     ("accelerate", "lock", 1): WAITS + IN_SCRIPT + "wait_for_a_lock",
@@ -59,14 +69,33 @@ CASES = {
     + "save",
     ("accelerate", "barrier", 1): r"rank 1 \d+ s in barrier \(" + IN_SCRIPT + "barrier",
     ("accelerate", "stop", 1): WAITS + "no sign of life: stopped",
-    ("lightning", "stop", 0): r"rank 1: waiting: rank 1 .* elsewhere: rank 0: no sign of life: stopped",
+    (
+        "lightning",
+        "stop",
+        0,
+    ): r"rank 1: waiting: rank 1 .* elsewhere: rank 0: no sign of life: stopped",
     ("accelerate", "swap", 1): WAITS + "no sign of life: stopped, swapped out or lost",
-    ("accelerate", "evaluation", 1): r"went apart: in micro-batch 1, .* rank 1: all_gather of 'text.0' in forward",
-    ("lightning", "validation", 1): r"rank 0 \d+ s in .*rank 1 \d+ s in " + GATHER.format("text.0"),
-    ("lightning", "end", 1): r"the run ended on rank 1 \(after optimizer step 3\), and goes on elsewhere",
+    (
+        "accelerate",
+        "evaluation",
+        1,
+    ): r"went apart: in micro-batch 1, .* rank 1: all_gather of 'text.0' in forward",
+    ("lightning", "validation", 1): r"rank 0 \d+ s in .*rank 1 \d+ s in "
+    + GATHER.format("text.0"),
+    (
+        "lightning",
+        "end",
+        1,
+    ): r"the run ended on rank 1 \(after optimizer step 3\), and goes on elsewhere",
     ("accelerate", "knobs", 1): "reshard_after_forward " + DIFFERS,
-    ("lightning", "model", 1): "the model " + DIFFERS + ".* the first parameter that differs is number 8",
-    ("accelerate", "kill", 1): r"rank 1 was lost: no sign of life any more; it was in optimizer step \d",
+    ("lightning", "model", 1): "the model "
+    + DIFFERS
+    + ".* the first parameter that differs is number 8",
+    (
+        "accelerate",
+        "kill",
+        1,
+    ): r"rank 1 was lost: no sign of life any more; it was in optimizer step \d",
     ("lightning", "leave", 1): "rank 1 failed: SystemExit: enough",
     ("accelerate", "fail", 1): "rank 1 failed: ArithmeticError: the user's own mistake",
     ("lightning", "fail", 1): "rank 1 failed: ArithmeticError: the user's own mistake",
@@ -78,9 +107,12 @@ def said(face: str, event: str, rank: int, expected: str) -> str:
     return run_script(program, nproc=2).stderr
 
 
-@pytest.mark.slow  # in the normal run: tests/core/sharding/test_divergence.py, test_stalls.py
+# In the normal run: tests/core/sharding/test_divergence.py, test_stalls.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
-def test_whoever_goes_its_own_way_is_named_with_the_place(case: tuple[str, str, int]) -> None:
+def test_whoever_goes_its_own_way_is_named_with_the_place(
+    case: tuple[str, str, int],
+) -> None:
     written = said(*case, CASES[case])
     assert re.search(CASES[case], written), written
 
@@ -88,7 +120,10 @@ def test_whoever_goes_its_own_way_is_named_with_the_place(case: tuple[str, str, 
 def load() -> list[subprocess.Popen[bytes]]:
     """Programs that keep the machine busy, as many as bring its load to ten."""
     missing = max(10 - round(os.getloadavg()[0]), 0)
-    return [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(missing)]
+    return [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(missing)
+    ]
 
 
 @pytest.mark.slow
@@ -104,4 +139,6 @@ def test_a_busy_machine_is_no_alarm(number: int, face: str) -> None:
             each.kill()
             each.wait()
     assert done.returncode == 0, done.stderr
-    assert "torch-smp, rank" not in done.stderr and "straggler" not in done.stderr, done.stderr
+    assert "torch-smp, rank" not in done.stderr and "straggler" not in done.stderr, (
+        done.stderr
+    )

@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
-"""The cluster benchmark: ours and the peers on emulated clusters (netlab), side by side.
+"""The cluster benchmark: ours and the peers on emulated clusters (netlab), side by
+side.
 
     make bench-cluster                                        everything; hours
     python benchmarks/cluster/bench.py --table                the rows of docs/performance.md; about an hour
     python benchmarks/cluster/bench.py --layouts 2x2 --rates 200mbit --accumulation 1 --dtypes float32 --keep
 
-Each row is written when it is measured. ``--keep`` keeps what the present result has and this run does not measure, so
-that a long table can be made in pieces; every row says how busy the cores were before it.
+Each row is written when it is measured. ``--keep`` keeps what the present result has
+and this run does not measure, so that a long table can be made in pieces; every row
+says how busy the cores were before it.
 
-Nodes x ranks in 2x2, 2x4, 4x2; links of 200 Mbit/s and 1 Gbit/s with 1 ms; 1 and 4 micro-batches; float32 and bfloat16
-parameters. Schemes take turns inside one run (schemes.py), the median of the rounds counts, and times are compared only
-where losses agree. ``--deepspeed PYTHON`` is the interpreter of an environment with DeepSpeed (<= 0.19.6); without it
-the table says so. A second part emulates compute by sleeping and grows from one node to four.
+Nodes x ranks in 2x2, 2x4, 4x2; links of 200 Mbit/s and 1 Gbit/s with 1 ms; 1 and 4
+micro-batches; float32 and bfloat16 parameters. Schemes take turns inside one run
+(schemes.py), the median of the rounds counts, and times are compared only where losses
+agree. ``--deepspeed PYTHON`` is the interpreter of an environment with DeepSpeed (<=
+0.19.6); without it the table says so. A second part emulates compute by sleeping and
+grows from one node to four.
 
-Writes benchmarks/results/cluster.json, .png and .md (every row), the table of docs/performance.md and the number in
-README.md. Needs Linux, root, iproute2, gcc.
+Writes benchmarks/results/cluster.json, .png and .md (every row), the table of
+docs/performance.md and the number in README.md. Needs Linux, root, iproute2, gcc.
 """
 
 from __future__ import annotations
@@ -59,9 +63,37 @@ def run_lab(
 ) -> dict[str, Any] | str:
     """Return what schemes.py found on one emulated cluster, or why there is nothing."""
     nodes, ranks = layout.split("x")
-    lab = [sys.executable, str(HERE / "netlab.py"), "run", "--quiet", "--nodes", nodes, "--ranks", ranks]
-    lab += ["--rate", rate, "--delay", "1ms", "--timeout", str(limit), "--", python, str(HERE / "schemes.py")]
-    program = ["--schemes", ",".join(names), "--micro", str(micro), "--rounds", str(rounds), "--param-dtype", dtype]
+    lab = [
+        sys.executable,
+        str(HERE / "netlab.py"),
+        "run",
+        "--quiet",
+        "--nodes",
+        nodes,
+        "--ranks",
+        ranks,
+    ]
+    lab += [
+        "--rate",
+        rate,
+        "--delay",
+        "1ms",
+        "--timeout",
+        str(limit),
+        "--",
+        python,
+        str(HERE / "schemes.py"),
+    ]
+    program = [
+        "--schemes",
+        ",".join(names),
+        "--micro",
+        str(micro),
+        "--rounds",
+        str(rounds),
+        "--param-dtype",
+        dtype,
+    ]
     environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     program += ["--compute-ms", str(compute_ms), "--width", str(width)]
     done = subprocess.run([*lab, *program], capture_output=True, text=True, env=environ)
@@ -76,17 +108,31 @@ def run_lab(
 ROW = ("layout", "rate", "micro", "dtype")
 
 
-def compare(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield ``rows`` with one more measured at a time; schemes measured before in the same place stay alongside the new
-    ones."""
+def compare(
+    asked: argparse.Namespace, rows: list[dict[str, Any]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield ``rows`` with one more measured at a time; schemes measured before in the
+    same place stay alongside the new ones."""
     for dtype in asked.dtypes:
         for layout in asked.layouts:
             for rate in asked.rates:
                 for micro in asked.accumulation:
                     place = dict(zip(ROW, (layout, rate, micro, dtype), strict=True))
-                    row = next((old for old in rows if all(old[key] == place[key] for key in ROW)), None)
+                    row = next(
+                        (
+                            old
+                            for old in rows
+                            if all(old[key] == place[key] for key in ROW)
+                        ),
+                        None,
+                    )
                     if row is None:
-                        row = {**place, "busy_before": 0.0, "missing": {}, "schemes": {}}
+                        row = {
+                            **place,
+                            "busy_before": 0.0,
+                            "missing": {},
+                            "schemes": {},
+                        }
                         rows.append(row)
                     measure(row, asked)
                     check_losses(row["schemes"])
@@ -98,9 +144,14 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
     """Run the schemes asked for on the row's cluster."""
     where = [row[key] for key in ("layout", "rate", "micro")]
     row["busy_before"] = max(row["busy_before"], psutil.cpu_percent(interval=2.0))
-    names = [name for name in (ALONE, *PEERS, *OURS) if not asked.schemes or name in asked.schemes]
+    names = [
+        name
+        for name in (ALONE, *PEERS, *OURS)
+        if not asked.schemes or name in asked.schemes
+    ]
     if row["micro"] == 1:
-        names = [name for name in names if not name.endswith("-once")]  # nothing to hold
+        # Nothing to hold.
+        names = [name for name in names if not name.endswith("-once")]
     if names:
         found = run_lab(sys.executable, names, *where, asked.rounds, row["dtype"])
         if isinstance(found, str):
@@ -111,7 +162,9 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
             continue
         found = "DeepSpeed is not installed"
         if asked.deepspeed:
-            found = run_lab(asked.deepspeed, [name], *where, asked.rounds, row["dtype"], limit=900)
+            found = run_lab(
+                asked.deepspeed, [name], *where, asked.rounds, row["dtype"], limit=900
+            )
         if isinstance(found, str):
             row["missing"][name] = found
         else:
@@ -120,25 +173,30 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 def check_losses(found: dict[str, Any]) -> None:
-    """Check that losses of exact schemes are within 0.5 % of one another (float32 sums in other orders, bfloat16
-    gathers), those of compressed ones within 5 %."""
+    """Check that losses of exact schemes are within 0.5 % of one another (float32 sums
+    in other orders, bfloat16 gathers), those of compressed ones within 5 %."""
     names = [name for name in found if name in EXACT]
     turns = range(len(found[names[0]]["losses"]))
-    expected = [statistics.median(found[name]["losses"][turn] for name in names) for turn in turns]
+    expected = [
+        statistics.median(found[name]["losses"][turn] for name in names)
+        for turn in turns
+    ]
     for name, result in found.items():
         if name == ALONE:
             continue
         bound = 5e-3 if name in EXACT else 5e-2
         result["losses_agree"] = all(
-            abs(ours - theirs) <= bound * abs(theirs) for ours, theirs in zip(result["losses"], expected, strict=True)
+            abs(ours - theirs) <= bound * abs(theirs)
+            for ours, theirs in zip(result["losses"], expected, strict=True)
         )
 
 
 def scale(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure weak scaling with emulated compute: 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the
-    node.
+    """Measure weak scaling with emulated compute: 1 -> 2 -> 4 nodes of two ranks, four
+    micro-batches, sharded in the node.
 
-    A small model with long sleeps: eight ranks' real arithmetic on the machine's cores would be measured otherwise.
+    A small model with long sleeps: eight ranks' real arithmetic on the machine's cores
+    would be measured otherwise.
     """
     rows = []
     for nodes in (1, 2, 4):
@@ -156,18 +214,30 @@ def scale(asked: argparse.Namespace) -> list[dict[str, Any]]:
         if isinstance(found, str):
             raise SystemExit(f"scaling, {nodes} nodes: {found}")
         rows += [
-            {"compute_ms": asked.compute_ms, "nodes": nodes, "scheme": name, "seconds": found[name]["seconds"]}
+            {
+                "compute_ms": asked.compute_ms,
+                "nodes": nodes,
+                "scheme": name,
+                "seconds": found[name]["seconds"],
+            }
             for name in SCALING
         ]
         for row in rows[-len(SCALING) :]:
             alone = next(one for one in rows if one["scheme"] == row["scheme"])
-            row["efficiency"] = statistics.median(alone["seconds"]) / statistics.median(row["seconds"])
-            print(f"{nodes} nodes, {row['scheme']}: {row['seconds']}, efficiency {row['efficiency']:.3f}", flush=True)
+            row["efficiency"] = statistics.median(alone["seconds"]) / statistics.median(
+                row["seconds"]
+            )
+            print(
+                f"{nodes} nodes, {row['scheme']}: {row['seconds']}, efficiency {row['efficiency']:.3f}",
+                flush=True,
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layouts", nargs="+", default=["2x2", "2x4", "4x2"])
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
@@ -175,18 +245,33 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deepspeed", help="python of an environment with DeepSpeed")
-    parser.add_argument("--table", action="store_true", help="only the rows of docs/performance.md")
+    parser.add_argument(
+        "--table", action="store_true", help="only the rows of docs/performance.md"
+    )
     parser.add_argument("--no-scaling", action="store_true")
     parser.add_argument("--only-scaling", action="store_true")
     parser.add_argument(
-        "--compute-ms", type=float, default=300.0, help="emulated: of a block's forward, half of backward"
+        "--compute-ms",
+        type=float,
+        default=300.0,
+        help="emulated: of a block's forward, half of backward",
     )
-    parser.add_argument("--keep", action="store_true", help="keep what the result has and this run does not measure")
-    parser.add_argument("--report", action="store_true", help="measure nothing: chart and page from the result")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep what the result has and this run does not measure",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="measure nothing: chart and page from the result",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if platform.system() != "Linux" or os.geteuid():
-        raise SystemExit("the cluster is made of network namespaces: run this on Linux as root")
+        raise SystemExit(
+            "the cluster is made of network namespaces: run this on Linux as root"
+        )
     if asked.table:
         asked.rates, asked.dtypes = ["200mbit"], ["float32"]
     kept = (
@@ -196,12 +281,18 @@ def main() -> None:
     )
     if asked.report:
         return write(asked.out, kept)
-    kept["machine"] = {"cpus": os.cpu_count(), "torch": torch.__version__, "system": platform.platform()}
+    kept["machine"] = {
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
     for rows in () if asked.only_scaling else compare(asked, kept["rows"]):
         kept["rows"] = rows
         write(asked.out, kept)
     if not asked.no_scaling:
-        kept["scaling"] = [row for row in kept["scaling"] if row["compute_ms"] != asked.compute_ms] + scale(asked)
+        kept["scaling"] = [
+            row for row in kept["scaling"] if row["compute_ms"] != asked.compute_ms
+        ] + scale(asked)
         write(asked.out, kept)
 
 
@@ -210,7 +301,9 @@ def write(path: Path, result: dict[str, Any]) -> None:
     rows, scaling = result["rows"], result["scaling"]
     rows.sort(key=in_order)
     for row in rows:
-        row["schemes"] = {name: row["schemes"][name] for name in SCHEMES if name in row["schemes"]}
+        row["schemes"] = {
+            name: row["schemes"][name] for name in SCHEMES if name in row["schemes"]
+        }
     path.write_text(json.dumps(result, indent=1) + "\n")
     draw(rows, path.with_suffix(".png"))
     if path == RESULTS:
@@ -221,7 +314,9 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 def between_marks(path: Path, text: str) -> None:
     before, rest = path.read_text(encoding="utf-8").split(BEGIN, 1)
-    path.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    path.write_text(
+        f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END, 1)[1]}", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

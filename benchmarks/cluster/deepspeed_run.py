@@ -12,8 +12,8 @@ from lab_model import RATE, Model, batch
 
 
 def start_deepspeed() -> None:
-    """Start DeepSpeed's process group. Two of its calls do not exist on gloo and are replaced by ones with the same
-    traffic."""
+    """Start DeepSpeed's process group. Two of its calls do not exist on gloo and are
+    replaced by ones with the same traffic."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["NDEV_PER_NODE"] = os.environ["LOCAL_WORLD_SIZE"]
     import logging
@@ -21,11 +21,15 @@ def start_deepspeed() -> None:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the start
+    # It would be compiled at the start.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    def all_gather_coalesced(self: Any, outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather_coalesced(
+        self: Any, outputs: Any, inputs: Any, group: Any = None, async_op: bool = False
+    ) -> Any:
         works = [
-            dist.all_gather_into_tensor(o, i, group=group, async_op=True) for o, i in zip(outputs, inputs, strict=True)
+            dist.all_gather_into_tensor(o, i, group=group, async_op=True)
+            for o, i in zip(outputs, inputs, strict=True)
         ]
 
         class Handle:
@@ -35,7 +39,9 @@ def start_deepspeed() -> None:
 
         return Handle() if async_op else Handle().wait()
 
-    sys.modules["deepspeed.comm.torch"].TorchBackend.all_gather_coalesced = all_gather_coalesced
+    sys.modules[
+        "deepspeed.comm.torch"
+    ].TorchBackend.all_gather_coalesced = all_gather_coalesced
     deepspeed.comm.has_all_reduce_coalesced = lambda: False
     deepspeed.init_distributed("gloo", verbose=False)
 
@@ -59,7 +65,10 @@ class DeepSpeedRun:
         }
         init = deepspeed.zero.Init
         if scheme == "mics":
-            zero.update(mics_shard_size=int(os.environ["LOCAL_WORLD_SIZE"]), mics_hierarchical_params_gather=False)
+            zero.update(
+                mics_shard_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+                mics_hierarchical_params_gather=False,
+            )
             init = deepspeed.zero.MiCS_Init
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -73,12 +82,15 @@ class DeepSpeedRun:
         with init(config_dict_or_path=config):
             model = Model()
         if scheme == "mics":
-            # DeepSpeed 0.19.6 sums gradients over the group written on a parameter before the optimizer's own, and
-            # MiCS_Init writes the world there: the nodes then wait for one another in different collectives.
+            # DeepSpeed 0.19.6 sums gradients over the group written on a parameter
+            # before the optimizer's own, and MiCS_Init writes the world there: the
+            # nodes then wait for one another in different collectives.
             for parameter in model.parameters():
                 parameter.ds_process_group = parameter.comm.param_shard_group
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        self.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, config=config, optimizer=optimizer
+        )
         self.metered = None
 
     def step(self, number: int, micro_batches: int) -> float:

@@ -40,27 +40,37 @@ class Block(nn.Module):
             x = Sleep.apply(x, self.compute)
         b, length, width = x.shape
         # As many of the eight heads as this rank computes.
-        q, k, v = (y.view(b, length, -1, width // 8).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            y.view(b, length, -1, width // 8).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, length, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Model(nn.Module):
-    """A language model of 23 million parameters (7 at width 256); returns the next-token loss."""
+    """A language model of 23 million parameters (7 at width 256); returns the
+    next-token loss."""
 
     def __init__(self, compute: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(compute, width) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-        self.dummy_inputs = {"tokens": torch.zeros(1, LENGTH + 1, dtype=torch.int64)}  # how blocks follow one another
+        self.norm, self.head = (
+            nn.LayerNorm(width),
+            nn.Linear(width, VOCABULARY, bias=False),
+        )
+        # How blocks follow one another.
+        self.dummy_inputs = {"tokens": torch.zeros(1, LENGTH + 1, dtype=torch.int64)}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(self.norm(x)).float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 def batch(step: int, micro: int, rank: int) -> torch.Tensor:

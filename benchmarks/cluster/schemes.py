@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Step time, bytes and losses of data-parallel schemes on one small transformer. A rank program; runs under netlab:
+"""Step time, bytes and losses of data-parallel schemes on one small transformer. A rank
+program; runs under netlab:
 
-    netlab.py run --delay 1ms -- python schemes.py --schemes fsdp-ring,ours-world --micro 1
+    netlab.py run --delay 1ms -- python schemes.py --schemes fsdp-ring,ours-world
+    --micro 1
 
-All schemes see the same initial weights and the same data. They take turns, one warm-up step of one micro-batch and
-one measured step a turn, ``--rounds`` turns, so that what disturbs the machine disturbs all. Rank 0 prints one line of
-JSON.
+All schemes see the same initial weights and the same data. They take turns, one warm-up
+step of one micro-batch and one measured step a turn, ``--rounds`` turns, so that what
+disturbs the machine disturbs all. Rank 0 prints one line of JSON.
 
     ddp, fsdp, fsdp-ring, hsdp, hsdp-two-hop    torch's own; ring: with the traffic of NCCL's reduce-scatter (gloo's is
                                                 a whole all-reduce); two-hop: replicas are reduced in the last
@@ -17,8 +19,8 @@ JSON.
                                                 or world: shards;
                                                 pipeline: each node a stage of the blocks, sharded or replicated in it
 
-``--compute-ms`` sleeps that long in each block's forward and twice that in its backward instead of computing much:
-overlap shows on few cores.
+``--compute-ms`` sleeps that long in each block's forward and twice that in its backward
+instead of computing much: overlap shows on few cores.
 """
 
 from __future__ import annotations
@@ -54,8 +56,12 @@ ROLES = {
     "embed": "vocabulary",
     "head": "column_gather",
 }
-# Attention is a part of the block's own forward, whose tokens are not split then. Bytes are the same.
-IN_NODE = {"tensor_parallel_degree": 2, "tensor_parallel": {"plan": ROLES, "sequence_parallel": False}}
+# Attention is a part of the block's own forward, whose tokens are not split then. Bytes
+# are the same.
+IN_NODE = {
+    "tensor_parallel_degree": 2,
+    "tensor_parallel": {"plan": ROLES, "sequence_parallel": False},
+}
 OURS: dict[str, dict[str, Any]] = {
     "ours-world": {"shard_degree": "world"},
     "ours-world-int8": {"shard_degree": "world", "compression": {"gather": "int8"}},
@@ -83,12 +89,22 @@ SETTLE = 0.03
 
 
 class RingReduceScatter:
-    """The flat ring that NCCL runs: one chunk to the next rank, g - 1 times. For FSDP2 on gloo, which has none."""
+    """The flat ring that NCCL runs: one chunk to the next rank, g - 1 times. For FSDP2
+    on gloo, which has none."""
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Any, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
         from smp_core.comm.exchange import exchange
 
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -96,7 +112,9 @@ class RingReduceScatter:
         chunks = input_tensor.view(n, -1)
         total, got = chunks[(me - 1) % n].clone(), torch.empty_like(chunks[0])
         for step in range(n - 1):
-            exchange([(total, ranks[(me + 1) % n])], [(got, ranks[(me - 1) % n])], group)
+            exchange(
+                [(total, ranks[(me + 1) % n])], [(got, ranks[(me - 1) % n])], group
+            )
             total, got = got.add_(chunks[(me - 2 - step) % n]), total
         output_tensor.copy_(total)
 
@@ -104,13 +122,23 @@ class RingReduceScatter:
 def stages_of(micro_batches: int) -> dict[str, Any]:
     """Return the knobs of one stage on each node."""
     stages = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    return {"pipeline_parallel_degree": stages, "pipeline": {"microbatches": micro_batches}}
+    return {
+        "pipeline_parallel_degree": stages,
+        "pipeline": {"microbatches": micro_batches},
+    }
 
 
 class Run:
     """One scheme: ``step(number, micro_batches) -> this rank's mean loss``."""
 
-    def __init__(self, scheme: str, micro_batches: int, param_dtype: str | None, compute: float, width: int) -> None:
+    def __init__(
+        self,
+        scheme: str,
+        micro_batches: int,
+        param_dtype: str | None,
+        compute: float,
+        width: int,
+    ) -> None:
         self.scheme, self.rank, self.metered = scheme, dist.get_rank(), None
         torch.manual_seed(0)
         self.before: Callable[[bool], Any] = contextlib.nullcontext
@@ -118,12 +146,18 @@ class Run:
         model: Any = Model(compute, width)
         self.read = [self.rank]
         if scheme in OURS:
-            # Here and not above: DeepSpeed's environment runs this file too, without what smp_core needs.
+            # Here and not above: DeepSpeed's environment runs this file too, without
+            # what smp_core needs.
             from smp_core.config import SmpConfig
             from smp_core.entry import parallelize
 
-            knobs = {**OURS[scheme], **(stages_of(micro_batches) if scheme.startswith(PIPELINE) else {})}
-            config = SmpConfig(**knobs, param_dtype=param_dtype, collectives={"forward_prefetch": 1})
+            knobs = {
+                **OURS[scheme],
+                **(stages_of(micro_batches) if scheme.startswith(PIPELINE) else {}),
+            }
+            config = SmpConfig(
+                **knobs, param_dtype=param_dtype, collectives={"forward_prefetch": 1}
+            )
             self.parallel = parallel = parallelize(model, config)
             mesh = parallel.mesh
             # Ranks that hold parts of one model read the samples of all of them.
@@ -138,14 +172,18 @@ class Run:
             self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         elif scheme == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
-            self.before = lambda last: contextlib.nullcontext() if last else self.model.no_sync()
+            self.before = lambda last: (
+                contextlib.nullcontext() if last else self.model.no_sync()
+            )
             self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         else:
             world, k = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
             shape = (world // k, k) if scheme.startswith("hsdp") else (world,)
             names = ("replicate", "shard")[-len(shape) :]
             half = torch.bfloat16 if param_dtype == "bfloat16" else None
-            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+            policy = MixedPrecisionPolicy(
+                param_dtype=half, reduce_dtype=torch.float32 if half else None
+            )
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             for module in [*model.blocks, model]:
                 fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -173,9 +211,14 @@ class Run:
 
     def in_stages(self, number: int, micro_batches: int) -> float:
         pipeline, window = self.parallel.pipeline, self.parallel.window
-        parts = [torch.cat([batch(number, micro, rank) for rank in self.read]) for micro in range(micro_batches)]
+        parts = [
+            torch.cat([batch(number, micro, rank) for rank in self.read])
+            for micro in range(micro_batches)
+        ]
         calls = [functools.partial(self.model, part) for part in parts]
-        losses = pipeline.train(calls, lambda loss: loss, 1 / micro_batches, torch.cat(parts))
+        losses = pipeline.train(
+            calls, lambda loss: loss, 1 / micro_batches, torch.cat(parts)
+        )
         window.close()
         return float(pipeline.share(torch.stack(losses).mean() if losses else None))
 
@@ -183,19 +226,24 @@ class Run:
         total = 0.0
         for micro in range(micro_batches):
             with self.before(micro == micro_batches - 1):
-                loss = self.model(torch.cat([batch(number, micro, rank) for rank in self.read]))
+                loss = self.model(
+                    torch.cat([batch(number, micro, rank) for rank in self.read])
+                )
                 (loss / micro_batches).backward()
             total += loss.item() / micro_batches
         return total
 
 
-def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool, width: int) -> float:
-    """Return the bytes that have to leave a node per optimizer step in the scheme, with float32 sums (DeepSpeed: in the
-    dtype of the parameters): every unit's gathers and reductions, each byte once over the link; peers by the ring over
-    ranks in order."""
+def lower_bound(
+    scheme: str, nodes: int, k: int, micro_batches: int, half: bool, width: int
+) -> float:
+    """Return the bytes that have to leave a node per optimizer step in the scheme, with
+    float32 sums (DeepSpeed: in the dtype of the parameters): every unit's gathers and
+    reductions, each byte once over the link; peers by the ring over ranks in order."""
     model = Model(width=width)
     if scheme.startswith(PIPELINE):
-        # Each stage sends its activations on, and their gradients back, but the first and the last, which do one.
+        # Each stage sends its activations on, and their gradients back, but the first
+        # and the last, which do one.
         activations = k * nodes * LENGTH * width * (2.0 if half else 4.0)
         return micro_batches * activations * (1 if nodes == 2 else 2)
     m = sum(p.numel() for p in model.parameters()) * 4.0
@@ -223,7 +271,11 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
             gathered = m * (0.5 if half else 1.0)
         if "once" in scheme:
             micro_batches = 1
-        return micro_batches * across * (gathered * gather + m * (code if "both" in scheme else 1.0))
+        return (
+            micro_batches
+            * across
+            * (gathered * gather + m * (code if "both" in scheme else 1.0))
+        )
     share = 1.0
     if "bf16" in scheme:
         share = 0.5
@@ -233,12 +285,15 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
 
 
 def calibrate(k: int) -> dict[str, float]:
-    """Measure what the machine does inside a node, for a block's parameters in float32 and with all ranks at work, as
-    bytes of the block per second. The links inside a node are loopback here, and share the cores with everything else.
+    """Measure what the machine does inside a node, for a block's parameters in float32
+    and with all ranks at work, as bytes of the block per second. The links inside a
+    node are loopback here, and share the cores with everything else.
 
     Returns:
-        inside: what a rank sends to the others of its node (shards); copying: into memory just allocated;
-        coding: of the world's int8 gathers, a rank's shard compressed and its part of the block decompressed.
+        inside: what a rank sends to the others of its node (shards); copying: into
+            memory just allocated;
+        coding: of the world's int8 gathers, a rank's shard compressed and its part of
+            the block decompressed.
     """
     from smp_core.codecs.codec import codec
     from smp_core.comm.exchange import exchange
@@ -271,7 +326,11 @@ def calibrate(k: int) -> dict[str, float]:
         return statistics.median(taken)
 
     def send() -> None:
-        exchange([(mine, other) for other in others], list(zip(theirs, others, strict=True)), group)
+        exchange(
+            [(mine, other) for other in others],
+            list(zip(theirs, others, strict=True)),
+            group,
+        )
 
     return {
         "inside": len(others) * mine.nbytes / seconds(send, 1) if others else 0.0,
@@ -281,13 +340,21 @@ def calibrate(k: int) -> dict[str, float]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schemes", required=True, help="separated by commas")
-    parser.add_argument("--micro", type=int, default=1, help="micro-batches of an optimizer step")
+    parser.add_argument(
+        "--micro", type=int, default=1, help="micro-batches of an optimizer step"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--param-dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--param-dtype", choices=["float32", "bfloat16"], default="float32"
+    )
     parser.add_argument("--compute-ms", type=float, default=0.0)
-    parser.add_argument("--width", type=int, default=WIDTH, help="of the transformer; not for DeepSpeed")
+    parser.add_argument(
+        "--width", type=int, default=WIDTH, help="of the transformer; not for DeepSpeed"
+    )
     return parser.parse_args()
 
 
@@ -309,7 +376,9 @@ def main() -> None:
             runs[name] = DeepSpeedRun(name, asked.micro, half)
         else:
             dtype = "bfloat16" if half else None
-            runs[name] = Run(name, asked.micro, dtype, asked.compute_ms / 1e3, asked.width)
+            runs[name] = Run(
+                name, asked.micro, dtype, asked.compute_ms / 1e3, asked.width
+            )
     rank, world = dist.get_rank(), dist.get_world_size()
     machine = calibrate(k) if ALONE in names else {}
     found: dict[str, dict[str, Any]] = {
@@ -317,7 +386,10 @@ def main() -> None:
     }
     for turn in range(asked.rounds):
         for name, run in runs.items():
-            run.step(2 * turn, asked.micro if name in DEEPSPEED or name.startswith(PIPELINE) else 1)
+            run.step(
+                2 * turn,
+                asked.micro if name in DEEPSPEED or name.startswith(PIPELINE) else 1,
+            )
             dist.barrier(group=watch)
             time.sleep(SETTLE)
             sent = counters("eth0")["tx_bytes"]
@@ -327,18 +399,38 @@ def main() -> None:
             dist.barrier(group=watch)
             seconds = time.perf_counter() - began
             time.sleep(SETTLE)
-            metered = run.metered.per_step()["inter_bytes"] if run.metered is not None else 0.0
-            row = torch.tensor([loss, counters("eth0")["tx_bytes"] - sent, metered], dtype=torch.float64)
+            metered = (
+                run.metered.per_step()["inter_bytes"]
+                if run.metered is not None
+                else 0.0
+            )
+            row = torch.tensor(
+                [loss, counters("eth0")["tx_bytes"] - sent, metered],
+                dtype=torch.float64,
+            )
             rows = [torch.empty_like(row) for _ in range(world)]
             dist.all_gather(rows, row, group=watch)
             nodes = range(world // k)
             found[name]["seconds"].append(seconds)
-            found[name]["losses"].append(statistics.fmean(float(each[0]) for each in rows))
-            found[name]["node_bytes"].append(max(float(rows[node * k][1]) for node in nodes))
-            found[name]["metered"].append(max(sum(float(rows[node * k + i][2]) for i in range(k)) for node in nodes))
+            found[name]["losses"].append(
+                statistics.fmean(float(each[0]) for each in rows)
+            )
+            found[name]["node_bytes"].append(
+                max(float(rows[node * k][1]) for node in nodes)
+            )
+            found[name]["metered"].append(
+                max(
+                    sum(float(rows[node * k + i][2]) for i in range(k))
+                    for node in nodes
+                )
+            )
     if rank == 0:
         for name in names:
-            bound = lower_bound(name, world // k, k, asked.micro, half, asked.width) if world > k else 0.0
+            bound = (
+                lower_bound(name, world // k, k, asked.micro, half, asked.width)
+                if world > k
+                else 0.0
+            )
             found[name]["lower_bound"] = bound
             if name == ALONE:
                 found[name].update(machine)

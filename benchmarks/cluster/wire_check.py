@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""What the meter says left a node, against what its network card counted. Runs under netlab:
+"""What the meter says left a node, against what its network card counted. Runs under
+netlab:
 
     netlab.py run --rate 0 -- python benchmarks/cluster/wire_check.py --json wire.json
 
-Trains a small transformer for a few steps in each layout and prints one table, bytes per node and step. Compared are
-`CommMeter` (the payload of collectives, summed over the ranks of the node) and tx_bytes of eth0 in the node's
-network namespace. The card counts more than payload, and the table shows both:
+Trains a small transformer for a few steps in each layout and prints one table, bytes
+per node and step. Compared are `CommMeter` (the payload of collectives, summed over the
+ranks of the node) and tx_bytes of eth0 in the node's network namespace. The card counts
+more than payload, and the table shows both:
 
-- framing: 66 bytes per frame (Ethernet 14, IPv4 20, TCP 20, time stamps 12). A frame is what the kernel hands to the
-  card, up to 64 KiB with segmentation offload, so this is far less than on a wire with frames of 1,500 bytes. Frames
-  that only acknowledge what was received are part of it. "payload" is tx_bytes without 66 bytes per frame.
-- gloo's own message headers, and what the meter leaves out: one flag per parameter and window, one norm per step, and
-  here the barriers before and after the measured steps.
+- framing: 66 bytes per frame (Ethernet 14, IPv4 20, TCP 20, time stamps 12). A frame is
+  what the kernel hands to the card, up to 64 KiB with segmentation offload, so this is
+  far less than on a wire with frames of 1,500 bytes. Frames that only acknowledge what
+  was received are part of it. "payload" is tx_bytes without 66 bytes per frame.
+- gloo's own message headers, and what the meter leaves out: one flag per parameter and
+  window, one norm per step, and here the barriers before and after the measured steps.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(layers)
         )
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -66,7 +71,12 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(parallel: ParallelModel, optimizer: torch.optim.Optimizer, micro_batches: int, vocabulary: int) -> None:
+def train(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: int,
+    vocabulary: int,
+) -> None:
     for number in range(micro_batches):
         with parallel.window.accumulate(number < micro_batches - 1):
             parallel.module(torch.randint(vocabulary, (1, 9))).backward()
@@ -75,13 +85,17 @@ def train(parallel: ParallelModel, optimizer: torch.optim.Optimizer, micro_batch
     optimizer.zero_grad()
 
 
-def measure(asked: argparse.Namespace, knobs: dict[str, object]) -> list[dict[str, float]]:
-    """Measure, per node and step: metered bytes, the card's bytes, and the card's bytes without frame headers."""
+def measure(
+    asked: argparse.Namespace, knobs: dict[str, object]
+) -> list[dict[str, float]]:
+    """Measure, per node and step: metered bytes, the card's bytes, and the card's bytes
+    without frame headers."""
     topology = Topology.discover()
     model = Transformer(asked.vocabulary, asked.width, asked.layers)
     parallel = parallelize(model, SmpConfig(**knobs), topology=topology)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(parallel.module.parameters(), lr=1e-3)
-    train(parallel, optimizer, asked.micro_batches, asked.vocabulary)  # connections are made by the first messages
+    # Connections are made by the first messages.
+    train(parallel, optimizer, asked.micro_batches, asked.vocabulary)
     parallel.meter.close_step()
     dist.barrier()
     time.sleep(SETTLE_SECONDS)
@@ -109,7 +123,9 @@ def measure(asked: argparse.Namespace, knobs: dict[str, object]) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--width", type=int, default=192)
@@ -121,11 +137,26 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = {name: measure(asked, knobs) for name, knobs in LAYOUTS.items()}
     if dist.get_rank() == 0:
-        table = Table("layout", "node", "metered MB", "eth0 MB", "eth0 payload MB", "eth0 / metered", title="per step")
+        table = Table(
+            "layout",
+            "node",
+            "metered MB",
+            "eth0 MB",
+            "eth0 payload MB",
+            "eth0 / metered",
+            title="per step",
+        )
         for name, nodes in found.items():
             for number, node in enumerate(nodes):
-                megabytes = [f"{node[key] / 1e6:.3f}" for key in ("metered", "card", "payload")]
-                table.add_row(name, str(number), *megabytes, f"{node['card'] / node['metered']:.4f}")
+                megabytes = [
+                    f"{node[key] / 1e6:.3f}" for key in ("metered", "card", "payload")
+                ]
+                table.add_row(
+                    name,
+                    str(number),
+                    *megabytes,
+                    f"{node['card'] / node['metered']:.4f}",
+                )
         Console(width=100).print(table)
         if asked.json:
             asked.json.write_text(json.dumps(found, indent=1))

@@ -1,4 +1,5 @@
-"""The device that is checked, and the CPU that poses as one in a rehearsal: everything runs, figures mean nothing."""
+"""The device that is checked, and the CPU that poses as one in a rehearsal: everything
+runs, figures mean nothing."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ class Device:
 
     def __init__(self, kind: str) -> None:
         self.rehearsal = kind == "cpu"
-        self.device = torch.device(kind, *(() if self.rehearsal else (int(os.environ.get("LOCAL_RANK", "0")),)))
+        self.device = torch.device(
+            kind, *(() if self.rehearsal else (int(os.environ.get("LOCAL_RANK", "0")),))
+        )
         if self.rehearsal:
-            # The paths of a device with FP8 tensor cores, without Triton; products are slow reference kernels.
+            # The paths of a device with FP8 tensor cores, without Triton; products are
+            # slow reference kernels.
             kernels._CAPABLE[self.device] = True
             kernels._TRITON = False
             self.activities = [ProfilerActivity.CPU]
@@ -38,7 +42,8 @@ class Device:
             self.activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
 
     def needs(self, *, fp8: bool = False) -> None:
-        """Raise `NotHere` in a rehearsal, or without FP8 tensor cores where they are needed."""
+        """Raise `NotHere` in a rehearsal, or without FP8 tensor cores where they are
+        needed."""
         if self.rehearsal:
             raise NotHere("no device")
         if fp8 and not kernels.device_multiplies_fp8(self.device):
@@ -67,7 +72,9 @@ class Device:
         if not self.rehearsal:
             torch.cuda.empty_cache()
 
-    def milliseconds(self, work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> float:
+    def milliseconds(
+        self, work: Callable[[], object], repeats: int = 10, warm_up: int = 3
+    ) -> float:
         """Return the median between recorded events."""
         if self.rehearsal:
             repeats = warm_up = 1
@@ -80,7 +87,10 @@ class Device:
                 work()
                 times.append(1e3 * (time.perf_counter() - began))
                 continue
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
             start.record()
             work()
             end.record()
@@ -90,14 +100,23 @@ class Device:
 
     @contextlib.contextmanager
     def one_rank(self, bound: bool = False) -> Iterator[None]:
-        """Make a world of this process: NCCL for the device, gloo for the CPU it is compared with; ``bound``: NCCL
-        only, for the device alone, as Lightning has it."""
+        """Make a world of this process: NCCL for the device, gloo for the CPU it is
+        compared with; ``bound``: NCCL only, for the device alone, as Lightning has
+        it."""
         backend, given = "gloo" if self.rehearsal else "cpu:gloo,cuda:nccl", {}
         if bound and not self.rehearsal:
             backend, given = "nccl", {"device_id": torch.device("cuda", 0)}
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
+        )
         with tempfile.TemporaryDirectory() as folder:
-            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1, **given)
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{folder}/store",
+                rank=0,
+                world_size=1,
+                **given,
+            )
             try:
                 yield
             finally:

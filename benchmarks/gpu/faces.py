@@ -1,5 +1,6 @@
-"""Part 4: Lightning, Accelerate and Transformers' Trainer over two NCCL ranks on the one device (:mod:`nccl_ranks` says
-how), against two gloo ranks on the CPU: losses of four steps, a checkpoint between the second and the third."""
+"""Part 4: Lightning, Accelerate and Transformers' Trainer over two NCCL ranks on the
+one device (:mod:`nccl_ranks` says how), against two gloo ranks on the CPU: losses of
+four steps, a checkpoint between the second and the third."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ EXACT = 1e-4  # float32, sums and products in another order
 
 
 def rows(on: Device) -> Rows:
-    cases = REHEARSED if on.rehearsal else [(face, name) for name in KNOBS for face in FACES]
+    cases = (
+        REHEARSED
+        if on.rehearsal
+        else [(face, name) for name in KNOBS for face in FACES]
+    )
     with ThreadPoolExecutor(1 if on.rehearsal else AT_ONCE) as pool:
         found = [pool.submit(_compared, on, face, name) for face, name in cases]
         for (face, name), each in zip(cases, found, strict=True):
@@ -47,11 +52,16 @@ def rows(on: Device) -> Rows:
 def _compared(on: Device, face: str, name: str) -> dict[str, Any]:
     expected, seen = (_losses(kind, face, name) for kind in ("cpu", on.device.type))
     off = max(abs(a - b) / abs(b) for a, b in zip(seen, expected, strict=True))
-    return {"ok": len(seen) == STEPS and off <= EXACT, "losses off": off, "losses": seen}
+    return {
+        "ok": len(seen) == STEPS and off <= EXACT,
+        "losses off": off,
+        "losses": seen,
+    }
 
 
 def _losses(kind: str, face: str, name: str) -> list[float]:
-    """Return the losses of a training of two ranks, of which each ends by itself within a minute and a half."""
+    """Return the losses of a training of two ranks, of which each ends by itself within
+    a minute and a half."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (folder, kind, face, name), nprocs=WORLD)
         return list(torch.load(Path(folder, "losses"), weights_only=True))
@@ -61,9 +71,21 @@ def _rank(rank: int, folder: str, kind: str, face: str, name: str) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(90, exit=True)
     # As torchrun sets it on two hosts of one device each.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port(folder)), TORCHELASTIC_RUN_ID="gpu-check")
-    os.environ.update({**HOST, "NCCL_HOSTID": f"host-{rank}", "SMP_RANKS_PER_NODE": str(WORLD)})
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(WORLD),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        GROUP_RANK=str(rank),
+    )
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(_port(folder)),
+        TORCHELASTIC_RUN_ID="gpu-check",
+    )
+    os.environ.update(
+        {**HOST, "NCCL_HOSTID": f"host-{rank}", "SMP_RANKS_PER_NODE": str(WORLD)}
+    )
     losses = TRAININGS[face](kind, KNOBS[name], Path(folder))
     if rank == 0:
         torch.save(losses, Path(folder, "losses"))
@@ -129,7 +151,11 @@ def _lightning(kind: str, knobs: dict[str, Any], folder: Path) -> list[float]:
     return losses
 
 
-_SHARE_A_BATCH = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+_SHARE_A_BATCH = (
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+)
 
 
 def _accelerate(kind: str, knobs: dict[str, Any], folder: Path) -> list[float]:
@@ -145,7 +171,9 @@ def _accelerate(kind: str, knobs: dict[str, Any], folder: Path) -> list[float]:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         return model, optimizer, loader
 
-    def steps(model: Any, optimizer: Any, batches: Iterator[Any], count: int) -> list[float]:
+    def steps(
+        model: Any, optimizer: Any, batches: Iterator[Any], count: int
+    ) -> list[float]:
         @accelerator.pipeline_step  # type: ignore[untyped-decorator]
         def loss_of(batch: Any) -> torch.Tensor:
             found: torch.Tensor = model(**batch).loss
@@ -183,7 +211,9 @@ def _trainer(kind: str, knobs: dict[str, Any], folder: Path) -> list[float]:
             learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=1, save_strategy="steps", save_steps=SAVED,
             report_to="none", disable_tqdm=True, use_cpu=kind == "cpu",
         )  # fmt: skip
-        trainer = SmpTrainer(model=_model(), args=arguments, train_dataset=_data(), smp_config=knobs)
+        trainer = SmpTrainer(
+            model=_model(), args=arguments, train_dataset=_data(), smp_config=knobs
+        )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -1,7 +1,9 @@
-"""The items of the GPU check: what each shows, its limit, and where its rows are made. Imports no torch.
+"""The items of the GPU check: what each shows, its limit, and where its rows are made.
+Imports no torch.
 
-An item is a function `rows(on)` that yields (row's name, function that measures it and returns figures). A figure "ok"
-says whether something is right, "goal" and "met" what was hoped for; everything else is shown as it is.
+An item is a function `rows(on)` that yields (row's name, function that measures it and
+returns figures). A figure "ok" says whether something is right, "goal" and "met" what
+was hoped for; everything else is shown as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PART_SECONDS = 540
-"""What the limits of one part's items add up to at most: parts are for machines that are lent for ten minutes."""
+"""What the limits of one part's items add up to at most: parts are for machines that
+are lent for ten minutes."""
 
 PARTS = {
     1: "Correctness",
@@ -42,7 +45,9 @@ class Item:
 
     def rows(self, on: Any) -> Rows:
         module, function = self.where.split(":")
-        return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(on)
+        return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(
+            on
+        )
 
 
 ITEMS = (

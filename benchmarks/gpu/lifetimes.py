@@ -1,5 +1,6 @@
-"""Part 1: memory that a stream still reads is not used again. Each case is run with its mend taken out as well, which
-has to give wrong numbers: otherwise the case shows nothing."""
+"""Part 1: memory that a stream still reads is not used again. Each case is run with its
+mend taken out as well, which has to give wrong numbers: otherwise the case shows
+nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ ELEMENTS = 2**22
 
 
 def rows(on: Device) -> Rows:
-    yield "what was launched behind keeps its tensors", partial(_launched, on, mended=True)
+    yield (
+        "what was launched behind keeps its tensors",
+        partial(_launched, on, mended=True),
+    )
     yield "the same without the mend has to break", partial(_launched, on, mended=False)
     with on.one_rank():
         yield "FSDP2's sums, read late", partial(_sums, on, mended=True)
@@ -34,7 +38,8 @@ def _launched(on: Device, *, mended: bool) -> dict[str, Any]:
         on.needs()
     elements = 16 if on.rehearsal else ELEMENTS
     behind, out = Background(on.device), torch.zeros(elements, device=on.device)
-    # Kernels are loaded when they are first used, and the device may wait for that: a case would show nothing.
+    # Kernels are loaded when they are first used, and the device may wait for that: a
+    # case would show nothing.
     _submit(on, behind, out).wait()
     int((out != 1).sum())
     out.zero_()
@@ -42,13 +47,21 @@ def _launched(on: Device, *, mended: bool) -> dict[str, Any]:
     def holds_nothing(self: Any, event: Any, run: Any) -> None:
         self.event, self.run = event, None
 
-    taken_out = nullcontext() if mended else mock.patch.object(background._Recorded, "__init__", holds_nothing)
+    taken_out = (
+        nullcontext()
+        if mended
+        else mock.patch.object(background._Recorded, "__init__", holds_nothing)
+    )
     with taken_out:
         pending = _submit(on, behind, out)
     later = [torch.full((elements,), torch.nan, device=on.device) for _ in range(2)]
     pending.wait()
     wrong = int((out != 1).sum())
-    return {"ok": (wrong == 0) is mended, "wrong numbers": wrong, "taken later": len(later)}
+    return {
+        "ok": (wrong == 0) is mended,
+        "wrong numbers": wrong,
+        "taken later": len(later),
+    }
 
 
 def _submit(on: Device, behind: Background, out: torch.Tensor) -> Pending:
@@ -63,8 +76,8 @@ def _submit(on: Device, behind: Background, out: torch.Tensor) -> Pending:
 
 
 def _sums(on: Device, *, mended: bool) -> dict[str, Any]:
-    """Train a model stored in bfloat16, reduced in float32, while the stream that adds micro-batches up sleeps before
-    it reads."""
+    """Train a model stored in bfloat16, reduced in float32, while the stream that adds
+    micro-batches up sleeps before it reads."""
     if not mended:
         on.needs()
     knobs = {"shard_degree": 1, "param_dtype": "bfloat16"}
@@ -81,5 +94,8 @@ def _sums(on: Device, *, mended: bool) -> dict[str, Any]:
     expected = trained()
     with mock.patch.object(streams, "used_here", late):
         seen = trained()
-    wrong = sum(int((seen.parameters[name] != value).sum()) for name, value in expected.parameters.items())
+    wrong = sum(
+        int((seen.parameters[name] != value).sum())
+        for name, value in expected.parameters.items()
+    )
     return {"ok": (wrong == 0) is mended, "wrong numbers": wrong}

@@ -1,4 +1,5 @@
-"""Part 1, in one process with NCCL: every knob against the same steps on the CPU, float16, resume, "auto"."""
+"""Part 1, in one process with NCCL: every knob against the same steps on the CPU,
+float16, resume, "auto"."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.items import Rows
 from benchmarks.gpu.training import STEPS, batches, small_llama, train
 from smp_core.checkpoint import AsyncCheckpointer, load_checkpoint, read_per_rank
-from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.checkpoint.optimizers import (
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
 from smp_core.checkpoint.random_state import random_state, set_random_state
 from smp_core.cluster.mesh import _Groups
 from smp_core.comm import exchange
@@ -23,7 +27,8 @@ from smp_core.plan.cluster import Cluster
 from smp_core.plan.memory import estimate
 from smp_core.topology import Topology
 
-# Units of FSDP2 exist with one rank where parameters are gathered in another dtype; float32 keeps the comparison tight.
+# Units of FSDP2 exist with one rank where parameters are gathered in another dtype;
+# float32 keeps the comparison tight.
 UNITS: dict[str, Any] = {"shard_degree": 1, "param_dtype": "float32"}
 OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 KNOBS: dict[str, dict[str, Any]] = {
@@ -33,16 +38,28 @@ KNOBS: dict[str, dict[str, Any]] = {
     "bfloat16 reductions": {**UNITS, "reduce_dtype": "bfloat16"},
     "kept until backward": {**UNITS, "reshard_after_forward": False},
     "once a step": {**UNITS, "keep_between_micro_batches": "gradients"},
-    "gathered ahead": {**UNITS, "collectives": {"forward_prefetch": 2, "backward_prefetch": 2}},
+    "gathered ahead": {
+        **UNITS,
+        "collectives": {"forward_prefetch": 2, "backward_prefetch": 2},
+    },
     "non-finite steps skipped": {**UNITS, "on_nonfinite_grad_norm": "skip"},
     "FP8": {**UNITS, "param_dtype": "bfloat16", "fp8": True},
     "recomputed": {**UNITS, "activations": "full"},
     "selective": {**UNITS, "activations": "selective"},
-    **{f"offloaded, horizon {h}": {**UNITS, "activations": {**OFFLOADED, "loading_horizon": h}} for h in (1, 2, 4)},
+    **{
+        f"offloaded, horizon {h}": {
+            **UNITS,
+            "activations": {**OFFLOADED, "loading_horizon": h},
+        }
+        for h in (1, 2, 4)
+    },
     "optimizer on the host": {**UNITS, "state_offload": "optimizer"},
     "everything on the host": {**UNITS, "state_offload": "all"},
     "more buffers": {**UNITS, "collectives": {"reduce_scatter_buffers": 2}},
-    "reductions apart": {**UNITS, "collectives": {"separate_reduce_scatter_group": True}},
+    "reductions apart": {
+        **UNITS,
+        "collectives": {"separate_reduce_scatter_group": True},
+    },
     "symmetric memory": {**UNITS, "collectives": {"symmetric_memory": True}},
 }
 # Waits of the host for the device in a step; by default none.
@@ -64,13 +81,15 @@ def knobs(on: Device) -> Rows:
 
 
 def split_groups(on: Device) -> Rows:
-    """Yield what a process that had another world before cannot do: torch 2.11 crashes in its next split_group."""
+    """Yield what a process that had another world before cannot do: torch 2.11 crashes
+    in its next split_group."""
     with on.one_rank(bound=True):
         yield "groups by one split, stages in one launch", partial(_one_launch, on)
 
 
 def _one_launch(on: Device) -> dict[str, Any]:
-    """Measure what NCCL is asked in no other item: groups that are split off, and several collectives in one launch."""
+    """Measure what NCCL is asked in no other item: groups that are split off, and
+    several collectives in one launch."""
     mesh, _ = build_mesh(SmpConfig(shard_degree=1), Topology.uniform(1, 1), on.device)
     groups = _Groups(mesh.rank, on.device)
     group = groups.make([(0,)])
@@ -81,8 +100,15 @@ def _one_launch(on: Device) -> dict[str, Any]:
     exchange.reduce_each(reduced, inputs, group)
     own = inputs[0].clone()
     exchange.sum_rows(own, own[None], group)  # in place
-    pairs = [*zip(gathered, inputs, strict=True), *zip(reduced, inputs, strict=True), (own, inputs[0])]
-    return {"ok": all(torch.equal(seen, right) for seen, right in pairs), "split": groups._splits}
+    pairs = [
+        *zip(gathered, inputs, strict=True),
+        *zip(reduced, inputs, strict=True),
+        (own, inputs[0]),
+    ]
+    return {
+        "ok": all(torch.equal(seen, right) for seen, right in pairs),
+        "split": groups._splits,
+    }
 
 
 def _against_cpu(on: Device, name: str, compiled: bool = False) -> dict[str, Any]:
@@ -101,7 +127,13 @@ def _against_cpu(on: Device, name: str, compiled: bool = False) -> dict[str, Any
     if name not in HOST_STEPS and not compiled:
         ok = ok and waits <= WAITS.get(name, 0)
     lines = {line: count / (STEPS - 1) for line, count in seen.waits.items()}
-    return {"ok": ok, "losses off": losses, "parameters off": parameters, "waits a step": waits, "by line": lines}
+    return {
+        "ok": ok,
+        "losses off": losses,
+        "parameters off": parameters,
+        "waits a step": waits,
+        "by line": lines,
+    }
 
 
 def float16(on: Device) -> Rows:
@@ -111,15 +143,28 @@ def float16(on: Device) -> Rows:
 
 
 def _scaled(on: Device, start: float) -> dict[str, Any]:
-    """Check that a scale that overflows falls, and that steps that overflow change nothing."""
-    seen = train({"shard_degree": 1, "param_dtype": "float16"}, on.device, dtype=torch.float32, scale=start)
+    """Check that a scale that overflows falls, and that steps that overflow change
+    nothing."""
+    seen = train(
+        {"shard_degree": 1, "param_dtype": "float16"},
+        on.device,
+        dtype=torch.float32,
+        scale=start,
+    )
     assert seen.scale is not None
     overflows = start > 2.0**30
     finite = all(bool(value.isfinite().all()) for value in seen.parameters.values())
-    ok = finite and (seen.scale < start if overflows else seen.losses[-1] < seen.losses[0])
+    ok = finite and (
+        seen.scale < start if overflows else seen.losses[-1] < seen.losses[0]
+    )
     waits = sum(seen.waits.values()) / (STEPS - 1)
     # torch's scaler asks once for the optimizer; more would be ours.
-    return {"ok": ok and waits <= 1, "losses": seen.losses, "scale at the end": seen.scale, "waits a step": waits}
+    return {
+        "ok": ok and waits <= 1,
+        "losses": seen.losses,
+        "scale at the end": seen.scale,
+        "waits a step": waits,
+    }
 
 
 def resume(on: Device) -> Rows:
@@ -129,16 +174,23 @@ def resume(on: Device) -> Rows:
 
 
 def _resumed(on: Device, knobs: dict[str, Any]) -> dict[str, Any]:
-    """Compare steps with dropout after an asynchronous save, and again after a resume: the same bits."""
+    """Compare steps with dropout after an asynchronous save, and again after a resume:
+    the same bits."""
     steps = batches(on.device)
 
     def built() -> tuple[Any, torch.optim.Optimizer]:
-        parallel = parallelize(small_llama(on.device, torch.float32, dropout=0.2), SmpConfig(**knobs), device=on.device)
+        parallel = parallelize(
+            small_llama(on.device, torch.float32, dropout=0.2),
+            SmpConfig(**knobs),
+            device=on.device,
+        )
         optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
         parallel.prepare_optimizer(optimizer)
         return parallel, optimizer
 
-    def go_on(parallel: Any, optimizer: torch.optim.Optimizer, some: list[list[torch.Tensor]]) -> list[float]:
+    def go_on(
+        parallel: Any, optimizer: torch.optim.Optimizer, some: list[list[torch.Tensor]]
+    ) -> list[float]:
         losses = []
         for tokens, *_ in some:
             loss = parallel.module(tokens)
@@ -157,7 +209,11 @@ def _resumed(on: Device, knobs: dict[str, Any]) -> dict[str, Any]:
             "optimizer": named_optimizer_state(parallel.module, optimizer),
             "random": random_state(),
         }
-        saver.save(path, {key: state[key] for key in ("model", "optimizer")}, per_rank=state["random"])
+        saver.save(
+            path,
+            {key: state[key] for key in ("model", "optimizer")},
+            per_rank=state["random"],
+        )
         stalled = saver.stall_seconds
         expected = go_on(parallel, optimizer, steps[2:])  # while it is being written
         saver.close()
@@ -168,7 +224,12 @@ def _resumed(on: Device, knobs: dict[str, Any]) -> dict[str, Any]:
         load_named_optimizer_state(path, ("optimizer",), parallel.module, optimizer)
         set_random_state(read_per_rank(path)[0])
         seen = go_on(parallel, optimizer, steps[2:])
-    return {"ok": seen == expected, "losses": seen, "expected": expected, "stalled seconds": stalled}
+    return {
+        "ok": seen == expected,
+        "losses": seen,
+        "expected": expected,
+        "stalled seconds": stalled,
+    }
 
 
 def auto(on: Device) -> Rows:
@@ -186,11 +247,15 @@ def _device_memory(on: Device) -> dict[str, Any]:
 
 
 def _states(on: Device) -> dict[str, Any]:
-    """Compare what is allocated after a step with the estimate that "auto" decides with."""
+    """Compare what is allocated after a step with the estimate that "auto" decides
+    with."""
     model = small_llama(on.device, torch.float32)
-    model(batches(on.device)[0][0]).backward()  # cuBLAS takes its workspace, 64 MiB, in the first product
+    # cuBLAS takes its workspace, 64 MiB, in the first product.
+    model(batches(on.device)[0][0]).backward()
     model.zero_grad()
-    before = on.allocated_bytes() - sum(parameter.nbytes for parameter in model.parameters())
+    before = on.allocated_bytes() - sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     parallel = parallelize(model, SmpConfig(), device=on.device, optimizers=[optimizer])
     parallel.prepare_optimizer(optimizer)
@@ -198,5 +263,11 @@ def _states(on: Device) -> dict[str, Any]:
     optimizer.step()
     planned, seen = estimate(parallel.plan).model_states, on.allocated_bytes() - before
     degree = parallel.plan.shard_degree
-    ok = degree == 1 and (on.rehearsal or abs(seen / planned - 1) <= 0.2)  # blocks of a small model round up
-    return {"ok": ok, "degree": degree, "planned bytes": planned, "allocated bytes": seen}
+    # Blocks of a small model round up.
+    ok = degree == 1 and (on.rehearsal or abs(seen / planned - 1) <= 0.2)
+    return {
+        "ok": ok,
+        "degree": degree,
+        "planned bytes": planned,
+        "allocated bytes": seen,
+    }

@@ -1,4 +1,5 @@
-"""docs/gpu.md and the README's sentence about GPUs, from the result files: what was shown, on what, what was not."""
+"""docs/gpu.md and the README's sentence about GPUs, from the result files: what was
+shown, on what, what was not."""
 
 from __future__ import annotations
 
@@ -26,19 +27,23 @@ _ASIDE = ("row", "seconds", "ok", "met", "goal", "error", "not_run")
 
 @dataclass(frozen=True)
 class Results:
-    """One result file: its machine (None: no device) and the newest line of every item that was run."""
+    """One result file: its machine (None: no device) and the newest line of every item
+    that was run."""
 
     machine: Mapping[str, Any] | None
     items: Mapping[str, dict[str, Any]]
 
 
 def read(path: Path) -> Results:
-    first, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    first, *lines = (
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()
+    )
     return Results(first["machine"], {line["item"]: line for line in lines})
 
 
 def all_results(folder: Path) -> list[Results]:
-    """Read the results of every device, in the order of file names; runs without a device say nothing."""
+    """Read the results of every device, in the order of file names; runs without a
+    device say nothing."""
     found = map(read, sorted(folder.glob("*.jsonl")))
     return [each for each in found if each.machine is not None]
 
@@ -46,13 +51,18 @@ def all_results(folder: Path) -> list[Results]:
 def is_wrong(line: Mapping[str, Any]) -> bool:
     """Return whether an item broke, or found something wrong."""
     broke = line["state"].startswith(("died", "out of time"))
-    return broke or any("error" in row or row.get("ok") is False for row in line["rows"])
+    return broke or any(
+        "error" in row or row.get("ok") is False for row in line["rows"]
+    )
 
 
 def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
     """Write one line about items."""
     states = [line["state"] for line in lines]
-    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "nothing to run"
+    return (
+        ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        or "nothing to run"
+    )
 
 
 def cell(value: Any) -> str:
@@ -92,7 +102,9 @@ def _row(row: Mapping[str, Any]) -> str:
         verdict = f"{'met' if row['met'] else 'missed'}: {row.get('goal', '')}"
     elif "not_run" in row:
         verdict = f"not run: {row['not_run']}"
-    figures = row.get("error") or ", ".join(f"{k} {cell(v)}" for k, v in row.items() if k not in _ASIDE)
+    figures = row.get("error") or ", ".join(
+        f"{k} {cell(v)}" for k, v in row.items() if k not in _ASIDE
+    )
     return f"| {cell(row['row'])} | {cell(figures)} | {verdict or ('right' if row.get('ok') else '')} |"
 
 
@@ -104,7 +116,11 @@ def _item(item: Item, line: Mapping[str, Any]) -> list[str]:
 
 def _machine(results: Results) -> list[str]:
     assert results.machine is not None
-    lines = [f"## {results.machine['device']}", "", cell({k: v for k, v in results.machine.items() if k != "device"})]
+    lines = [
+        f"## {results.machine['device']}",
+        "",
+        cell({k: v for k, v in results.machine.items() if k != "device"}),
+    ]
     lines.append("")
     for part, title in PARTS.items():
         lines += [f"### {title}", ""]
@@ -118,7 +134,11 @@ def _machine(results: Results) -> list[str]:
 def text(found: Sequence[Results]) -> str:
     """Write the page."""
     names = [str(each.machine["device"]) for each in found if each.machine is not None]
-    said = f"Run on: {', '.join(names)}." if names else "Nothing has been run on a GPU yet: no item below is shown."
+    said = (
+        f"Run on: {', '.join(names)}."
+        if names
+        else "Nothing has been run on a GPU yet: no item below is shown."
+    )
     lines = [
         "# On a GPU", "", "<!-- made by: python benchmarks/gpu/run.py --page -->", "", said,
         _HOW, "",
@@ -127,8 +147,16 @@ def text(found: Sequence[Results]) -> str:
     ]  # fmt: skip
     for item in ITEMS:
         seen = [result_of(each.items.get(item.name)) for each in found] or ["not run"]
-        lines.append(f"| {item.name} | {item.part} | {item.shows} | {' | '.join(seen)} |")
-    lines += ["", "Not shown by one device:", "", *(f"- {each}" for each in NOT_SHOWN), ""]
+        lines.append(
+            f"| {item.name} | {item.part} | {item.shows} | {' | '.join(seen)} |"
+        )
+    lines += [
+        "",
+        "Not shown by one device:",
+        "",
+        *(f"- {each}" for each in NOT_SHOWN),
+        "",
+    ]
     for each in found:
         lines += _machine(each)
     return "\n".join(lines).rstrip() + "\n"
@@ -141,8 +169,12 @@ def sentence(found: Sequence[Results]) -> str:
     lines = [line for each in found for line in each.items.values()]
     wrong = sorted({line["item"] for line in lines if is_wrong(line)})
     done = {line["item"] for line in lines if line["state"] == "done"}
-    names = ", ".join(str(each.machine["device"]) for each in found if each.machine is not None)
-    outcome = f"wrong or broken: {', '.join(wrong)}" if wrong else "nothing was found wrong"
+    names = ", ".join(
+        str(each.machine["device"]) for each in found if each.machine is not None
+    )
+    outcome = (
+        f"wrong or broken: {', '.join(wrong)}" if wrong else "nothing was found wrong"
+    )
     return f"{len(done)} of {len(ITEMS)} checks have run on one {names}; {outcome} ([results](docs/gpu.md))."
 
 
@@ -151,4 +183,7 @@ def write(folder: Path) -> None:
     found = all_results(folder)
     PAGE.write_text(text(found), encoding="utf-8")
     before, rest = README.read_text(encoding="utf-8").split(BEGIN, 1)
-    README.write_text(before + BEGIN + sentence(found) + "\n" + END + rest.split(END, 1)[1], encoding="utf-8")
+    README.write_text(
+        before + BEGIN + sentence(found) + "\n" + END + rest.split(END, 1)[1],
+        encoding="utf-8",
+    )

@@ -1,10 +1,11 @@
-"""Parts 5 and 6: several devices with an NCCL rank each. `make gpu-check RANKS=8` runs the items, each case in
-processes of its own; one case by itself, as a user starts it:
+"""Parts 5 and 6: several devices with an NCCL rank each. `make gpu-check RANKS=8` runs
+the items, each case in processes of its own; one case by itself, as a user starts it:
 
     torchrun --nproc-per-node 8 benchmarks/gpu/ranks.py memory "one partition group"
 
-Half of the ranks pose as a node, so that replicas and collectives in two stages are there too. In a rehearsal two gloo
-ranks on the CPU run everything, tiny; figures mean nothing then.
+Half of the ranks pose as a node, so that replicas and collectives in two stages are
+there too. In a rehearsal two gloo ranks on the CPU run everything, tiny; figures mean
+nothing then.
 """
 
 from __future__ import annotations
@@ -39,11 +40,20 @@ if TYPE_CHECKING:
 
 HALF, WORLD = "half", "world"  # of the ranks, as a shard degree
 MEMORY: dict[str, dict[str, Any]] = {
-    "one partition group": {"shard_degree": WORLD, "collectives": {"hierarchical": False}},
+    "one partition group": {
+        "shard_degree": WORLD,
+        "collectives": {"hierarchical": False},
+    },
     "one partition group, in two stages": {"shard_degree": WORLD},
     "two replicas": {"shard_degree": HALF},
-    "two replicas, states over the world": {"shard_degree": HALF, "optimizer_shard": "world"},
-    "two replicas, bfloat16 between them": {"shard_degree": HALF, "compression": "bf16"},
+    "two replicas, states over the world": {
+        "shard_degree": HALF,
+        "optimizer_shard": "world",
+    },
+    "two replicas, bfloat16 between them": {
+        "shard_degree": HALF,
+        "compression": "bf16",
+    },
 }
 HOPS: dict[str, dict[str, Any]] = {
     "exact": {"shard_degree": HALF},
@@ -85,11 +95,15 @@ def symmetric(on: Device) -> Rows:
 def scaling(on: Device) -> Rows:
     counts = [count for count in (1, 2, 4, 8) if count <= _count(on)]
     for count in counts:
-        yield f"{count} devices", partial(_figures, on, "scaling", "", cases=len(counts), ranks=count)
+        yield (
+            f"{count} devices",
+            partial(_figures, on, "scaling", "", cases=len(counts), ranks=count),
+        )
 
 
 def recipe(on: Device) -> Rows:
-    """Yield SageMaker SMP's own measurement: Llama 3.1 8B, 16,384 tokens on all devices, four samples at once."""
+    """Yield SageMaker SMP's own measurement: Llama 3.1 8B, 16,384 tokens on all
+    devices, four samples at once."""
     for name, walk, published in (("bfloat16", "context", 2.03), ("FP8", "fp8", 3.05)):
         yield name, partial(_samples_per_second, on, walk, published)
 
@@ -132,9 +146,11 @@ class Ended:
 
 
 def _limit(on: Device, function: str, cases: int) -> float:
-    """Return the seconds that one of the cases has, of the item's: one that hangs leaves the others theirs."""
+    """Return the seconds that one of the cases has, of the item's: one that hangs
+    leaves the others theirs."""
     [item] = (item for item in ITEMS if item.where == f"ranks:{function}")
-    return 0.95 * item.limit / cases * (10 if on.rehearsal else 1)  # a busy CPU is no device
+    # A busy CPU is no device.
+    return 0.95 * item.limit / cases * (10 if on.rehearsal else 1)
 
 
 def _count(on: Device) -> int:
@@ -143,7 +159,9 @@ def _count(on: Device) -> int:
     return int(os.environ.get("RANKS") or torch.cuda.device_count())
 
 
-def _figures(on: Device, item: str, name: str, cases: int = 1, ranks: int | None = None) -> dict[str, Any]:
+def _figures(
+    on: Device, item: str, name: str, cases: int = 1, ranks: int | None = None
+) -> dict[str, Any]:
     ended = _started(on, item, name, cases, ranks)
     if ended.figures is None:
         raise RuntimeError(ended.without_figures)
@@ -151,18 +169,29 @@ def _figures(on: Device, item: str, name: str, cases: int = 1, ranks: int | None
 
 
 def _ending(on: Device, name: str) -> dict[str, Any]:
-    """Judge a world in which rank 1 goes another way, or is lost: all end, and somebody says why."""
+    """Judge a world in which rank 1 goes another way, or is lost: all end, and somebody
+    says why."""
     ended = _started(on, "endings", name, len(ENDINGS))
-    named = {"apart": "rank 1: all_gather of 'right.0'", "killed": "rank 1 was lost", "stopped": "rank 1 was lost"}[
-        name
-    ]
+    named = {
+        "apart": "rank 1: all_gather of 'right.0'",
+        "killed": "rank 1 was lost",
+        "stopped": "rank 1 was lost",
+    }[name]
     others = [status for rank, status in enumerate(ended.statuses) if rank != 1]
     ok = named in ended.said and None not in others and 0 not in others
-    return {"ok": ok, "named": named in ended.said, "statuses": ended.statuses, "until all ended": ended.seconds}
+    return {
+        "ok": ok,
+        "named": named in ended.said,
+        "statuses": ended.statuses,
+        "until all ended": ended.seconds,
+    }
 
 
-def _started(on: Device, item: str, name: str, cases: int, ranks: int | None = None) -> Ended:
-    """Start the ranks of one of an item's cases and wait until they have ended, but a stopped one."""
+def _started(
+    on: Device, item: str, name: str, cases: int, ranks: int | None = None
+) -> Ended:
+    """Start the ranks of one of an item's cases and wait until they have ended, but a
+    stopped one."""
     from benchmarks.gpu.device import NotHere
 
     count = ranks or _count(on)
@@ -170,28 +199,56 @@ def _started(on: Device, item: str, name: str, cases: int, ranks: int | None = N
         raise NotHere("a second device")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures")
-        arguments = [__file__, item, name, "--device", on.device.type, "--out", str(out)]
-        ended = _run(arguments, count, _limit(on, item, cases), without=1 if name == "stopped" else None)
+        arguments = [
+            __file__,
+            item,
+            name,
+            "--device",
+            on.device.type,
+            "--out",
+            str(out),
+        ]
+        ended = _run(
+            arguments,
+            count,
+            _limit(on, item, cases),
+            without=1 if name == "stopped" else None,
+        )
         figures = json.loads(out.read_text()) if out.exists() else None
         return replace(ended, figures=figures)
 
 
-def _run(arguments: list[str], count: int, limit: float, without: int | None = None) -> Ended:
+def _run(
+    arguments: list[str], count: int, limit: float, without: int | None = None
+) -> Ended:
     """Run a program on ranks of this host, and wait for all of them but one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    # Of torch's watchdog over NCCL: the seconds until it ends a process, and whether it does so where a device stops.
-    watchdog = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+    world = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    # Of torch's watchdog over NCCL: the seconds until it ends a process, and whether it
+    # does so where a device stops.
+    watchdog = {
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    }
     environment = {**os.environ, **world, **watchdog, "MASTER_PORT": str(port)}
     began, children = time.perf_counter(), []
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
-            for rank in range(count):  # in this process's group, which ends with its limit
+            # In this process's group, which ends with its limit.
+            for rank in range(count):
                 own = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
                 command = [sys.executable, *arguments]
-                children.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=said, stderr=said))
+                children.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=own, stdout=said, stderr=said
+                    )
+                )
             _await_all(children, limit, without)
             statuses = [child.poll() for child in children]
         finally:
@@ -203,7 +260,9 @@ def _run(arguments: list[str], count: int, limit: float, without: int | None = N
         return Ended(None, statuses, said.read(), seconds)
 
 
-def _await_all(children: list[subprocess.Popen[bytes]], limit: float, without: int | None) -> None:
+def _await_all(
+    children: list[subprocess.Popen[bytes]], limit: float, without: int | None
+) -> None:
     """Wait for all but one, to the limit at most."""
     deadline = time.monotonic() + limit
     waited = [child for rank, child in enumerate(children) if rank != without]
@@ -228,8 +287,13 @@ class Here:
 
     @property
     def per_node(self) -> int:
-        """The most that divide the ranks into two nodes or more; of one rank, itself."""
-        return max(count for count in (1, *range(1, self.world // 2 + 1)) if self.world % count == 0)
+        """The most that divide the ranks into two nodes or more; of one rank,
+        itself."""
+        return max(
+            count
+            for count in (1, *range(1, self.world // 2 + 1))
+            if self.world % count == 0
+        )
 
     def topology(self) -> Any:
         from smp_core.topology import Topology
@@ -241,16 +305,20 @@ class Here:
         return {**given, "shard_degree": self.per_node if degree == HALF else degree}
 
     def begin(self, *, with_cpu: bool = False, timeout: float = TIMEOUT) -> None:
-        """Make the world: bound to the device as under Lightning, or with gloo beside for the CPU."""
+        """Make the world: bound to the device as under Lightning, or with gloo beside
+        for the CPU."""
         backend, bound = "nccl", None if with_cpu else self.device
         if with_cpu:
             backend = "cpu:gloo,cuda:nccl"
         if self.is_rehearsal:
             backend, bound = "gloo", None
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound)
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=timeout), device_id=bound
+        )
 
     def taken_gib(self) -> float:
-        """Return what is taken on the device beside torch's own allocator, GiB: the context and NCCL."""
+        """Return what is taken on the device beside torch's own allocator, GiB: the
+        context and NCCL."""
         if self.is_rehearsal:
             return 0.0
         torch.cuda.synchronize()
@@ -264,25 +332,40 @@ def _memory(here: Here, name: str) -> dict[str, Any]:
     from smp_core.config import SmpConfig
     from smp_core.entry import build_mesh, parallelize
 
-    # Kernels of the model and of AdamW are loaded on a device once: that is of no communicator.
+    # Kernels of the model and of AdamW are loaded on a device once: that is of no
+    # communicator.
     bare = small_llama(here.device)
-    _two_steps(bare, torch.optim.AdamW(bare.parameters(), lr=1e-3), torch.nn.utils.clip_grad_norm_)
+    _two_steps(
+        bare,
+        torch.optim.AdamW(bare.parameters(), lr=1e-3),
+        torch.nn.utils.clip_grad_norm_,
+    )
     taken = {"context": here.taken_gib()}
     here.begin()
     taken["world"] = here.taken_gib()
-    mesh, config = build_mesh(SmpConfig(**here.knobs(MEMORY[name])), here.topology(), here.device)
+    mesh, config = build_mesh(
+        SmpConfig(**here.knobs(MEMORY[name])), here.topology(), here.device
+    )
     taken["mesh"] = here.taken_gib()
     parallel = parallelize(small_llama(here.device), config, mesh=mesh)
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
     parallel.prepare_optimizer(optimizer)
     taken["model"] = here.taken_gib()
-    _two_steps(parallel.module, optimizer, lambda _, limit: parallel.clip_grad_norm_(limit))
+    _two_steps(
+        parallel.module, optimizer, lambda _, limit: parallel.clip_grad_norm_(limit)
+    )
     taken["two steps"] = here.taken_gib()
     each = (taken["two steps"] - taken["context"]) / len(mesh.communicators)
-    return {"GiB taken after": taken, "communicators": mesh.communicators, "GiB a communicator": each}
+    return {
+        "GiB taken after": taken,
+        "communicators": mesh.communicators,
+        "GiB a communicator": each,
+    }
 
 
-def _two_steps(model: Any, optimizer: torch.optim.Optimizer, clip: Callable[[Any, float], Any]) -> None:
+def _two_steps(
+    model: Any, optimizer: torch.optim.Optimizer, clip: Callable[[Any, float], Any]
+) -> None:
     device = next(model.parameters()).device
     for _ in range(2):
         model(torch.ones(2, 17, dtype=torch.int64, device=device)).backward()
@@ -292,17 +375,24 @@ def _two_steps(model: Any, optimizer: torch.optim.Optimizer, clip: Callable[[Any
 
 
 def _first_window(here: Here, name: str) -> dict[str, Any]:
-    """Let replicas take other ways in the very first window: what NCCL connects then, ranks must not wait for."""
+    """Let replicas take other ways in the very first window: what NCCL connects then,
+    ranks must not wait for."""
     here.begin(with_cpu=True)
     knobs = here.knobs(HOPS[name])
-    expected, found = (_branching(here, knobs, device) for device in (torch.device("cpu"), here.device))
-    off = torch.tensor(max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)))
+    expected, found = (
+        _branching(here, knobs, device) for device in (torch.device("cpu"), here.device)
+    )
+    off = torch.tensor(
+        max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    )
     dist.all_reduce(off, op=dist.ReduceOp.MAX)
     off = off.item()
     return {"ok": off <= (LOOSE if name == "bfloat16" else EXACT), "losses off": off}
 
 
-def _branching(here: Here, knobs: dict[str, Any], device: torch.device, steps: int = 3) -> list[float]:
+def _branching(
+    here: Here, knobs: dict[str, Any], device: torch.device, steps: int = 3
+) -> list[float]:
     """Train a model of which replicas call other blocks. Returns losses by step."""
     from smp_core.config import SmpConfig
     from smp_core.entry import parallelize
@@ -326,7 +416,8 @@ def _branching(here: Here, knobs: dict[str, Any], device: torch.device, steps: i
 
 
 def _endings(here: Here, name: str) -> dict[str, Any]:
-    """Lose rank 1 in the third step, or let it call other units than the ranks that share parameters with it."""
+    """Lose rank 1 in the third step, or let it call other units than the ranks that
+    share parameters with it."""
     from smp_core.config import SmpConfig
     from smp_core.entry import parallelize
     from smp_core.watch import rank_watch
@@ -337,15 +428,21 @@ def _endings(here: Here, name: str) -> dict[str, Any]:
     rank_watch.watch_ranks(timedelta(seconds=SOON))
     torch.manual_seed(0)
     asked = SmpConfig(units=["Block"], shard_degree=WORLD)
-    parallel = parallelize(Branching().to(here.device), asked, device=here.device, topology=here.topology())
+    parallel = parallelize(
+        Branching().to(here.device), asked, device=here.device, topology=here.topology()
+    )
     for step in range(1000):
         way = "lr"
         if here.rank == 1 and step == 2:
             if name == "apart":
                 way = "rl"
             else:
-                os.kill(os.getpid(), signal.SIGKILL if name == "killed" else signal.SIGSTOP)
-        loss_of(parallel.module, batch_of(here.rank, step, 0).to(here.device), way).backward()
+                os.kill(
+                    os.getpid(), signal.SIGKILL if name == "killed" else signal.SIGSTOP
+                )
+        loss_of(
+            parallel.module, batch_of(here.rank, step, 0).to(here.device), way
+        ).backward()
     return {}
 
 
@@ -356,17 +453,35 @@ def _symmetric(here: Here, _: str) -> dict[str, Any]:
     here.begin(with_cpu=True)
     found, seconds = [], []
     for on in (False, not here.is_rehearsal):
-        knobs = {"shard_degree": here.per_node, "collectives": {"hierarchical": False, "symmetric_memory": on}}
+        knobs = {
+            "shard_degree": here.per_node,
+            "collectives": {"hierarchical": False, "symmetric_memory": on},
+        }
         began = time.perf_counter()
-        # In float32, which NVLink switches add up too: in another order, so that last bits differ.
-        found.append(train(knobs, here.device, dtype=torch.float32, topology=here.topology(), rank=here.rank))
+        # In float32, which NVLink switches add up too: in another order, so that last
+        # bits differ.
+        found.append(
+            train(
+                knobs,
+                here.device,
+                dtype=torch.float32,
+                topology=here.topology(),
+                rank=here.rank,
+            )
+        )
         seconds.append(time.perf_counter() - began)
     losses, weights = found[0].off(found[1])
-    return {"ok": losses <= ROUNDED, "losses off": losses, "weights off": weights, "seconds without, with": seconds}
+    return {
+        "ok": losses <= ROUNDED,
+        "losses off": losses,
+        "weights off": weights,
+        "seconds without, with": seconds,
+    }
 
 
 def _scaling(here: Here, _: str) -> dict[str, Any]:
-    """Measure a step of 1.2 billion parameters beside bare FSDP2, by turns in the same processes."""
+    """Measure a step of 1.2 billion parameters beside bare FSDP2, by turns in the same
+    processes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -375,7 +490,9 @@ def _scaling(here: Here, _: str) -> dict[str, Any]:
 
     here.begin(with_cpu=True)
     on, length = Device(here.device.type), 64 if here.is_rehearsal else 4096
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
 
     def bare(model: Any) -> None:
         mesh = init_device_mesh(here.device.type, (here.world,))
@@ -390,7 +507,11 @@ def _scaling(here: Here, _: str) -> dict[str, Any]:
                 seconds[side].append(run.median_seconds())
     best = {side: min(each) for side, each in seconds.items()}
     rate = {f"tokens/s a device, {side}": length / each for side, each in best.items()}
-    return {"seconds a step": best, **rate, "times FSDP2's": best["torch-smp"] / best["FSDP2"]}
+    return {
+        "seconds a step": best,
+        **rate,
+        "times FSDP2's": best["torch-smp"] / best["FSDP2"],
+    }
 
 
 CASES: dict[str, Callable[[Here, str], dict[str, Any]]] = {
@@ -403,18 +524,29 @@ CASES: dict[str, Callable[[Here, str], dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("item", choices=CASES)
-    parser.add_argument("name", nargs="?", default="", help=f"memory: {[*MEMORY]}; first_window: {[*HOPS]}; {ENDINGS}")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        help=f"memory: {[*MEMORY]}; first_window: {[*HOPS]}; {ENDINGS}",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="rank 0's figures as JSON; default: printed")
+    parser.add_argument(
+        "--out", type=Path, help="rank 0's figures as JSON; default: printed"
+    )
     flags = parser.parse_args()
     torch.set_num_threads(1)
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     device = torch.device(flags.device, *((local,) if flags.device == "cuda" else ()))
     if flags.device == "cuda":
         torch.cuda.set_device(device)
-    figures = CASES[flags.item](Here(rank, int(os.environ["WORLD_SIZE"]), device), flags.name)
+    figures = CASES[flags.item](
+        Here(rank, int(os.environ["WORLD_SIZE"]), device), flags.name
+    )
     dist.barrier()
     if rank == 0:
         text = json.dumps(figures)

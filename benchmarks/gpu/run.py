@@ -1,14 +1,17 @@
-"""Check the CUDA paths on one GPU: right, fast, and in how much memory. `make gpu-check` runs everything.
+"""Check the CUDA paths on one GPU: right, fast, and in how much memory. `make
+gpu-check` runs everything.
 
     python benchmarks/gpu/run.py [--part 1|2|3|4|5|6] [--only ITEM ...] [--again] [--out FILE]
     python benchmarks/gpu/run.py --ranks 8 # what takes several devices: parts 4 to 6
     python benchmarks/gpu/run.py --dry     # a rehearsal on the CPU: everything is imported, built and run, tiny
     python benchmarks/gpu/run.py --page    # write docs/gpu.md from the results
 
-Every item (items.py) runs in a process of its own with a limit of its own, and what it found is appended to the result
-file (JSON lines) when it ends; a part takes at most nine minutes. A further run goes on with what has not been done on
-this machine. An exception loses its row only, a crash or a limit the rows that were to come. Without a device every
-item is marked "not run: no device". The status is 1 if something is wrong or broke; a goal that is missed is no error.
+Every item (items.py) runs in a process of its own with a limit of its own, and what it
+found is appended to the result file (JSON lines) when it ends; a part takes at most
+nine minutes. A further run goes on with what has not been done on this machine. An
+exception loses its row only, a crash or a limit the rows that were to come. Without a
+device every item is marked "not run: no device". The status is 1 if something is wrong
+or broke; a goal that is missed is no error.
 """
 
 from __future__ import annotations
@@ -65,7 +68,10 @@ def measured(item: Item, on: Any) -> Iterator[dict[str, Any]]:
         except StopIteration:
             return
         except Exception as error:  # between rows: nothing can follow
-            yield {"row": "what came next", "error": f"{type(error).__name__}: {error}"[:400]}
+            yield {
+                "row": "what came next",
+                "error": f"{type(error).__name__}: {error}"[:400],
+            }
             return
         yield attempt(name, work)
 
@@ -81,14 +87,26 @@ def run_item(name: str, kind: str) -> None:
 # In the first process
 
 
-def in_a_process(arguments: list[str], limit: float) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows that a Python program printed, and how it ended: "done", "out of time" or "died: ..."."""
+def in_a_process(
+    arguments: list[str], limit: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows that a Python program printed, and how it ended: "done", "out of
+    time" or "died: ..."."""
     rows: list[dict[str, Any]] = []
     command = [sys.executable, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
         )
         late = threading.Event()
 
@@ -111,16 +129,28 @@ def in_a_process(arguments: list[str], limit: float) -> tuple[list[dict[str, Any
         said = errors.read().strip().splitlines()
     if late.is_set():
         return rows, "out of time"
-    return rows, "done" if status == 0 else f"died: status {status}: {said[-1] if said else ''}"[:400]
+    return (
+        rows,
+        "done"
+        if status == 0
+        else f"died: status {status}: {said[-1] if said else ''}"[:400],
+    )
 
 
 def _short(row: dict[str, Any]) -> str:
-    text = ", ".join(f"{key} {page.cell(value)}" for key, value in row.items() if key not in ("row", "seconds"))
+    text = ", ".join(
+        f"{key} {page.cell(value)}"
+        for key, value in row.items()
+        if key not in ("row", "seconds")
+    )
     return f"{row['row']}: {text}"
 
 
-def run(items: list[Item], out: Path | None, *, dry: bool, again: bool) -> list[dict[str, Any]]:
-    """Run items that have not been done yet; what all of them gave, these among them."""
+def run(
+    items: list[Item], out: Path | None, *, dry: bool, again: bool
+) -> list[dict[str, Any]]:
+    """Run items that have not been done yet; what all of them gave, these among
+    them."""
     here: Any = None
     if not dry:
         looked, state = in_a_process([THIS, "--machine"], 120)
@@ -129,9 +159,13 @@ def run(items: list[Item], out: Path | None, *, dry: bool, again: bool) -> list[
         here = looked[0]["machine"]
     if out is None and not dry:
         out = RESULTS / f"{_slug(here)}.jsonl"
-    known = page.read(out) if out is not None and out.exists() else page.Results(None, {})
+    known = (
+        page.read(out) if out is not None and out.exists() else page.Results(None, {})
+    )
     if known.items and known.machine != here:
-        raise SystemExit(f"{out} is of another machine ({known.machine}); name another file with --out")
+        raise SystemExit(
+            f"{out} is of another machine ({known.machine}); name another file with --out"
+        )
     if out is not None and not known.items:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"machine": here}) + "\n", encoding="utf-8")
@@ -146,11 +180,15 @@ def run(items: list[Item], out: Path | None, *, dry: bool, again: bool) -> list[
         began, rows, state = time.perf_counter(), [], NO_DEVICE
         if dry or here is not None:
             limit = 10 * item.limit if dry else item.limit  # a busy CPU is no device
-            rows, state = in_a_process([THIS, "--item", item.name, "--device", "cpu" if dry else "cuda"], limit)
+            rows, state = in_a_process(
+                [THIS, "--item", item.name, "--device", "cpu" if dry else "cuda"], limit
+            )
         if dry and state == "done":
             state = "rehearsed"
         line = {"item": item.name, "part": item.part, "state": state}
-        found.append({**line, "seconds": round(time.perf_counter() - began, 1), "rows": rows})
+        found.append(
+            {**line, "seconds": round(time.perf_counter() - began, 1), "rows": rows}
+        )
         print(f"    {state}", flush=True)
         if out is not None:
             with out.open("a", encoding="utf-8") as file:
@@ -159,7 +197,8 @@ def run(items: list[Item], out: Path | None, *, dry: bool, again: bool) -> list[
 
 
 def _is_done(line: dict[str, Any]) -> bool:
-    """Return whether an item found something before: where no row could be run, another machine may."""
+    """Return whether an item found something before: where no row could be run, another
+    machine may."""
     return line["state"] == "done" and any("not_run" not in row for row in line["rows"])
 
 
@@ -167,20 +206,49 @@ def _slug(here: dict[str, Any] | None) -> str:
     if here is None:
         return "no-device"
     count = f"{here['devices']} " if "devices" in here else ""
-    return re.sub(r"[^a-z0-9.]+", "-", f"{count}{here['device']} torch {here['torch']}".lower())
+    return re.sub(
+        r"[^a-z0-9.]+", "-", f"{count}{here['device']} torch {here['torch']}".lower()
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=PARTS, help="a part of it, at most nine minutes; default all")
-    parser.add_argument("--ranks", type=int, help="parts 4 to 6 only, with so many devices of this host")
-    parser.add_argument("--only", nargs="+", choices=[item.name for item in ITEMS], metavar="ITEM")
-    parser.add_argument("--dry", action="store_true", help="a rehearsal on the CPU; figures mean nothing")
-    parser.add_argument("--again", action="store_true", help="also what has been done before")
-    parser.add_argument("--out", type=Path, help="result file; default one for each device and torch version")
-    parser.add_argument("--page", action="store_true", help="write docs/gpu.md from the committed results, run nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part",
+        type=int,
+        choices=PARTS,
+        help="a part of it, at most nine minutes; default all",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="parts 4 to 6 only, with so many devices of this host"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[item.name for item in ITEMS], metavar="ITEM"
+    )
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="a rehearsal on the CPU; figures mean nothing",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also what has been done before"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="result file; default one for each device and torch version",
+    )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write docs/gpu.md from the committed results, run nothing",
+    )
     parser.add_argument("--item", help=argparse.SUPPRESS)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS
+    )
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
     if flags.page:
@@ -198,7 +266,11 @@ def main(arguments: list[str] | None = None) -> int:
     if flags.ranks is not None:
         os.environ["RANKS"] = str(flags.ranks)  # for the items' processes
         parts = (4, 5, 6)
-    chosen = [item for item in ITEMS if item.part in parts and (flags.only is None or item.name in flags.only)]
+    chosen = [
+        item
+        for item in ITEMS
+        if item.part in parts and (flags.only is None or item.name in flags.only)
+    ]
     found = run(chosen, flags.out, dry=flags.dry, again=flags.again)
     wrong = [line["item"] for line in found if page.is_wrong(line)]
     print(f"wrong or broken: {', '.join(wrong)}" if wrong else page.in_short(found))

@@ -1,4 +1,5 @@
-"""Part 2: payloads and casts against the copy bandwidth, FP8 linear layers against other libraries."""
+"""Part 2: payloads and casts against the copy bandwidth, FP8 linear layers against
+other libraries."""
 
 from __future__ import annotations
 
@@ -38,11 +39,15 @@ def codecs(on: Device) -> Rows:
     yield "the same by torch's copy", partial(_transpose, on, transposed_eager, rate)
 
 
-def _codec(on: Device, name: Any, way: str, source: torch.Tensor, rate: float) -> dict[str, Any]:
+def _codec(
+    on: Device, name: Any, way: str, source: torch.Tensor, rate: float
+) -> dict[str, Any]:
     coder, ranks = codec(name), 8
     if way == "sum of 8":
         source = source[: source.numel() // ranks]
-    payload = torch.zeros(ranks if way == "sum of 8" else 1, coder.size(source.numel()), dtype=torch.uint8)
+    payload = torch.zeros(
+        ranks if way == "sum of 8" else 1, coder.size(source.numel()), dtype=torch.uint8
+    )
     payload = payload.to(on.device)
     coder.encode(source, payload[0])
     out = torch.empty_like(source)
@@ -51,34 +56,55 @@ def _codec(on: Device, name: Any, way: str, source: torch.Tensor, rate: float) -
         "decode": lambda: coder.decode(payload[0], out),
         "sum of 8": lambda: coder.sum_rows(payload, source, 0, {}),
     }
-    moved = payload.numel() + source.numel() * source.element_size() * (2 if way == "sum of 8" else 1)
+    moved = payload.numel() + source.numel() * source.element_size() * (
+        2 if way == "sum of 8" else 1
+    )
     return _against_copy(on, works[way], moved, rate)
 
 
 def _cast(on: Device, dtype: torch.dtype, rate: float) -> dict[str, Any]:
-    x = torch.randn((64, 64) if on.rehearsal else (16384, 8192), device=on.device, dtype=dtype)
+    x = torch.randn(
+        (64, 64) if on.rehearsal else (16384, 8192), device=on.device, dtype=dtype
+    )
     scale = scale_for(amax_of(x), LARGEST[E4M3])
     if on.rehearsal or not has_triton():
-        return _against_copy(on, lambda: cast_eager(x, scale, E4M3), x.numel() * (x.element_size() + 1), rate)
+        return _against_copy(
+            on,
+            lambda: cast_eager(x, scale, E4M3),
+            x.numel() * (x.element_size() + 1),
+            rate,
+        )
     from smp_core.fp8.triton_casts import cast_fused
 
     work = partial(cast_fused, x, scale, E4M3, rows=True, columns=True)
     return _against_copy(on, work, x.numel() * (x.element_size() + 2), rate)
 
 
-def _transpose(on: Device, how: Callable[[torch.Tensor], torch.Tensor], rate: float) -> dict[str, Any]:
-    x8 = torch.zeros((64, 64) if on.rehearsal else (14336, 4096), device=on.device, dtype=E4M3)
+def _transpose(
+    on: Device, how: Callable[[torch.Tensor], torch.Tensor], rate: float
+) -> dict[str, Any]:
+    x8 = torch.zeros(
+        (64, 64) if on.rehearsal else (14336, 4096), device=on.device, dtype=E4M3
+    )
     return _against_copy(on, lambda: how(x8), 2 * x8.numel(), rate)
 
 
-def _against_copy(on: Device, work: Callable[[], object], n_bytes: int, rate: float) -> dict[str, Any]:
+def _against_copy(
+    on: Device, work: Callable[[], object], n_bytes: int, rate: float
+) -> dict[str, Any]:
     seen = n_bytes / on.milliseconds(work) / 1e6
     met = seen >= COPY_GOAL * rate
-    return {"GB/s": seen, "of copying": seen / rate, "goal": f">= {COPY_GOAL} of copying", "met": met}
+    return {
+        "GB/s": seen,
+        "of copying": seen / rate,
+        "goal": f">= {COPY_GOAL} of copying",
+        "met": met,
+    }
 
 
 def layers(on: Device) -> Rows:
-    """Measure linear layers of Llama 3.1 8B and 70B, forward and backward, casts included."""
+    """Measure linear layers of Llama 3.1 8B and 70B, forward and backward, casts
+    included."""
     shapes = {
         "8B attention": (4096, 4096),
         "8B up": (4096, 14336),
@@ -91,21 +117,31 @@ def layers(on: Device) -> Rows:
         shapes, tokens = {"tiny": (32, 48)}, (20,)
     for count in tokens:
         for name, (inputs, outputs) in shapes.items():
-            yield f"{name}, {inputs} to {outputs}, {count} tokens", partial(_layer, on, count, inputs, outputs)
+            yield (
+                f"{name}, {inputs} to {outputs}, {count} tokens",
+                partial(_layer, on, count, inputs, outputs),
+            )
 
 
 def _layer(on: Device, tokens: int, inputs: int, outputs: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    x = torch.randn(tokens, inputs, device=on.device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        tokens, inputs, device=on.device, dtype=torch.bfloat16, requires_grad=True
+    )
     g = torch.randn(tokens, outputs, device=on.device, dtype=torch.bfloat16) * 1e-3
     for kind, make in LAYERS.items():
-        torch.compiler.reset()  # layers of one kind and other shapes would be compiled for symbolic sizes
+        # Layers of one kind and other shapes would be compiled for symbolic sizes.
+        torch.compiler.reset()
         torch.manual_seed(0)
         if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
             found[kind] = "not installed"
             continue
         try:
-            net = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device=on.device, dtype=torch.bfloat16))
+            net = nn.Sequential(
+                nn.Linear(
+                    inputs, outputs, bias=False, device=on.device, dtype=torch.bfloat16
+                )
+            )
             found[kind] = on.milliseconds(make(on, net, x, g), 20, 6)
         except Exception as error:
             found[kind] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -135,11 +171,15 @@ def _compiled(on: Device, net: nn.Module) -> Any:
     return torch.compile(net, backend="aot_eager" if on.rehearsal else "inductor")
 
 
-def _plain(on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], None]:
+def _plain(
+    on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor
+) -> Callable[[], None]:
     return _forward_backward(net, x, g)
 
 
-def _native(on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor, compiled: bool = False) -> Callable[[], None]:
+def _native(
+    on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor, compiled: bool = False
+) -> Callable[[], None]:
     fp8 = convert_to_fp8(net, Fp8Recipe(exclude=()))
     _forward_backward(net, x, g)()
     fp8.step()  # calibrated from here on: one pass for each cast
@@ -147,14 +187,24 @@ def _native(on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor, compil
     return _forward_backward(_compiled(on, net) if compiled else net, x, g)
 
 
-def _torchao(on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], None]:
-    recipe = Fp8Recipe(backend="torchao", scaling="dynamic", fp8_all_gather=False, exclude=())
+def _torchao(
+    on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor
+) -> Callable[[], None]:
+    recipe = Fp8Recipe(
+        backend="torchao", scaling="dynamic", fp8_all_gather=False, exclude=()
+    )
     convert_with(net, recipe, on.device)
     return _forward_backward(_compiled(on, net), x, g)
 
 
-def _transformer_engine(on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], None]:
-    convert_with(net, Fp8Recipe(backend="transformer_engine", fp8_all_gather=False, exclude=()), on.device)
+def _transformer_engine(
+    on: Device, net: nn.Module, x: torch.Tensor, g: torch.Tensor
+) -> Callable[[], None]:
+    convert_with(
+        net,
+        Fp8Recipe(backend="transformer_engine", fp8_all_gather=False, exclude=()),
+        on.device,
+    )
     return _forward_backward(net, x, g)
 
 

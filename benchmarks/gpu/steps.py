@@ -1,4 +1,5 @@
-"""Steps of a Llama of 1.2 billion parameters in bfloat16 (fused AdamW, one sequence): parts 2 and 3."""
+"""Steps of a Llama of 1.2 billion parameters in bfloat16 (fused AdamW, one sequence):
+parts 2 and 3."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ FULL: dict[str, Any] = {"activations": "full"}
 
 
 def offload(horizon: int) -> dict[str, Any]:
-    fields = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0, "loading_horizon": horizon}
+    fields = {
+        "checkpoint": "full",
+        "offload": True,
+        "offload_min_bytes": 0,
+        "loading_horizon": horizon,
+    }
     return {"activations": fields}
 
 
@@ -80,29 +86,41 @@ class Run:
     def median_seconds(self, steps: int = 5) -> float:
         for _ in range(1 if self.on.rehearsal else 2):
             self.step()
-        return statistics.median(self.seconds() for _ in range(1 if self.on.rehearsal else steps))
+        return statistics.median(
+            self.seconds() for _ in range(1 if self.on.rehearsal else steps)
+        )
 
 
 @contextmanager
 def built(
-    on: Device, knobs: Mapping[str, Any] | None, length: int, shard: Callable[..., Any] | None = None
+    on: Device,
+    knobs: Mapping[str, Any] | None,
+    length: int,
+    shard: Callable[..., Any] | None = None,
 ) -> Iterator[Run]:
-    """Make a model parallelized by knobs, or by `shard`, or plain; its memory is given back at the end."""
+    """Make a model parallelized by knobs, or by `shard`, or plain; its memory is given
+    back at the end."""
     torch.manual_seed(0)
     size = size_of(on)
     with on.device:
         model = Llama(size, length).to(torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY[size], (1, length + 1), generator=generator).to(on.device)
+    tokens = torch.randint(VOCABULARY[size], (1, length + 1), generator=generator).to(
+        on.device
+    )
     parallel = None
     if knobs is not None:
-        parallel = parallelize(model, SmpConfig(**{"shard_degree": 1, **knobs}), device=on.device)
+        parallel = parallelize(
+            model, SmpConfig(**{"shard_degree": 1, **knobs}), device=on.device
+        )
     elif shard is not None:
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if parallel is not None:
         parallel.prepare_optimizer(optimizer)
-    run = Run(model if parallel is None else parallel.module, optimizer, tokens, on, parallel)
+    run = Run(
+        model if parallel is None else parallel.module, optimizer, tokens, on, parallel
+    )
     try:
         yield run
     finally:
@@ -115,12 +133,15 @@ def built(
 
 
 def overhead(on: Device) -> Rows:
-    """Measure in pairs that take turns twice, so that both sides meet the same clocks."""
+    """Measure in pairs that take turns twice, so that both sides meet the same
+    clocks."""
     length, short = (64, 32) if on.rehearsal else (4096, 256)
 
     def bare(model: nn.Module) -> None:
         mesh = init_device_mesh(on.device.type, (1,))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
         for unit in (*model.blocks, model):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
 
@@ -128,24 +149,37 @@ def overhead(on: Device) -> Rows:
     with on.one_rank():
         yield "plain torch", partial(_pair, on, length, None, {})
         yield "bare FSDP2", partial(_pair, on, length, bare, units)
-        yield "bare FSDP2, few tokens: the host's time", partial(_pair, on, short, bare, units)
+        yield (
+            "bare FSDP2, few tokens: the host's time",
+            partial(_pair, on, short, bare, units),
+        )
 
 
-def _pair(on: Device, length: int, shard: Callable[..., Any] | None, knobs: dict[str, Any]) -> dict[str, Any]:
+def _pair(
+    on: Device, length: int, shard: Callable[..., Any] | None, knobs: dict[str, Any]
+) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
     for _ in range(2):
         for side, ours in (("theirs", None), ("ours", knobs)):
             with built(on, ours, length, shard) as run:
                 seconds[side].append(run.median_seconds())
     added = min(seconds["ours"]) / min(seconds["theirs"]) - 1
-    return {**seconds, "added": added, "goal": f"<= {OVERHEAD_GOAL:.0%} added", "met": added <= OVERHEAD_GOAL}
+    return {
+        **seconds,
+        "added": added,
+        "goal": f"<= {OVERHEAD_GOAL:.0%} added",
+        "met": added <= OVERHEAD_GOAL,
+    }
 
 
 def host_optimizer(on: Device) -> Rows:
     """Measure the step alone, and what copies at the device's own rate would take."""
     length = 32 if on.rehearsal else 1024
     with on.one_rank():
-        for name, knobs in (("on the device", {}), ("on the host", {"state_offload": "optimizer"})):
+        for name, knobs in (
+            ("on the device", {}),
+            ("on the host", {"state_offload": "optimizer"}),
+        ):
             yield name, partial(_optimizer_step, on, knobs, length)
 
 
@@ -162,28 +196,42 @@ def _optimizer_step(on: Device, knobs: dict[str, Any], length: int) -> dict[str,
             times.append(time.perf_counter() - began)
             run.optimizer.zero_grad()
         n_bytes = sum(p.numel() * p.element_size() for p in run.module.parameters())
-        return {"seconds a step": statistics.median(times), "gradient GiB": n_bytes / GIB}
+        return {
+            "seconds a step": statistics.median(times),
+            "gradient GiB": n_bytes / GIB,
+        }
 
 
 # Part 3
 
 
 def modes(on: Device) -> Rows:
-    """Measure the peak and what it is made of, time, and the share of copies that a kernel hides."""
+    """Measure the peak and what it is made of, time, and the share of copies that a
+    kernel hides."""
     lengths = (64, 96) if on.rehearsal else (8192, 32768)
     with on.one_rank():
         for length in lengths:
             found: dict[str, dict[str, Any]] = {}
             for name in MODES:
-                yield f"{name}, {length} tokens", partial(_mode, on, name, length, found)
-            yield f"offloading, {length} tokens", partial(_offload_goal, on, length, found)
+                yield (
+                    f"{name}, {length} tokens",
+                    partial(_mode, on, name, length, found),
+                )
+            yield (
+                f"offloading, {length} tokens",
+                partial(_offload_goal, on, length, found),
+            )
 
 
-def _mode(on: Device, name: str, length: int, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _mode(
+    on: Device, name: str, length: int, found: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     try:
         with built(on, MODES[name], length) as run:
             if "save_on_cpu" in name:
-                run.module.around = lambda: torch.autograd.graph.save_on_cpu(pin_memory=not on.rehearsal)
+                run.module.around = lambda: torch.autograd.graph.save_on_cpu(
+                    pin_memory=not on.rehearsal
+                )
             figures = _figures(on, run)
     except torch.OutOfMemoryError:
         figures = {"out of memory": True}
@@ -196,20 +244,35 @@ def _figures(on: Device, run: Run) -> dict[str, Any]:
     seconds = run.median_seconds(3)
     on.start_peak()
     loss = run.step().item()
-    figures: dict[str, Any] = {"step_seconds": seconds, "peak_gib": on.peak_bytes() / GIB, "loss": loss}
+    figures: dict[str, Any] = {
+        "step_seconds": seconds,
+        "peak_gib": on.peak_bytes() / GIB,
+        "loss": loss,
+    }
     figures |= beside_compute(traced(run.step, on.activities))
     report = MemoryReport(run.parallel, [run.optimizer])
     with report.step():
         run.step()
     kinds = report.steps[0].device
-    figures["peak_by_kind_gib"] = {kind: n_bytes / GIB for kind, n_bytes in kinds.items()}
+    figures["peak_by_kind_gib"] = {
+        kind: n_bytes / GIB for kind, n_bytes in kinds.items()
+    }
     planned = estimate(run.parallel.plan)
-    for kind, n_bytes in (("parameters", planned.parameters), ("optimizer", planned.optimizer_states)):
+    for kind, n_bytes in (
+        ("parameters", planned.parameters),
+        ("optimizer", planned.optimizer_states),
+    ):
         figures[f"{kind}_off_plan"] = abs(kinds[kind] / n_bytes - 1)
-    figures["ok"] = max(figures["parameters_off_plan"], figures["optimizer_off_plan"]) <= MEMORY_GOAL
+    figures["ok"] = (
+        max(figures["parameters_off_plan"], figures["optimizer_off_plan"])
+        <= MEMORY_GOAL
+    )
     if not on.rehearsal:
-        # Kinds are counted one by one; "other" is what is left of the allocator's peak, and never below nothing.
-        figures["report_off_allocator"] = abs(report.steps[0].total / GIB / figures["peak_gib"] - 1)
+        # Kinds are counted one by one; "other" is what is left of the allocator's peak,
+        # and never below nothing.
+        figures["report_off_allocator"] = abs(
+            report.steps[0].total / GIB / figures["peak_gib"] - 1
+        )
         figures["ok"] &= figures["report_off_allocator"] <= MEMORY_GOAL
     offloader = run.parallel.activations.offloader
     if offloader is not None:
@@ -217,18 +280,27 @@ def _figures(on: Device, run: Run) -> dict[str, Any]:
     return figures
 
 
-def _offload_goal(on: Device, length: int, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _offload_goal(
+    on: Device, length: int, found: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     return compared(copy_and_block(on, length), found)
 
 
 def copy_and_block(on: Device, length: int) -> dict[str, float]:
-    """Measure the milliseconds to copy a block's input to host memory, and of a block's forward."""
+    """Measure the milliseconds to copy a block's input to host memory, and of a block's
+    forward."""
     shape = SIZES[size_of(on)]
-    there = torch.randn(1, length, shape["width"], dtype=torch.bfloat16, device=on.device)
+    there = torch.randn(
+        1, length, shape["width"], dtype=torch.bfloat16, device=on.device
+    )
     here = torch.empty(there.shape, dtype=there.dtype, pin_memory=not on.rehearsal)
     with on.device:
-        block = Block(*(shape[key] for key in ("width", "heads", "groups", "inner"))).to(torch.bfloat16)
-        rotation = torch.ones(2, length, shape["width"] // shape["heads"] // 2, dtype=torch.bfloat16)
+        block = Block(
+            *(shape[key] for key in ("width", "heads", "groups", "inner"))
+        ).to(torch.bfloat16)
+        rotation = torch.ones(
+            2, length, shape["width"] // shape["heads"] // 2, dtype=torch.bfloat16
+        )
     with torch.no_grad():
         return {
             "copy_ms": on.milliseconds(lambda: here.copy_(there, non_blocking=True)),
@@ -236,9 +308,11 @@ def copy_and_block(on: Device, length: int) -> dict[str, float]:
         }
 
 
-def compared(times: dict[str, float], found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare each mode's step with "full"'s, and with the goal: where a block's copy is shorter than the block,
-    horizon 2 adds at most 5 %."""
+def compared(
+    times: dict[str, float], found: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Compare each mode's step with "full"'s, and with the goal: where a block's copy
+    is shorter than the block, horizon 2 adds at most 5 %."""
     full = found.get("full", {}).get("step_seconds")
     longer = {
         name: mode["step_seconds"] / full - 1
@@ -249,18 +323,28 @@ def compared(times: dict[str, float], found: Mapping[str, Mapping[str, Any]]) ->
     second = found.get(name, {})
     applies = times["copy_ms"] < times["block_ms"]
     met = longer.get(name, 1.0) <= OFFLOAD_GOAL if applies else None
-    # None of either would say that the profiler saw no copies, which on a device means that it was not let to look.
+    # None of either would say that the profiler saw no copies, which on a device means
+    # that it was not let to look.
     shares = [second.get(f"copies_{way}_beside_compute") for way in ("out", "in")]
     beside = None if None in shares else min(shares)
     goal = f"<= {OFFLOAD_GOAL:.0%} longer at horizon 2"
-    return {**times, "longer than full": longer, "copies_beside_compute": beside, "goal": goal, "met": met}
+    return {
+        **times,
+        "longer than full": longer,
+        "copies_beside_compute": beside,
+        "goal": goal,
+        "met": met,
+    }
 
 
 def fp8(on: Device) -> Rows:
     length = 32 if on.rehearsal else 8192
     with on.one_rank():
         for compiled in (False, True):
-            yield f"{'compiled' if compiled else 'eager'}, {length} tokens", partial(_fp8, on, length, compiled)
+            yield (
+                f"{'compiled' if compiled else 'eager'}, {length} tokens",
+                partial(_fp8, on, length, compiled),
+            )
 
 
 def _fp8(on: Device, length: int, compiled: bool) -> dict[str, Any]:
@@ -273,7 +357,12 @@ def _fp8(on: Device, length: int, compiled: bool) -> dict[str, Any]:
                     block.compile(backend="aot_eager" if on.rehearsal else "inductor")
             seconds[name] = run.median_seconds(5)
     ratio = seconds["bfloat16"] / seconds["FP8"]
-    return {"seconds": seconds, "x bfloat16": ratio, "goal": f">= {FP8_GOAL} x bfloat16", "met": ratio >= FP8_GOAL}
+    return {
+        "seconds": seconds,
+        "x bfloat16": ratio,
+        "goal": f">= {FP8_GOAL} x bfloat16",
+        "met": ratio >= FP8_GOAL,
+    }
 
 
 def longest(on: Device) -> Rows:
@@ -308,5 +397,8 @@ def gaps_of_a_step(on: Device, knobs: dict[str, Any], length: int) -> dict[str, 
 def gaps_rows(on: Device) -> Rows:
     length = 32 if on.rehearsal else 8192
     with on.one_rank():
-        for name, knobs in (("replicas", FULL), ("units", {**FULL, "param_dtype": "bfloat16"})):
+        for name, knobs in (
+            ("replicas", FULL),
+            ("units", {**FULL, "param_dtype": "bfloat16"}),
+        ):
             yield f"{name}, {length} tokens", partial(gaps_of_a_step, on, knobs, length)

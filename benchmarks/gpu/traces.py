@@ -1,7 +1,8 @@
-"""What a profiler's trace says: copies behind computation, and times in which the device did nothing.
+"""What a profiler's trace says: copies behind computation, and times in which the
+device did nothing.
 
-Events are of the trace viewers' format: "cat" is "kernel" or "gpu_memcpy" for what ran on the device (annotations there
-are no work), "ts" and "dur" are microseconds.
+Events are of the trace viewers' format: "cat" is "kernel" or "gpu_memcpy" for what ran
+on the device (annotations there are no work), "ts" and "dur" are microseconds.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ SMALLEST_GAP = 20.0
 Event = Mapping[str, Any]
 
 
-def traced(work: Callable[[], object], activities: list[ProfilerActivity]) -> list[dict[str, Any]]:
+def traced(
+    work: Callable[[], object], activities: list[ProfilerActivity]
+) -> list[dict[str, Any]]:
     with profile(activities=activities) as trace:
         work()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))[
+            "traceEvents"
+        ]
         return events
 
 
 def beside_compute(events: Iterable[Event]) -> dict[str, float | None]:
-    """Return the milliseconds of copies to and from the host, and the share of each during which a kernel ran (None:
-    there was no copy). Kernels of communication are no compute, and copies of less than 64 KiB (a loss) no
-    offloading."""
+    """Return the milliseconds of copies to and from the host, and the share of each
+    during which a kernel ran (None: there was no copy). Kernels of communication are no
+    compute, and copies of less than 64 KiB (a loss) no offloading."""
     kernels: list[tuple[float, float]] = []
     copies: dict[str, list[tuple[float, float]]] = {"out": [], "in": []}
     for event in events:
@@ -57,9 +62,16 @@ def beside_compute(events: Iterable[Event]) -> dict[str, float | None]:
 
 
 def gaps(events: Iterable[Event], longest: int = 8) -> dict[str, Any]:
-    """Describe the times between two kernels or copies in which nothing ran on the device: how many, how long, and what
-    came before and after the longest."""
-    work = sorted((event for event in events if event.get("ph") == "X" and event.get("cat") in _WORK), key=_span)
+    """Describe the times between two kernels or copies in which nothing ran on the
+    device: how many, how long, and what came before and after the longest."""
+    work = sorted(
+        (
+            event
+            for event in events
+            if event.get("ph") == "X" and event.get("cat") in _WORK
+        ),
+        key=_span,
+    )
     found, until, last = [], None, ""
     for event in work:
         start, end = _span(event)
@@ -69,8 +81,16 @@ def gaps(events: Iterable[Event], longest: int = 8) -> dict[str, Any]:
             until, last = end, str(event["name"])
     span = _span(work[-1])[1] - _span(work[0])[0] if work else 0.0
     idle = sum(length for length, _ in found)
-    between = [f"{length:.0f} us: {names}" for length, names in sorted(found, reverse=True)[:longest]]
-    return {"step_ms": span / 1000, "gaps": len(found), "idle_share": idle / span if span else None, "longest": between}
+    between = [
+        f"{length:.0f} us: {names}"
+        for length, names in sorted(found, reverse=True)[:longest]
+    ]
+    return {
+        "step_ms": span / 1000,
+        "gaps": len(found),
+        "idle_share": idle / span if span else None,
+        "longest": between,
+    }
 
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")

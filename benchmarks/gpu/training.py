@@ -22,7 +22,8 @@ STEPS, MICRO_BATCHES, LENGTH = 5, 3, 32
 
 @dataclass
 class Trained:
-    """Losses by step, parameters at the end, and where the host waited for the device, by warning and count."""
+    """Losses by step, parameters at the end, and where the host waited for the device,
+    by warning and count."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -31,25 +32,36 @@ class Trained:
 
     def off(self, other: Trained) -> tuple[float, float]:
         """Return the largest relative differences of losses and of parameters."""
-        losses = max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True))
+        losses = max(
+            abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True)
+        )
         weights = max(
-            ((value.double() - other.parameters[name].double()).abs().max() / other.parameters[name].abs().max()).item()
+            (
+                (value.double() - other.parameters[name].double()).abs().max()
+                / other.parameters[name].abs().max()
+            ).item()
             for name, value in self.parameters.items()
         )
         return losses, weights
 
 
-def small_llama(device: torch.device, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> Llama:
+def small_llama(
+    device: torch.device, dtype: torch.dtype = torch.float64, dropout: float = 0.0
+) -> Llama:
     """Make a model with the same weights on every device."""
     torch.manual_seed(0)
     return Llama("tiny", LENGTH, dropout).to(dtype).to(device)
 
 
-def batches(device: torch.device, rank: int = 0, world: int = 1) -> list[list[torch.Tensor]]:
+def batches(
+    device: torch.device, rank: int = 0, world: int = 1
+) -> list[list[torch.Tensor]]:
     """Draw the micro-batches of this rank by step."""
     generator = torch.Generator().manual_seed(1)
     shape = (STEPS, MICRO_BATCHES, 2 * world, LENGTH + 1)
-    tokens = torch.randint(VOCABULARY["tiny"], shape, generator=generator)[:, :, 2 * rank : 2 * rank + 2]
+    tokens = torch.randint(VOCABULARY["tiny"], shape, generator=generator)[
+        :, :, 2 * rank : 2 * rank + 2
+    ]
     return [list(step.to(device)) for step in tokens]
 
 
@@ -63,8 +75,8 @@ def train(
     compiled: bool = False,
     scale: float | None = None,
 ) -> Trained:
-    """Train five steps of three micro-batches with clipping and AdamW; with float16 as well as without, no step asks
-    the device anything but what the knobs do."""
+    """Train five steps of three micro-batches with clipping and AdamW; with float16 as
+    well as without, no step asks the device anything but what the knobs do."""
     model = small_llama(device, dtype)
     parallel = parallelize(model, SmpConfig(**knobs), device=device, topology=topology)
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
@@ -79,7 +91,9 @@ def train(
         with _watched(device, number > 0, found.waits):
             losses.append(_step(parallel, optimizer, step, scaler))
     found.losses = torch.stack(losses).tolist()
-    found.parameters = {name: _whole(value) for name, value in parallel.module.state_dict().items()}
+    found.parameters = {
+        name: _whole(value) for name, value in parallel.module.state_dict().items()
+    }
     found.scale = None if scaler is None else scaler.get_scale()
     del parallel, model, optimizer
     gc.collect()  # a model's hooks point back at it
@@ -114,7 +128,9 @@ def _step(
 class _watched:
     """Collects torch's warnings about synchronising operations inside the block."""
 
-    def __init__(self, device: torch.device, counts: bool, into: dict[str, int]) -> None:
+    def __init__(
+        self, device: torch.device, counts: bool, into: dict[str, int]
+    ) -> None:
         self._on = counts and device.type == "cuda"
         self._into, self._caught = into, warnings.catch_warnings(record=True)
 
@@ -130,7 +146,8 @@ class _watched:
         torch.cuda.set_sync_debug_mode("default")
         self._caught.__exit__(*error)
         for warning in self._list or ():
-            if "called a synchronizing" in str(warning.message):  # not what torch says of the mode itself
+            # Not what torch says of the mode itself.
+            if "called a synchronizing" in str(warning.message):
                 line = f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}"
                 self._into[line] = self._into.get(line, 0) + 1
 

@@ -1,8 +1,10 @@
-"""The training of train.py by Ray Train, which starts all workers anew when one of them is lost.
+"""The training of train.py by Ray Train, which starts all workers anew when one of them
+is lost.
 
     python examples/clusters/ray_train.py --folder /shared/runs/one --workers 16 --gpus
 
-Run it on the head of a Ray cluster (``ray job submit`` does). The folder is one that all nodes see.
+Run it on the head of a Ray cluster (``ray job submit`` does). The folder is one that
+all nodes see.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ from train import parser, train  # noqa: E402
 
 
 def worker(flags: dict[str, Any]) -> None:
-    """Train as one rank. Ray has set the launcher's variables; the environment says where Lightning reads them."""
-    train(Path(flags["folder"]), flags["steps"], flags["save_every"], plugins=[RayLightningEnvironment()])
+    """Train as one rank. Ray has set the launcher's variables; the environment says
+    where Lightning reads them."""
+    train(
+        Path(flags["folder"]),
+        flags["steps"],
+        flags["save_every"],
+        plugins=[RayLightningEnvironment()],
+    )
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Llama 3 70B on eight p5 in three dimensions: layers over the eight devices of a node, blocks over two stages of four
-nodes, states over the four nodes of a stage.
+"""Llama 3 70B on eight p5 in three dimensions: layers over the eight devices of a node,
+blocks over two stages of four nodes, states over the four nodes of a stage.
 
     torchrun --nnodes 8 --nproc-per-node 8 ... examples/recipes/llama_70b_3d.py
     torchrun --nproc-per-node 4 examples/recipes/llama_70b_3d.py --tiny     # 2 x 2; with eight ranks 2 x 2 x 2
@@ -25,7 +25,8 @@ RECIPE = Recipe(
         micro_batch=1,
         global_batch=256,
         knobs={
-            "shard_degree": "world",  # all ranks of a stage that are not tensor ranks: 64 / 8 / 2 = 4
+            # All ranks of a stage that are not tensor ranks: 64 / 8 / 2 = 4.
+            "shard_degree": "world",
             "tensor_parallel_degree": 8,
             "pipeline_parallel_degree": 2,
             "pipeline": {"microbatches": 64, "schedule": "1f1b"},

@@ -1,4 +1,5 @@
-"""A script that knows Accelerate and nothing of torch-smp; a YAML file says what is sharded.
+"""A script that knows Accelerate and nothing of torch-smp; a YAML file says what is
+sharded.
 
     accelerate-smp launch --config_file examples/accelerate/one_node.yaml examples/recipes/plain_accelerate.py
     accelerate-smp launch --config_file examples/accelerate/low_memory.yaml --machine_rank 0 ...   # two nodes
@@ -45,15 +46,30 @@ TINY = {
     "num_key_value_heads": 2,
 }
 BATCH, BATCH_TINY = (2048, 64, 2), (64, 16, 2)
-"""Tokens of a sample, samples of an optimizer step, samples that a rank computes at a time."""
+"""Tokens of a sample, samples of an optimizer step, samples that a rank computes at a
+time."""
 
 
 def read_flags(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a small model for CPU ranks")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps (1000, tiny 8)")
-    parser.add_argument("--data", type=Path, help="a text file or a folder; default: Python's own library")
-    parser.add_argument("--cache-dir", type=Path, help="of tokenizer and tokens; default: the user's cache folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model for CPU ranks"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=None, help="optimizer steps (1000, tiny 8)"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="a text file or a folder; default: Python's own library",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        help="of tokenizer and tokens; default: the user's cache folder",
+    )
     parser.add_argument("--out", type=Path, help="folder for the model at the end")
     return parser.parse_args(arguments)
 
@@ -66,14 +82,23 @@ def main(arguments: list[str] | None = None) -> list[float]:
     ranks = accelerator.num_processes
     accelerator.gradient_accumulation_steps = global_batch // (micro_batch * ranks)
     set_seed(0)
-    small: dict[str, Any] = {"vocab_size": 300, "max_bytes": 300_000} if flags.tiny else {"max_bytes": None}
+    small: dict[str, Any] = (
+        {"vocab_size": 300, "max_bytes": 300_000} if flags.tiny else {"max_bytes": None}
+    )
     corpus = build_corpus(flags.data, cache_dir=flags.cache_dir, **small)
     blocks = TokenBlocks(corpus.tokens("train"), tokens)
-    text = [blocks[index % len(blocks)]["input_ids"] for index in range(steps * global_batch)]
-    model: Any = LlamaForCausalLM(LlamaConfig(use_cache=False, **(TINY if flags.tiny else FULL)))
+    text = [
+        blocks[index % len(blocks)]["input_ids"]
+        for index in range(steps * global_batch)
+    ]
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(use_cache=False, **(TINY if flags.tiny else FULL))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if flags.tiny else 3e-4)
     # Accelerate steps a schedule once for each rank.
-    schedule = get_cosine_schedule_with_warmup(optimizer, max(1, steps // 10) * ranks, steps * ranks)
+    schedule = get_cosine_schedule_with_warmup(
+        optimizer, max(1, steps // 10) * ranks, steps * ranks
+    )
     model, optimizer, schedule, loader = accelerator.prepare(
         model, optimizer, schedule, DataLoader(text, batch_size=micro_batch)
     )
@@ -91,11 +116,15 @@ def main(arguments: list[str] | None = None) -> list[float]:
         if accelerator.sync_gradients:
             losses.append(sum(micro) / len(micro))
             micro.clear()
-    accelerator.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps of {global_batch} samples")
+    accelerator.print(
+        f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps of {global_batch} samples"
+    )
     if flags.out is not None:
         weights = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
-            accelerator.unwrap_model(model).save_pretrained(flags.out / "model", state_dict=weights)
+            accelerator.unwrap_model(model).save_pretrained(
+                flags.out / "model", state_dict=weights
+            )
     accelerator.end_training()
     return losses
 

@@ -1,4 +1,5 @@
-"""Qwen3-30B-A3B on two p5: 128 experts, 16 on each device of a node, which tokens travel to; states over both nodes.
+"""Qwen3-30B-A3B on two p5: 128 experts, 16 on each device of a node, which tokens
+travel to; states over both nodes.
 
 torchrun --nnodes 2 --nproc-per-node 8 ... examples/recipes/qwen3_30b_experts.py
 torchrun --nproc-per-node 4 examples/recipes/qwen3_30b_experts.py --tiny
@@ -23,7 +24,12 @@ RECIPE = Recipe(
         tokens=4096,
         micro_batch=1,
         global_batch=128,
-        knobs={"shard_degree": 16, "expert_parallel_degree": 8, "activations": "full", "delayed_init": True},
+        knobs={
+            "shard_degree": 16,
+            "expert_parallel_degree": 8,
+            "activations": "full",
+            "delayed_init": True,
+        },
     ),
     tiny=Size(
         {
@@ -37,7 +43,12 @@ RECIPE = Recipe(
         tokens=64,
         micro_batch=1,
         global_batch=8,
-        knobs={"shard_degree": 4, "expert_parallel_degree": 2, "activations": "full", "delayed_init": True},
+        knobs={
+            "shard_degree": 4,
+            "expert_parallel_degree": 2,
+            "activations": "full",
+            "delayed_init": True,
+        },
         steps=8,
     ),
 )

@@ -1,4 +1,5 @@
-"""Qwen3 8B with Transformers' Trainer on one p5: all weights, LoRA adapters, or QLoRA; also by TRL's SFTTrainer.
+"""Qwen3 8B with Transformers' Trainer on one p5: all weights, LoRA adapters, or QLoRA;
+also by TRL's SFTTrainer.
 
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py                   # all weights
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py --lora            # adapters of rank 16
@@ -6,7 +7,8 @@
     torchrun --nproc-per-node 8 examples/recipes/qwen3_8b_finetune.py --lora --trl      # by SFTTrainer
     torchrun --nproc-per-node 2 examples/recipes/qwen3_8b_finetune.py --tiny
 
-The weights are random here; `AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B")` in `build` makes it yours.
+The weights are random here; `AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B")` in
+`build` makes it yours.
 """
 
 from __future__ import annotations
@@ -32,14 +34,22 @@ RECIPE = Recipe(
         tokens=4096,
         micro_batch=1,
         global_batch=64,
-        knobs={"shard_degree": "node", "activations": "full", "chunked_cross_entropy": 1024},
+        knobs={
+            "shard_degree": "node",
+            "activations": "full",
+            "chunked_cross_entropy": 1024,
+        },
     ),
     tiny=Size(
         {"model_type": "qwen3", **SMALL, "head_dim": 16},
         tokens=64,
         micro_batch=2,
         global_batch=8,
-        knobs={"shard_degree": "node", "activations": "full", "chunked_cross_entropy": 32},
+        knobs={
+            "shard_degree": "node",
+            "activations": "full",
+            "chunked_cross_entropy": 32,
+        },
         steps=8,
     ),
     lr=1e-5,
@@ -47,17 +57,24 @@ RECIPE = Recipe(
 
 
 def build(run: Run, lora: bool) -> Any:
-    """Return the model, with adapters of attention and feed-forward layers if they alone are trained."""
+    """Return the model, with adapters of attention and feed-forward layers if they
+    alone are trained."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(run.config)
     return with_adapters(model) if lora else model
 
 
 def with_adapters(model: Any) -> Any:
-    """Return the model with its weights frozen, and LoRA beside each linear layer of its blocks."""
+    """Return the model with its weights frozen, and LoRA beside each linear layer of
+    its blocks."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+    )
 
 
 def trainer_of(run: Run, lora: bool, trl: bool) -> Any:
@@ -83,7 +100,9 @@ def trainer_of(run: Run, lora: bool, trl: bool) -> Any:
         knobs["frozen_storage"] = "int4"
     if not trl:
         args = TrainingArguments(**arguments)
-        return SmpTrainer(model=model, args=args, train_dataset=run.data(), smp_config=knobs)
+        return SmpTrainer(
+            model=model, args=args, train_dataset=run.data(), smp_config=knobs
+        )
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -91,9 +110,14 @@ def trainer_of(run: Run, lora: bool, trl: bool) -> Any:
         """TRL's trainer on the same engine."""
 
     # The text is tokenised already; TRL would tokenise, cut and pack it itself.
-    config = SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+    config = SFTConfig(
+        **arguments, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
+    )
     rows = ({"input_ids": sample["input_ids"].tolist()} for sample in run.data())
-    knobs = {name: value for name, value in knobs.items() if name != "chunked_cross_entropy"}  # TRL has its own
+    # TRL has its own.
+    knobs = {
+        name: value for name, value in knobs.items() if name != "chunked_cross_entropy"
+    }
     return SmpSFTTrainer(
         model=model,
         args=config,
@@ -106,8 +130,12 @@ def trainer_of(run: Run, lora: bool, trl: bool) -> Any:
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train, and return the loss of each optimizer step that was logged."""
     parser = RECIPE.flags(__doc__)
-    parser.add_argument("--lora", action="store_true", help="train adapters instead of all weights")
-    parser.add_argument("--qlora", action="store_true", help="the same beside a base of 4-bit codes")
+    parser.add_argument(
+        "--lora", action="store_true", help="train adapters instead of all weights"
+    )
+    parser.add_argument(
+        "--qlora", action="store_true", help="the same beside a base of 4-bit codes"
+    )
     parser.add_argument("--trl", action="store_true", help="by TRL's SFTTrainer")
     flags = parser.parse_args(arguments)
     flags.lora = flags.lora or flags.qlora
@@ -118,9 +146,12 @@ def main(arguments: list[str] | None = None) -> list[float]:
     trainer = trainer_of(run, flags.lora, flags.trl)
     trainer.train()
     if flags.out is not None:
-        trainer.save_model(str(flags.out / "model"))  # what from_pretrained loads; adapters alone with --lora
+        # What from_pretrained loads; adapters alone with --lora.
+        trainer.save_model(str(flags.out / "model"))
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    run.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {run.steps} steps of {run.size.global_batch} samples")
+    run.say(
+        f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {run.steps} steps of {run.size.global_batch} samples"
+    )
     return losses
 
 

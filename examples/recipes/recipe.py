@@ -1,8 +1,10 @@
-"""Recipe: one training in two sizes, and what the files of this folder share: flags, ranks, model, text.
+"""Recipe: one training in two sizes, and what the files of this folder share: flags,
+ranks, model, text.
 
-`full` is what a file does by its defaults on the machines it names, `tiny` the same training on two to four CPU ranks:
-other shapes and degrees, the same kinds of knobs. Weights are random. The text is the standard library of this Python,
-repeated where it ends, in an order that no number of ranks changes.
+`full` is what a file does by its defaults on the machines it names, `tiny` the same
+training on two to four CPU ranks: other shapes and degrees, the same kinds of knobs.
+Weights are random. The text is the standard library of this Python, repeated where it
+ends, in an order that no number of ranks changes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from smp_core.cluster import launch_environment
 
-DEGREES = ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree")
+DEGREES = (
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
 """Knobs whose ranks read the same samples."""
 SMALL = {
     "vocab_size": 320,
@@ -44,7 +50,8 @@ class Size:
     """The half of a recipe that differs between the full training and the tiny one.
 
     Attributes:
-        model: fields of a Transformers configuration, as `AutoConfig.for_model` takes them.
+        model: fields of a Transformers configuration, as `AutoConfig.for_model` takes
+            them.
         tokens: of a sample.
         micro_batch: samples that a rank computes at a time.
         global_batch: samples of an optimizer step.
@@ -80,17 +87,34 @@ class Recipe:
         Args:
             text: the docstring of the file.
         """
-        parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--tiny", action="store_true", help="a small model for two to four CPU ranks")
+        parser = argparse.ArgumentParser(
+            description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument(
+            "--tiny",
+            action="store_true",
+            help="a small model for two to four CPU ranks",
+        )
         parser.add_argument("--steps", type=int, help="optimizer steps")
-        parser.add_argument("--data", type=Path, help="a text file or a folder; default: Python's own library")
-        parser.add_argument("--cache-dir", type=Path, help="of tokenizer and tokens; default: the user's cache folder")
-        parser.add_argument("--out", type=Path, help="folder for what is saved at the end")
+        parser.add_argument(
+            "--data",
+            type=Path,
+            help="a text file or a folder; default: Python's own library",
+        )
+        parser.add_argument(
+            "--cache-dir",
+            type=Path,
+            help="of tokenizer and tokens; default: the user's cache folder",
+        )
+        parser.add_argument(
+            "--out", type=Path, help="folder for what is saved at the end"
+        )
         return parser
 
 
 class Run:
-    """A recipe at the size that was asked for, on the ranks that a launcher has started.
+    """A recipe at the size that was asked for, on the ranks that a launcher has
+    started.
 
     Args:
         flags: of :meth:`Recipe.flags`.
@@ -104,13 +128,18 @@ class Run:
         SystemExit: the ranks do not divide the global batch.
     """
 
-    def __init__(self, recipe: Recipe, flags: argparse.Namespace, size: Size | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, flags: argparse.Namespace, size: Size | None = None
+    ) -> None:
         self.flags = flags
         self.size = size or (recipe.tiny if flags.tiny else recipe.full)
         self.lr = 3e-3 if flags.tiny else recipe.lr
         self.steps = flags.steps or self.size.steps
         launched = launch_environment()
-        self.world, self.local_world = launched.world_size, launched.local_world_size or 1
+        self.world, self.local_world = (
+            launched.world_size,
+            launched.local_world_size or 1,
+        )
         self.is_first = launched.rank == 0
         self.readers = self.world
         for degree in DEGREES:
@@ -129,11 +158,16 @@ class Run:
         if self.world > 1:
             return knobs
         of_several = {"pipeline", "collectives"}
-        return {k: value for k, value in knobs.items() if k not in of_several and not k.endswith("_degree")}
+        return {
+            k: value
+            for k, value in knobs.items()
+            if k not in of_several and not k.endswith("_degree")
+        }
 
     @property
     def loaded(self) -> int:
-        """Return the samples of a loader's batch: those of all micro-batches that go through stages together."""
+        """Return the samples of a loader's batch: those of all micro-batches that go
+        through stages together."""
         in_stages = self.knobs.get("pipeline", {}).get("microbatches", 1)
         return self.size.micro_batch * in_stages
 
@@ -144,19 +178,32 @@ class Run:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The model's configuration, without dropout: runs on other numbers of ranks stay comparable."""
+        """The model's configuration, without dropout: runs on other numbers of ranks
+        stay comparable."""
         fields = {"use_cache": False, **self.size.model}
         if fields["model_type"] == "gpt2":
-            fields |= {"n_positions": self.size.tokens, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+            fields |= {
+                "n_positions": self.size.tokens,
+                "attn_pdrop": 0.0,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+            }
         config = AutoConfig.for_model(**fields)
-        if getattr(config, "max_position_embeddings", self.size.tokens) < self.size.tokens:
+        if (
+            getattr(config, "max_position_embeddings", self.size.tokens)
+            < self.size.tokens
+        ):
             config.max_position_embeddings = self.size.tokens
         return config
 
     @cached_property
     def corpus(self) -> Corpus:
         """The text and its tokenizer."""
-        small: dict[str, Any] = {"vocab_size": 300, "max_bytes": 300_000} if self.flags.tiny else {"max_bytes": None}
+        small: dict[str, Any] = (
+            {"vocab_size": 300, "max_bytes": 300_000}
+            if self.flags.tiny
+            else {"max_bytes": None}
+        )
         return build_corpus(self.flags.data, cache_dir=self.flags.cache_dir, **small)
 
     def data(self) -> Text:
@@ -165,11 +212,13 @@ class Run:
         return Text(blocks, self.steps * self.size.global_batch)
 
     def loader(self, data: Dataset[Any] | None = None) -> DataLoader[Any]:
-        """Return the loader of :meth:`data`, or of other samples, which ranks share out in order."""
+        """Return the loader of :meth:`data`, or of other samples, which ranks share out
+        in order."""
         return DataLoader(data or self.data(), self.loaded)
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Return what Lightning's Trainer is told: ranks, steps, and that nothing is written but what is asked for."""
+        """Return what Lightning's Trainer is told: ranks, steps, and that nothing is
+        written but what is asked for."""
         return {
             "devices": self.local_world,
             "num_nodes": max(1, self.world // self.local_world),
@@ -184,7 +233,8 @@ class Run:
         }
 
     def learning_rate(self, step: int) -> float:
-        """Return the share of the peak: a warm-up of a tenth of the steps, then a cosine to a tenth."""
+        """Return the share of the peak: a warm-up of a tenth of the steps, then a
+        cosine to a tenth."""
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps)))
         return min(1.0, (step + 1) / max(1, self.steps // 10)) * (0.1 + 0.9 * cosine)
 
@@ -195,7 +245,8 @@ class Run:
 
 
 class Text(Dataset[dict[str, torch.Tensor]]):
-    """Samples of a causal language model, int64 [T] each: blocks of text, from the first one again after the last.
+    """Samples of a causal language model, int64 [T] each: blocks of text, from the
+    first one again after the last.
 
     Args:
         blocks: of the text.

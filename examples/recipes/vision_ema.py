@@ -1,11 +1,13 @@
-"""A vision transformer of a billion parameters in Lightning on two p4d: several views of each picture, a forward for
-each, a loss between them, and an average of the weights (EMA) that is sharded as they are.
+"""A vision transformer of a billion parameters in Lightning on two p4d: several views
+of each picture, a forward for each, a loss between them, and an average of the weights
+(EMA) that is sharded as they are.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... examples/recipes/vision_ema.py
     torchrun --nproc-per-node 2 examples/recipes/vision_ema.py --tiny
 
-The loss is SimSiam's (arXiv 2011.10566): what the predictor makes of one view is to be near another view, which gets no
-gradient. Pictures are bytes of text, three channels; views are crops with noise, the same on any number of ranks.
+The loss is SimSiam's (arXiv 2011.10566): what the predictor makes of one view is to be
+near another view, which gets no gradient. Pictures are bytes of text, three channels;
+views are crops with noise, the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ VIEWS = 3
 
 
 def _tokens(config: dict[str, Any]) -> int:
-    return (config["image_size"] // config["patch_size"]) ** 2 + 1  # and the class token
+    # And the class token.
+    return (config["image_size"] // config["patch_size"]) ** 2 + 1
 
 
 GIANT = {
@@ -92,7 +95,9 @@ class Pictures(Dataset[torch.Tensor]):
         random = torch.Generator().manual_seed(index)
         wide = 2 * self.side
         needed = 3 * wide * wide
-        picture = (tokens.repeat(-(-needed // len(tokens)))[:needed] % 256).view(3, wide, wide) / 255
+        picture = (tokens.repeat(-(-needed // len(tokens)))[:needed] % 256).view(
+            3, wide, wide
+        ) / 255
         views = []
         for _ in range(VIEWS):
             top, left = torch.randint(self.side, (2,), generator=random).tolist()
@@ -108,8 +113,15 @@ class Siamese(nn.Module):
         super().__init__()
         width: int = config.hidden_size
         self.backbone = ViTModel(config, add_pooling_layer=False)
-        self.projector = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width))
-        self.predictor = nn.Sequential(nn.Linear(width, width // 2), nn.GELU(), nn.Linear(width // 2, width))
+        self.projector = nn.Sequential(
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+        )
+        self.predictor = nn.Sequential(
+            nn.Linear(width, width // 2), nn.GELU(), nn.Linear(width // 2, width)
+        )
 
     def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (projections, predictions) [N, C] of pictures [N, 3, S, S]."""
@@ -120,12 +132,16 @@ class Siamese(nn.Module):
 def loss_between(views: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Return the mean of 1 - cosine over all ordered pairs of views."""
     pairs = itertools.permutations(views, 2)
-    apart = [1 - F.cosine_similarity(predicted, other.detach()).mean() for (_, predicted), (other, _) in pairs]
+    apart = [
+        1 - F.cosine_similarity(predicted, other.detach()).mean()
+        for (_, predicted), (other, _) in pairs
+    ]
     return torch.stack(apart).mean()
 
 
 class MultiView(LanguageModel):
-    """The LightningModule: the optimizer and schedule of the other recipes, another model and loss."""
+    """The LightningModule: the optimizer and schedule of the other recipes, another
+    model and loss."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -133,19 +149,23 @@ class MultiView(LanguageModel):
             self.model = Siamese(self.run_of.config)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = loss_between([self.model(view) for view in batch.unbind(1)])  # a forward for each, one backward
+        # A forward for each, one backward.
+        loss = loss_between([self.model(view) for view in batch.unbind(1)])
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
 
 def planned() -> Any:
-    """Return the model and its batch, for `smp plan vision_ema:planned`; a batch of other tokens has wider pictures."""
+    """Return the model and its batch, for `smp plan vision_ema:planned`; a batch of
+    other tokens has wider pictures."""
     from transformers.initialization import no_init_weights
 
     config = AutoConfig.for_model(**RECIPE.full.model)
-    with no_init_weights():  # a planner has no values, which this model's initialisers ask for
+    # A planner has no values, which this model's initialisers ask for.
+    with no_init_weights():
         model = PlannedViews(config)
-    model.backbone._no_split_modules = ["ViTLayer"]  # the embeddings are no block like the others
+    # The embeddings are no block like the others.
+    model.backbone._no_split_modules = ["ViTLayer"]
     patch = config.patch_size
 
     def batch(samples: int, tokens: int) -> Any:
@@ -163,7 +183,9 @@ class PlannedViews(Siamese):
         return loss_between([self.views(view) for view in pictures.unbind(1)])
 
     def views(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.backbone(pictures, interpolate_pos_encoding=True).last_hidden_state
+        hidden = self.backbone(
+            pictures, interpolate_pos_encoding=True
+        ).last_hidden_state
         projected = self.projector(hidden[:, 0])
         return projected, self.predictor(projected)
 
@@ -171,8 +193,14 @@ class PlannedViews(Siamese):
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train, and return the loss of each optimizer step."""
     run = Run(RECIPE, RECIPE.flags(__doc__).parse_args(arguments))
-    average = EMAWeightAveraging(decay=0.9 if run.flags.tiny else 0.999)  # checkpoints hold the average
-    return train(run, MultiView(run), Pictures(run.data(), run.config.image_size), callbacks=[average])
+    # Checkpoints hold the average.
+    average = EMAWeightAveraging(decay=0.9 if run.flags.tiny else 0.999)
+    return train(
+        run,
+        MultiView(run),
+        Pictures(run.data(), run.config.image_size),
+        callbacks=[average],
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Activations that forward keeps for backward: recomputed, or offloaded to host memory.
 
-``save_activations`` (activation_memory) applies what the rules settled: checkpointed modules, the outputs that are kept
-all the same (selective), and inputs that wait in host memory (offloading, host_pool).
+``save_activations`` (activation_memory) applies what the rules settled: checkpointed
+modules, the outputs that are kept all the same (selective), and inputs that wait in
+host memory (offloading, host_pool).
 """
 
 from __future__ import annotations

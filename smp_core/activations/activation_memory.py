@@ -1,4 +1,5 @@
-"""The knobs for activation memory, applied to a model in one call: recomputation and offloading."""
+"""The knobs for activation memory, applied to a model in one call: recomputation and
+offloading."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ class ActivationMemory:
 
     Attributes:
         checkpointed: the modules that recompute.
-        recomputed_units: names of the FSDP units inside of these modules, which run again in backward.
-        offloader: keeps the inputs of these modules in host memory; None: they stay on the device.
+        recomputed_units: names of the FSDP units inside of these modules, which run
+            again in backward.
+        offloader: keeps the inputs of these modules in host memory; None: they stay on
+            the device.
     """
 
     checkpointed: tuple[CheckpointedModule, ...] = ()
@@ -37,7 +40,9 @@ class ActivationMemory:
         if self.checkpointed:
             modules_by_mode = Counter(each.mode for each in self.checkpointed)
             modes = ", ".join(f"{n} {mode}" for mode, n in modules_by_mode.items())
-            lines.append(f"recomputed in backward: {len(self.checkpointed)} modules ({modes})")
+            lines.append(
+                f"recomputed in backward: {len(self.checkpointed)} modules ({modes})"
+            )
         if self.offloader is not None:
             lines.append(
                 f"inputs of all but {self.offloader.horizon} of them wait in host memory, at most "
@@ -49,8 +54,11 @@ class ActivationMemory:
 NO_ACTIVATION_MEMORY_SAVED = ActivationMemory()
 
 
-def save_activations(model: nn.Module, plan: Plan, device: torch.device) -> ActivationMemory:
-    """Recompute and offload the activations that the plan names. In place, before the model is sharded.
+def save_activations(
+    model: nn.Module, plan: Plan, device: torch.device
+) -> ActivationMemory:
+    """Recompute and offload the activations that the plan names. In place, before the
+    model is sharded.
 
     Args:
         device: where the model is going to compute.
@@ -62,13 +70,19 @@ def save_activations(model: nn.Module, plan: Plan, device: torch.device) -> Acti
     recomputed: set[str] = set()
     for each in asked.checkpointed:
         inside = set(modules[each.name].modules())
-        inner_units = [name for name in unit_names if name != each.name and modules[name] in inside]
+        inner_units = [
+            name for name in unit_names if name != each.name and modules[name] in inside
+        ]
         recomputed.update(inner_units)
-        apply_checkpointing(model, each, check=asked.check, to_the_end=bool(inner_units))
+        apply_checkpointing(
+            model, each, check=asked.check, to_the_end=bool(inner_units)
+        )
     # Offloading of the inputs from which modules recompute.
     offloader = None
     if asked.offloaded_bytes is not None:
-        pool = HostPool(asked.offloaded_bytes, pinned=streams.pins(device), lower=_LOWER)
+        pool = HostPool(
+            asked.offloaded_bytes, pinned=streams.pins(device), lower=_LOWER
+        )
         offloader = Offloader(device, asked.horizon, pool, min_bytes=asked.min_bytes)
         for each in asked.checkpointed:
             park_inputs(model, each, offloader)

@@ -1,8 +1,10 @@
-"""Buffers that a recomputed forward reads and changes: statistics of batch norm, counters, codebooks.
+"""Buffers that a recomputed forward reads and changes: statistics of batch norm,
+counters, codebooks.
 
-A recomputation reads what the forward read, and what it does to buffers is dropped: they change once in each forward,
-as without recomputation. (``torch.utils.checkpoint`` by itself lets them change twice, and lets the recomputation read
-what the forward left.)
+A recomputation reads what the forward read, and what it does to buffers is dropped:
+they change once in each forward, as without recomputation. (``torch.utils.checkpoint``
+by itself lets them change twice, and lets the recomputation read what the forward
+left.)
 """
 
 from __future__ import annotations
@@ -14,21 +16,28 @@ import torch
 from torch import nn
 
 SMALL = 65_536
-"""Elements up to which a buffer is copied before each forward; a larger one only where a forward wrote into it."""
+"""Elements up to which a buffer is copied before each forward; a larger one only where
+a forward wrote into it."""
 
 Place = tuple[nn.Module, str]
 
 
 class ForwardWithBuffers:
-    """Call ``function``, the forward of a module, first once and then as its recomputation.
+    """Call ``function``, the forward of a module, first once and then as its
+    recomputation.
 
     Args:
         places: the module's buffers.
-        written: of these, large ones that an earlier forward wrote into; None: there was no forward yet. Returned by
-            :meth:`written` after the first call.
+        written: of these, large ones that an earlier forward wrote into; None: there
+            was no forward yet. Returned by :meth:`written` after the first call.
     """
 
-    def __init__(self, function: Callable[..., Any], places: list[Place], written: set[int] | None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        places: list[Place],
+        written: set[int] | None,
+    ) -> None:
         self._function = function
         self._places = places
         self._written = written
@@ -36,17 +45,30 @@ class ForwardWithBuffers:
         self._lost: set[int] = set()
 
     def __call__(self, *args: Any) -> Any:
-        return self._first(args) if self._before is None else self._again(self._before, args)
+        return (
+            self._first(args)
+            if self._before is None
+            else self._again(self._before, args)
+        )
 
     def written(self) -> set[int]:
         """Return the buffers, by number, that a forward wrote into so far."""
         return (self._written or set()) | self._lost
 
     def _first(self, args: tuple[Any, ...]) -> Any:
-        # What there was, and copies of what the forward may write into. Only a tensor's _version tells that it was.
+        # What there was, and copies of what the forward may write into. Only a tensor's
+        # _version tells that it was.
         there = {number: getattr(*place) for number, place in enumerate(self._places)}
-        versions = {number: tensor._version for number, tensor in there.items() if tensor is not None}
-        copies = {number: there[number].clone() for number in versions if self._may_be_written(number, there[number])}
+        versions = {
+            number: tensor._version
+            for number, tensor in there.items()
+            if tensor is not None
+        }
+        copies = {
+            number: there[number].clone()
+            for number in versions
+            if self._may_be_written(number, there[number])
+        }
         output = self._function(*args)
         # What it changed: it wrote into a buffer, or put another tensor in its place.
         self._before = {}
@@ -60,7 +82,9 @@ class ForwardWithBuffers:
         return output
 
     def _may_be_written(self, number: int, tensor: torch.Tensor) -> bool:
-        return self._written is None or number in self._written or tensor.numel() <= SMALL
+        return (
+            self._written is None or number in self._written or tensor.numel() <= SMALL
+        )
 
     def _again(self, before: dict[int, torch.Tensor], args: tuple[Any, ...]) -> Any:
         lost = self._lost - before.keys()
@@ -73,7 +97,9 @@ class ForwardWithBuffers:
         left = {number: getattr(*self._places[number]) for number in before}
         try:
             for number, tensor in before.items():
-                setattr(*self._places[number], tensor if tensor is None else tensor.clone())
+                setattr(
+                    *self._places[number], tensor if tensor is None else tensor.clone()
+                )
             return self._function(*args)
         finally:
             for number, tensor in left.items():
@@ -82,4 +108,8 @@ class ForwardWithBuffers:
 
 def buffer_places(module: nn.Module) -> list[Place]:
     """Return where the buffers of a module are."""
-    return [(inner, name) for inner in module.modules() for name, _ in inner.named_buffers(recurse=False)]
+    return [
+        (inner, name)
+        for inner in module.modules()
+        for name, _ in inner.named_buffers(recurse=False)
+    ]

@@ -1,9 +1,10 @@
-"""The pool of host memory for offloading: allocated once, then reused; pinned where the device is a GPU, so that copies
-overlap with compute.
+"""The pool of host memory for offloading: allocated once, then reused; pinned where the
+device is a GPU, so that copies overlap with compute.
 
-The pool holds as many buffers as were ever in use at one time, none larger than the largest tensor offloaded so far:
-when no free buffer is large enough, the smallest free one is replaced by a larger one. Pinned ones are not replaced:
-torch never gives pinned memory back to the system, so that it may as well serve smaller tensors.
+The pool holds as many buffers as were ever in use at one time, none larger than the
+largest tensor offloaded so far: when no free buffer is large enough, the smallest free
+one is replaced by a larger one. Pinned ones are not replaced: torch never gives pinned
+memory back to the system, so that it may as well serve smaller tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class HostPool:
 
     Args:
         limit_bytes: the most that all buffers together may take.
-        pinned: page-locked memory (torch rounds it up to a power of two, and so does the pool).
+        pinned: page-locked memory (torch rounds it up to a power of two, and so does
+            the pool).
         lower: the advice in the error's text when the limit is reached.
     """
 
@@ -55,10 +57,12 @@ class HostPool:
         """The buffers made so far; constant once the pool has met its largest step."""
 
     def take(self, n_bytes: int) -> HostBuffer:
-        """Return a buffer of at least ``n_bytes``: the smallest free one that is large enough, or a new one.
+        """Return a buffer of at least ``n_bytes``: the smallest free one that is large
+        enough, or a new one.
 
         Raises:
-            HostMemoryError: the limit is reached or there is no memory; the message says what to lower.
+            HostMemoryError: the limit is reached or there is no memory; the message
+                says what to lower.
         """
         fitting = [buffer for buffer in self._free if buffer.bytes.numel() >= n_bytes]
         if fitting:
@@ -75,7 +79,8 @@ class HostPool:
         self._free.append(buffer)
 
     def _new(self, n_bytes: int) -> HostBuffer:
-        """Allocate a buffer, in the place of the smallest free one if there is any and it is not pinned."""
+        """Allocate a buffer, in the place of the smallest free one if there is any and
+        it is not pinned."""
         if self._free and not self.pinned:
             smallest = min(self._free, key=lambda each: each.bytes.numel())
             self._free.remove(smallest)

@@ -1,7 +1,9 @@
-"""The activation offloading: inputs of checkpointed modules wait in host memory for backward.
+"""The activation offloading: inputs of checkpointed modules wait in host memory for
+backward.
 
-A checkpointed module keeps nothing but its inputs, and a pair of saved-tensor hooks around its call receives them. At
-most H modules' inputs are on the device at once (H is ``activation_loading_horizon`` of SageMaker SMP).
+A checkpointed module keeps nothing but its inputs, and a pair of saved-tensor hooks
+around its call receives them. At most H modules' inputs are on the device at once (H is
+``activation_loading_horizon`` of SageMaker SMP).
 
     forward     The inputs of a module arrive. The oldest inputs on the device are freed there, and the next oldest
                 start their copy to the host, which may take a module's compute time. The inputs of the last H modules
@@ -9,13 +11,14 @@ most H modules' inputs are on the device at once (H is ``activation_loading_hori
     backward    A module takes its inputs, and starts the copies to the device of the H - 1 modules that come next. With
                 H = 1 no copy starts early, and each is waited for.
 
-Copies to the host and copies to the device have a CUDA stream each. Device memory belongs to the compute stream: the
-compute stream waits for a copy to the host before memory is freed, and a copy to the device waits for the work that
-used the memory before. Without CUDA the same copies run synchronously.
+Copies to the host and copies to the device have a CUDA stream each. Device memory
+belongs to the compute stream: the compute stream waits for a copy to the host before
+memory is freed, and a copy to the device waits for the work that used the memory
+before. Without CUDA the same copies run synchronously.
 
-Not offloaded are parameters and tensor subclasses (fp8 weights, DTensors), tensors without a gradient (masks,
-positions), small tensors, and an input that a second module takes too (an encoder's output in every block of a
-decoder).
+Not offloaded are parameters and tensor subclasses (fp8 weights, DTensors), tensors
+without a gradient (masks, positions), small tensors, and an input that a second module
+takes too (an encoder's output in every block of a decoder).
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor  # _subclasses: torch's documentation of fake tensors has it
+
+# _subclasses: torch's documentation of fake tensors has it.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -41,13 +46,20 @@ _PLAIN = (Tensor, FakeTensor)
 
 
 class _Parked:
-    """An offloaded input: on the device, in a host buffer, or both. Autograd's graph keeps it alive."""
+    """An offloaded input: on the device, in a host buffer, or both. Autograd's graph
+    keeps it alive."""
 
     def __init__(self, tensor: Tensor, pool: HostPool) -> None:
-        # Autograd checks saved tensors for changes in place, by _version, but not the tensors that hooks pack.
+        # Autograd checks saved tensors for changes in place, by _version, but not the
+        # tensors that hooks pack.
         self.version = tensor._version
         self.device_tensor: Tensor | None = tensor
-        self.size, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.size, self.stride, self.dtype, self.device = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
         self.n_bytes = tensor.numel() * tensor.element_size()
         self.buffer: HostBuffer | None = None
         self.copied_out: Any = None
@@ -56,10 +68,15 @@ class _Parked:
 
     def on_host(self) -> Tensor:
         assert self.buffer is not None
-        return torch.as_strided(self.buffer.bytes[: self.n_bytes].view(self.dtype), self.size, self.stride)
+        return torch.as_strided(
+            self.buffer.bytes[: self.n_bytes].view(self.dtype), self.size, self.stride
+        )
 
     def check_unchanged(self) -> None:
-        if self.device_tensor is not None and self.device_tensor._version != self.version:
+        if (
+            self.device_tensor is not None
+            and self.device_tensor._version != self.version
+        ):
             raise RuntimeError(
                 "activations.offload: the input of a checkpointed module was changed in place before backward had "
                 "it; recomputation would start from other values. Write the operation without the underscore, or leave "
@@ -67,7 +84,8 @@ class _Parked:
             )
 
     def __del__(self) -> None:
-        if self.copied_in is not None:  # fetched ahead and not used: the copy must not write into memory given back
+        # Fetched ahead and not used: the copy must not write into memory given back.
+        if self.copied_in is not None:
             self.copied_in.synchronize()
         if self.buffer is not None:
             self._pool.give(self.buffer)
@@ -83,7 +101,9 @@ class Offloader:
         min_bytes: smaller tensors stay on the device.
     """
 
-    def __init__(self, device: torch.device, horizon: int, pool: HostPool, *, min_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, horizon: int, pool: HostPool, *, min_bytes: int
+    ) -> None:
         self.device = device
         self.horizon = horizon
         self.pool = pool
@@ -100,12 +120,20 @@ class Offloader:
         """The bytes copied back to the device so far."""
 
     def on_device(self) -> list[int]:
-        """List the bytes of each offloaded input that is on the device now, in forward's order."""
-        return [parked.n_bytes for parked in self._alive() if parked.device_tensor is not None]
+        """List the bytes of each offloaded input that is on the device now, in
+        forward's order."""
+        return [
+            parked.n_bytes
+            for parked in self._alive()
+            if parked.device_tensor is not None
+        ]
 
     def on_host(self) -> list[int]:
-        """List the bytes of each offloaded input that is on the host and not on the device."""
-        return [parked.n_bytes for parked in self._alive() if parked.device_tensor is None]
+        """List the bytes of each offloaded input that is on the host and not on the
+        device."""
+        return [
+            parked.n_bytes for parked in self._alive() if parked.device_tensor is None
+        ]
 
     def _alive(self) -> list[_Parked]:
         found = [parked for each in self._parked if (parked := each()) is not None]
@@ -115,12 +143,15 @@ class Offloader:
 
     @contextlib.contextmanager
     def inputs_parked(self, given: Iterable[Any]) -> Iterator[None]:
-        """Offload the tensors ``given`` to a module that autograd saves inside the block."""
+        """Offload the tensors ``given`` to a module that autograd saves inside the
+        block."""
         wanted = [tensor for tensor in given if self._may_leave(tensor)]
         parked: dict[int, _Parked] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Parked:
-            number = next((i for i, each in enumerate(wanted) if _same_memory(each, tensor)), None)
+            number = next(
+                (i for i, each in enumerate(wanted) if _same_memory(each, tensor)), None
+            )
             if number is None:
                 return tensor
             if number not in parked:
@@ -135,10 +166,17 @@ class Offloader:
             wanted.clear()
 
     def _may_leave(self, given: Any) -> bool:
-        """Return whether a module's argument may be offloaded; see this module's docstring."""
-        if type(given) not in _PLAIN or not given.requires_grad or given.device.type != self.device.type:
+        """Return whether a module's argument may be offloaded; see this module's
+        docstring."""
+        if (
+            type(given) not in _PLAIN
+            or not given.requires_grad
+            or given.device.type != self.device.type
+        ):
             return False
-        if given.numel() * given.element_size() < self.min_bytes or not _is_dense(given):
+        if given.numel() * given.element_size() < self.min_bytes or not _is_dense(
+            given
+        ):
             return False
         first_use = given not in self._seen
         self._seen[given] = True
@@ -146,7 +184,8 @@ class Offloader:
 
     @torch.no_grad()
     def _park(self, tensor: Tensor) -> _Parked:
-        """Offload the oldest inputs, so that with ``tensor`` at most ``horizon`` are on the device."""
+        """Offload the oldest inputs, so that with ``tensor`` at most ``horizon`` are on
+        the device."""
         parked = _Parked(tensor, self.pool)
         staying = [each for each in self._alive() if each.device_tensor is not None]
         while len(staying) >= self.horizon:
@@ -186,7 +225,9 @@ class Offloader:
         if parked.device_tensor is not None:
             return
         assert parked.buffer is not None
-        parked.device_tensor = torch.empty_strided(parked.size, parked.stride, dtype=parked.dtype, device=parked.device)
+        parked.device_tensor = torch.empty_strided(
+            parked.size, parked.stride, dtype=parked.dtype, device=parked.device
+        )
         self.bytes_in += parked.n_bytes
         if self._in is None:
             parked.device_tensor.copy_(parked.on_host())
@@ -212,9 +253,11 @@ class Offloader:
             self._module.current_stream(self.device).wait_event(packed.copied_in)
             packed.copied_in = None
         if packed.buffer is not None:
-            if packed.copied_out is not None:  # its memory may be used again as soon as it is given up
+            # Its memory may be used again as soon as it is given up.
+            if packed.copied_out is not None:
                 self._module.current_stream(self.device).wait_event(packed.copied_out)
-            packed.device_tensor = None  # backward has it now; the host keeps it for a second backward
+            # Backward has it now; the host keeps it for a second backward.
+            packed.device_tensor = None
         # The inputs that backward takes next.
         in_order = self._alive()
         here = next(i for i, each in enumerate(in_order) if each is packed)
@@ -224,22 +267,34 @@ class Offloader:
         return tensor
 
 
-def park_inputs(model: nn.Module, chosen: CheckpointedModule, offloader: Offloader) -> None:
-    """Let ``offloader`` take the inputs of a checkpointed module. In place, before ``fully_shard``.
+def park_inputs(
+    model: nn.Module, chosen: CheckpointedModule, offloader: Offloader
+) -> None:
+    """Let ``offloader`` take the inputs of a checkpointed module. In place, before
+    ``fully_shard``.
 
-    The hooks are around ``torch.compile``, not inside, so that they see the tensors that a compiled module saves.
+    The hooks are around ``torch.compile``, not inside, so that they see the tensors
+    that a compiled module saves.
     """
     module: Any = model.get_submodule(chosen.name)
-    if compiled_of(module):  # what torch.compile returns has its forward as an attribute of the instance
+    # What torch.compile returns has its forward as an attribute of the instance.
+    if compiled_of(module):
         module.forward = _watched(module.forward, offloader, skip=0)
         return
     kind: type[nn.Module] = type(module)
     module.__class__ = type(
-        kind.__name__, (kind,), {"forward": _watched(kind.forward, offloader, skip=1), "__module__": kind.__module__}
+        kind.__name__,
+        (kind,),
+        {
+            "forward": _watched(kind.forward, offloader, skip=1),
+            "__module__": kind.__module__,
+        },
     )
 
 
-def _watched(forward: Callable[..., Any], offloader: Offloader, skip: int) -> Callable[..., Any]:
+def _watched(
+    forward: Callable[..., Any], offloader: Offloader, skip: int
+) -> Callable[..., Any]:
     """Wrap a module's forward so that ``offloader`` takes its inputs.
 
     Args:
@@ -258,10 +313,16 @@ def _watched(forward: Callable[..., Any], offloader: Offloader, skip: int) -> Ca
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill one stretch of memory, in any order of dims."""
+    """Return whether a tensor's elements fill one stretch of memory, in any order of
+    dims."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()

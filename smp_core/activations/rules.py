@@ -18,7 +18,8 @@ class Activations(Subject):
         """Resolve recomputation, its check, and offloading.
 
         Raises:
-            ValueError: the model checkpoints itself and its inputs were to be offloaded.
+            ValueError: the model checkpoints itself and its inputs were to be
+                offloaded.
         """
         draft.activations = _settle_activations(draft)
 
@@ -49,12 +50,18 @@ def _settle_activations(draft: ModelDraft) -> ActivationPlan:
     )
 
 
-def _settle_offloading(draft: ModelDraft, checkpointed: int, cluster: Cluster) -> int | None:
+def _settle_offloading(
+    draft: ModelDraft, checkpointed: int, cluster: Cluster
+) -> int | None:
     asked = draft.knobs.activations
     horizon = draft.knobs.activations.loading_horizon
     if not asked.offload:
         if horizon != 2:
-            draft.settle("activations.loading_horizon", horizon, "no effect: nothing is offloaded")
+            draft.settle(
+                "activations.loading_horizon",
+                horizon,
+                "no effect: nothing is offloaded",
+            )
         return None
     if horizon >= checkpointed:
         why = f"loading_horizon={horizon}, so the inputs of all {checkpointed} checkpointed modules may stay"

@@ -1,4 +1,5 @@
-"""The sharded checkpoints: they survive crashes, load on any number of ranks and never run code from a file.
+"""The sharded checkpoints: they survive crashes, load on any number of ranks and never
+run code from a file.
 
 The format is described in docs/checkpoint-format.md.
 """
@@ -11,16 +12,29 @@ from smp_core import lazy_exports
 
 if TYPE_CHECKING:
     from smp_core.checkpoint.async_save import AsyncCheckpointer as AsyncCheckpointer
-    from smp_core.checkpoint.folders.addresses import remove_checkpoint as remove_checkpoint
+    from smp_core.checkpoint.folders.addresses import (
+        remove_checkpoint as remove_checkpoint,
+    )
     from smp_core.checkpoint.foreign.conversion import (
         export_checkpoint as export_checkpoint,
         import_checkpoint as import_checkpoint,
     )
     from smp_core.checkpoint.full_state import consolidate as consolidate
     from smp_core.checkpoint.interval import SaveSchedule as SaveSchedule
-    from smp_core.checkpoint.layout import CheckpointError as CheckpointError, Index as Index, Manifest as Manifest
-    from smp_core.checkpoint.lazy_state import LazyState as LazyState, Unread as Unread, as_it_lies as as_it_lies
-    from smp_core.checkpoint.live_state import full_state_dict as full_state_dict, save_full_state as save_full_state
+    from smp_core.checkpoint.layout import (
+        CheckpointError as CheckpointError,
+        Index as Index,
+        Manifest as Manifest,
+    )
+    from smp_core.checkpoint.lazy_state import (
+        LazyState as LazyState,
+        Unread as Unread,
+        as_it_lies as as_it_lies,
+    )
+    from smp_core.checkpoint.live_state import (
+        full_state_dict as full_state_dict,
+        save_full_state as save_full_state,
+    )
     from smp_core.checkpoint.opening import (
         OpenCheckpoint as OpenCheckpoint,
         is_checkpoint as is_checkpoint,
@@ -71,7 +85,10 @@ if TYPE_CHECKING:
         path_text as path_text,
     )
     from smp_core.checkpoint.untrusted import NoSuchFolder as NoSuchFolder
-    from smp_core.checkpoint.verify import open_checked as open_checked, verify_checkpoint as verify_checkpoint
+    from smp_core.checkpoint.verify import (
+        open_checked as open_checked,
+        verify_checkpoint as verify_checkpoint,
+    )
     from smp_core.checkpoint.writer import save_checkpoint as save_checkpoint
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -1,10 +1,12 @@
-"""The asynchronous saves: staged to host memory, then written by a thread over a process group of its own.
+"""The asynchronous saves: staged to host memory, then written by a thread over a
+process group of its own.
 
-Training waits for the copy to host memory, for the end of the save before where that is still being written, and once
-a step for the ranks to agree whether it has ended. At most one save is in flight; its error is raised at the next
-call, on every rank, because the writing agrees on errors. Actions on older checkpoints that fall due while a save is in
-flight (removal, LATEST) run after that save has committed, and not at all if it failed: the last good checkpoint is
-never removed for one that does not exist.
+Training waits for the copy to host memory, for the end of the save before where that is
+still being written, and once a step for the ranks to agree whether it has ended. At
+most one save is in flight; its error is raised at the next call, on every rank, because
+the writing agrees on errors. Actions on older checkpoints that fall due while a save is
+in flight (removal, LATEST) run after that save has committed, and not at all if it
+failed: the last good checkpoint is never removed for one that does not exist.
 """
 
 from __future__ import annotations
@@ -33,14 +35,16 @@ logger = logging.getLogger("smp")
 
 
 class AsyncCheckpointer:
-    """A writer of checkpoints in the background of training. Its construction is collective.
+    """A writer of checkpoints in the background of training. Its construction is
+    collective.
 
-    The thread has a gloo group of its own, with the limit of the default group's collectives, so that a lost rank is
-    noticed as soon as anywhere.
+    The thread has a gloo group of its own, with the limit of the default group's
+    collectives, so that a lost rank is noticed as soon as anywhere.
 
     Attributes:
-        stalls: what the last save has kept training waiting for, in seconds: ``seconds_save_before``, the end of the
-            save before it; ``seconds_copying`` the state; ``seconds_agreeing`` in :meth:`settle`, since the call of the
+        stalls: what the last save has kept training waiting for, in seconds:
+            ``seconds_save_before``, the end of the save before it; ``seconds_copying``
+            the state; ``seconds_agreeing`` in :meth:`settle`, since the call of the
             save before, whether that one had ended on all ranks.
     """
 
@@ -49,17 +53,27 @@ class AsyncCheckpointer:
         self._status_group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             timeout = collective_timeout()
-            self._group = dist.new_group(timeout=timeout, backend="gloo", group_desc="smp checkpoints")
-            # The calling threads' own: collectives of two threads must not mix in one group.
-            self._status_group = dist.new_group(timeout=timeout, backend="gloo", group_desc="smp save status")
+            self._group = dist.new_group(
+                timeout=timeout, backend="gloo", group_desc="smp checkpoints"
+            )
+            # The calling threads' own: collectives of two threads must not mix in one
+            # group.
+            self._status_group = dist.new_group(
+                timeout=timeout, backend="gloo", group_desc="smp save status"
+            )
         self._ranks = Ranks(self._group)
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._deferred: list[tuple[str, Callable[[], object]]] = []
-        self._pending = False  # from the start of a save until it has committed, or its error was raised
+        # From the start of a save until it has committed, or its error was raised.
+        self._pending = False
         self._lock = threading.Lock()
-        self.stalls = {"seconds_save_before": 0.0, "seconds_copying": 0.0, "seconds_agreeing": 0.0}
+        self.stalls = {
+            "seconds_save_before": 0.0,
+            "seconds_copying": 0.0,
+            "seconds_agreeing": 0.0,
+        }
         self._agreeing = 0.0
         atexit.register(_finish_at_exit, weakref.ref(self))
 
@@ -80,9 +94,11 @@ class AsyncCheckpointer:
         digest: str = "xxh3",
         allow_pickle: bool = False,
     ) -> None:
-        """Stage a checkpoint and return, with the arguments of :func:`smp_core.checkpoint.save_checkpoint`.
+        """Stage a checkpoint and return, with the arguments of
+        :func:`smp_core.checkpoint.save_checkpoint`.
 
-        Collective, but without communication on the calling thread. After it returns, ``state`` may change.
+        Collective, but without communication on the calling thread. After it returns,
+        ``state`` may change.
 
         Raises:
             CheckpointError: the save before this one failed.
@@ -90,17 +106,28 @@ class AsyncCheckpointer:
         begin = time.perf_counter()
         self.wait()
         before_is_over = time.perf_counter()
-        options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
+        options = SaveOptions(
+            dict(metadata or {}), dict(extra_files or {}), overwrite, digest
+        )
         staged: Staged | None = None
         problem: Exception | None = None
         try:
-            staged = stage(state, per_rank, self._ranks.rank, allow_pickle, self._buffers)
-        except Exception as error:  # told to the other ranks by the thread: they are on their way to its collectives
+            staged = stage(
+                state, per_rank, self._ranks.rank, allow_pickle, self._buffers
+            )
+        except Exception as error:
+            # Told to the other ranks by the thread: they are on their way to its
+            # collectives.
             problem = error
         self._pending = True
+        # A daemon: one that waits for a lost rank must not keep its process; the end of
+        # a process waits below.
         self._thread = threading.Thread(
-            target=self._write, args=(os.fspath(path), staged, problem, options), name="smp-checkpoint", daemon=True
-        )  # a daemon: one that waits for a lost rank must not keep its process; the end of a process waits below
+            target=self._write,
+            args=(os.fspath(path), staged, problem, options),
+            name="smp-checkpoint",
+            daemon=True,
+        )
         self._thread.start()
         self.stalls = {
             "seconds_save_before": before_is_over - begin,
@@ -108,9 +135,21 @@ class AsyncCheckpointer:
             "seconds_agreeing": self._agreeing,
         }
         self._agreeing = 0.0
-        note("checkpoint", path=os.fspath(path), stall_seconds=self.stall_seconds, **self.stalls, behind=True)
+        note(
+            "checkpoint",
+            path=os.fspath(path),
+            stall_seconds=self.stall_seconds,
+            **self.stalls,
+            behind=True,
+        )
 
-    def _write(self, path: str, staged: Staged | None, problem: Exception | None, options: SaveOptions) -> None:
+    def _write(
+        self,
+        path: str,
+        staged: Staged | None,
+        problem: Exception | None,
+        options: SaveOptions,
+    ) -> None:
         def staged_here() -> Staged:
             if problem is not None:
                 raise problem
@@ -137,7 +176,8 @@ class AsyncCheckpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise the error of a save that has failed meanwhile; cheap, for once per step.
+        """Raise the error of a save that has failed meanwhile; cheap, for once per
+        step.
 
         Raises:
             CheckpointError: the last save failed.
@@ -146,10 +186,12 @@ class AsyncCheckpointer:
             self.wait()
 
     def settle(self) -> None:
-        """Raise the error of the save in flight on all ranks at once, when it has ended on all. Call it once per step.
+        """Raise the error of the save in flight on all ranks at once, when it has ended
+        on all. Call it once per step.
 
-        Collective while a save is in flight (one number over gloo), local otherwise. :meth:`check` alone would let the
-        rank whose thread is first leave the others behind in a collective of training.
+        Collective while a save is in flight (one number over gloo), local otherwise.
+        :meth:`check` alone would let the rank whose thread is first leave the others
+        behind in a collective of training.
 
         Raises:
             CheckpointError: the last save failed; on all ranks at the same call.
@@ -170,7 +212,8 @@ class AsyncCheckpointer:
         """Wait for the save in flight.
 
         Raises:
-            CheckpointError: it failed. What waited for it (removals) is given up and logged.
+            CheckpointError: it failed. What waited for it (removals) is given up and
+                logged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -182,11 +225,15 @@ class AsyncCheckpointer:
                 self._pending = False
             if given_up:
                 undone = ", ".join(what for what, _ in given_up)
-                logger.warning("not done, because the save that was to come first failed: %s", undone)
+                logger.warning(
+                    "not done, because the save that was to come first failed: %s",
+                    undone,
+                )
             raise CheckpointError(str(error)) from error
 
     def after_commit(self, what: str, action: Callable[[], object]) -> None:
-        """Run an action once the save in flight has committed, at once when there is none. Call it on one rank.
+        """Run an action once the save in flight has committed, at once when there is
+        none. Call it on one rank.
 
         Args:
             what: its name in messages, as in ``"removal of ..."``.
@@ -199,15 +246,19 @@ class AsyncCheckpointer:
         action()
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, once the save in flight has committed. Call it on one rank.
+        """Remove a checkpoint, once the save in flight has committed. Call it on one
+        rank.
 
         Raises:
             CheckpointError: nothing is in flight and the path is not a checkpoint.
         """
-        self.after_commit(f"removal of {os.fspath(path)}", lambda: remove_checkpoint(path))
+        self.after_commit(
+            f"removal of {os.fspath(path)}", lambda: remove_checkpoint(path)
+        )
 
     def close(self) -> None:
-        """Wait for the save in flight and free the host buffers; torch ends the process group.
+        """Wait for the save in flight and free the host buffers; torch ends the process
+        group.
 
         Raises:
             CheckpointError: the last save failed.
@@ -227,7 +278,8 @@ def _attempt(what: str, action: Callable[[], object]) -> None:
 
 
 def _finish_at_exit(reference: weakref.ref[AsyncCheckpointer]) -> None:
-    """Let the save in flight finish before the process ends; its collectives end within the group's timeout."""
+    """Let the save in flight finish before the process ends; its collectives end within
+    the group's timeout."""
     checkpointer = reference()
     if checkpointer is not None:
         try:

@@ -1,12 +1,14 @@
-"""The check of bytes while they are read: a file is divided into blocks, each with a digest in the index.
+"""The check of bytes while they are read: a file is divided into blocks, each with a
+digest in the index.
 
-Bytes are read straight into their targets, in pieces that are hashed while they are in the processor's cache. The
-slices of a rank lie one behind the other, so that a block that one read has begun is hashed on by the next one, and
-every byte comes from the disk once. What nobody wants of a block is read as well, into a small buffer; the writer keeps
-small tensors, which all ranks read, in few blocks.
+Bytes are read straight into their targets, in pieces that are hashed while they are in
+the processor's cache. The slices of a rank lie one behind the other, so that a block
+that one read has begun is hashed on by the next one, and every byte comes from the disk
+once. What nobody wants of a block is read as well, into a small buffer; the writer
+keeps small tensors, which all ranks read, in few blocks.
 
-So a block may be compared with its digest after its first bytes have been handed out: nothing that was read may be used
-before :meth:`CheckedFile.finish` has returned.
+So a block may be compared with its digest after its first bytes have been handed out:
+nothing that was read may be used before :meth:`CheckedFile.finish` has returned.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import xxhash
 from smp_core.checkpoint.folders.storage import BLOCK_DIGITS, RangeFile
 from smp_core.checkpoint.layout import CheckpointError
 
-_PIECE_BYTES = 1 << 20  # stays in the cache of one core between its reading and its hashing
+# Stays in the cache of one core between its reading and its hashing.
+_PIECE_BYTES = 1 << 20
 _SHOWN = 3  # tensors that a message names
 
 
@@ -34,7 +37,12 @@ class CheckedFile(RangeFile):
     """
 
     def __init__(
-        self, file: RangeFile, where: str, digests: str, block: int, names_in: Callable[[int, int], list[str]]
+        self,
+        file: RangeFile,
+        where: str,
+        digests: str,
+        block: int,
+        names_in: Callable[[int, int], list[str]],
     ) -> None:
         self.file = file
         self.where = where
@@ -50,7 +58,9 @@ class CheckedFile(RangeFile):
 
     def read_into(self, begin: int, target: memoryview) -> None:
         if begin + len(target) > self.bytes:
-            raise CheckpointError(f"{self.where} is cut short: it ends at byte {self.bytes}, more was expected")
+            raise CheckpointError(
+                f"{self.where} is cut short: it ends at byte {self.bytes}, more was expected"
+            )
         if not self._position <= begin < self._start + self.block:
             self.finish()
             self._start = self._position = begin - begin % self.block
@@ -68,7 +78,9 @@ class CheckedFile(RangeFile):
 
     def _skip(self, upto: int) -> None:
         if self._position < upto and not len(self._unwanted):
-            self._unwanted = memoryview(bytearray(min(self._piece, self.block, self.bytes)))
+            self._unwanted = memoryview(
+                bytearray(min(self._piece, self.block, self.bytes))
+            )
         while self._position < upto:
             self._read(self._unwanted[: upto - self._position])
 
@@ -92,9 +104,13 @@ class CheckedFile(RangeFile):
             piece = piece[len(part) :]
 
     def _compare(self) -> None:
-        """Compare the block in progress, which is complete, and begin with the next one."""
+        """Compare the block in progress, which is complete, and begin with the next
+        one."""
         number = self._start // self.block
-        if self._digest.hexdigest() != self.digests[number * BLOCK_DIGITS : (number + 1) * BLOCK_DIGITS]:
+        if (
+            self._digest.hexdigest()
+            != self.digests[number * BLOCK_DIGITS : (number + 1) * BLOCK_DIGITS]
+        ):
             names = self.names_in(self._start, self._position)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(

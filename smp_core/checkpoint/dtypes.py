@@ -27,26 +27,35 @@ _SAFETENSORS_NAMES: dict[torch.dtype, str] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in index.json: ``"bfloat16"`` for ``torch.bfloat16``."""
+    """Return the name of a dtype in index.json: ``"bfloat16"`` for
+    ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Parse the name of a dtype, as in index.json, or short: ``bf16``, ``fp16``, ``fp32``, ``fp64``.
+    """Parse the name of a dtype, as in index.json, or short: ``bf16``, ``fp16``,
+    ``fp32``, ``fp64``.
 
     Raises:
         CheckpointError: the name is no torch dtype.
     """
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    short = {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "fp32": "float32",
+        "fp64": "float64",
+    }
     dtype = getattr(torch, short.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"dtype={name!r} is not a torch dtype; write e.g. bfloat16, float16 or float32")
+        raise CheckpointError(
+            f"dtype={name!r} is not a torch dtype; write e.g. bfloat16, float16 or float32"
+        )
     return dtype
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str | None:
-    """Return the safetensors name of a dtype, or None where safetensors has none (stored as bytes, dtype in the
-    index).
+    """Return the safetensors name of a dtype, or None where safetensors has none
+    (stored as bytes, dtype in the index).
     """
     return _SAFETENSORS_NAMES.get(dtype)
 

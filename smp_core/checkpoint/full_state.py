@@ -1,7 +1,8 @@
 """The full state dict of a checkpoint folder (`consolidate`).
 
-Every format streams, with one tensor in memory at a time: safetensors (safetensors_export.py), `.ckpt` and `.pt` files
-(torch_file.py). The full state dict of live ranks: live_state.py.
+Every format streams, with one tensor in memory at a time: safetensors
+(safetensors_export.py), `.ckpt` and `.pt` files (torch_file.py). The full state dict of
+live ranks: live_state.py.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ import torch
 
 from smp_core.checkpoint.dtypes import dtype_from_name
 from smp_core.checkpoint.folders.addresses import local_path
-from smp_core.checkpoint.folders.file_system import fsync_directory, rename_exchange, rename_new
+from smp_core.checkpoint.folders.file_system import (
+    fsync_directory,
+    rename_exchange,
+    rename_new,
+)
 from smp_core.checkpoint.folders.leftovers import scratch_path
 from smp_core.checkpoint.foreign.export_names import export_names
-from smp_core.checkpoint.foreign.safetensors_export import ExportOptions, Progress, parse_size, write_safetensors_folder
+from smp_core.checkpoint.foreign.safetensors_export import (
+    ExportOptions,
+    Progress,
+    parse_size,
+    write_safetensors_folder,
+)
 from smp_core.checkpoint.foreign.torch_file import stream_torch_save
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
@@ -32,7 +42,8 @@ from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import check_files
 from smp_core.outside import long_wait
 
-# Lightning restores optimizers and schedulers only together; without them the file is weights only.
+# Lightning restores optimizers and schedulers only together; without them the file is
+# weights only.
 _TRAINING_KEYS = ("optimizer_states", "optimizer", "lr_schedulers")
 
 
@@ -56,25 +67,34 @@ def consolidate(
     Args:
         path: checkpoint folder or address.
         out: the folder (safetensors) or file (``.ckpt``, ``.pt``) to make.
-        dtype: cast floating-point model tensors to this, e.g. ``"bf16"``; None keeps each tensor's own.
-        output_format: ``"safetensors"``: ``model*.safetensors`` with index, as Transformers reads it, and the files
-            stored along (``config.json``, ...); ``"ckpt"``: an ordinary Lightning checkpoint; ``"pt"``: a plain state
-            dict; ``"auto"``: by the ending of ``out``.
-        optimizer: also the optimizer states (``optimizer*.safetensors`` and ``optimizer.json``, or inside the file).
-        workers: threads, each making one safetensors file at a time (``ckpt`` and ``pt`` are one file: one thread).
-            Memory above start-up is, per worker, at most two of the largest tensors plus 200 MB.
-        max_shard_size: bytes per safetensors file, or text such as ``"5GB"``; a larger tensor has a file of its own.
-        strip_prefix: taken off tensor names; None: ``metadata["module_prefix"]`` when given, but nothing for ``ckpt``.
+        dtype: cast floating-point model tensors to this, e.g. ``"bf16"``; None keeps
+            each tensor's own.
+        output_format: ``"safetensors"``: ``model*.safetensors`` with index, as
+            Transformers reads it, and the files stored along (``config.json``, ...);
+            ``"ckpt"``: an ordinary Lightning checkpoint; ``"pt"``: a plain state dict;
+            ``"auto"``: by the ending of ``out``.
+        optimizer: also the optimizer states (``optimizer*.safetensors`` and
+            ``optimizer.json``, or inside the file).
+        workers: threads, each making one safetensors file at a time (``ckpt`` and
+            ``pt`` are one file: one thread). Memory above start-up is, per worker, at
+            most two of the largest tensors plus 200 MB.
+        max_shard_size: bytes per safetensors file, or text such as ``"5GB"``; a larger
+            tensor has a file of its own.
+        strip_prefix: taken off tensor names; None: ``metadata["module_prefix"]`` when
+            given, but nothing for ``ckpt``.
         verify: check of the checkpoint before: ``"digests"``, ``"sizes"`` or None.
         overwrite: replace what is at ``out``.
-        allow_pickle: for a checkpoint saved with ``allow_pickle=True``. Runs code from the file.
-        progress: called with the total in bytes, gives a context manager over a function that takes bytes done.
+        allow_pickle: for a checkpoint saved with ``allow_pickle=True``. Runs code from
+            the file.
+        progress: called with the total in bytes, gives a context manager over a
+            function that takes bytes done.
 
     Returns:
         the files made, relative to ``out`` (its own name for a single file).
 
     Raises:
-        CheckpointError: the checkpoint is broken, ``out`` exists, or an argument is out of range.
+        CheckpointError: the checkpoint is broken, ``out`` exists, or an argument is out
+            of range.
     """
     # The arguments.
     target = Path(local_path(out)).absolute()
@@ -82,7 +102,9 @@ def consolidate(
     if workers < 1:
         raise CheckpointError(f"workers={workers} must be 1 or more")
     cast = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
-    options = ExportOptions(cast, optimizer, workers, parse_size(max_shard_size), progress)
+    options = ExportOptions(
+        cast, optimizer, workers, parse_size(max_shard_size), progress
+    )
     _check_free(target, overwrite)
 
     # The source.
@@ -102,11 +124,13 @@ def _write(
     options: ExportOptions,
     allow_pickle: bool,
 ) -> list[str]:
-    """Write a checkpoint in the chosen format, under a temporary name until it is complete; return the files made."""
+    """Write a checkpoint in the chosen format, under a temporary name until it is
+    complete; return the files made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = scratch_path(target)
     made = [target.name]
-    # What the checkpoint says comes together before anything is written: errors of the disk stay what they are.
+    # What the checkpoint says comes together before anything is written: errors of the
+    # disk stay what they are.
     with only_checkpoint_errors(opened.address):
         if chosen == "safetensors":
             names = export_names(opened, strip_prefix)
@@ -126,72 +150,109 @@ def _write(
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
-    """Refuse a path that holds something, unless it may be overwritten. An empty folder is free."""
+    """Refuse a path that holds something, unless it may be overwritten. An empty folder
+    is free."""
     is_empty_folder = target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not is_empty_folder and not overwrite:
-        raise CheckpointError(f"{target} exists already; choose another path or pass overwrite=True (--overwrite)")
+        raise CheckpointError(
+            f"{target} exists already; choose another path or pass overwrite=True (--overwrite)"
+        )
 
 
 def _format(output_format: str, target: Path) -> str:
     by_ending = {".ckpt": "ckpt", ".pt": "pt", ".pth": "pt", ".bin": "pt"}
-    chosen = by_ending.get(target.suffix, "safetensors") if output_format == "auto" else output_format
+    chosen = (
+        by_ending.get(target.suffix, "safetensors")
+        if output_format == "auto"
+        else output_format
+    )
     if chosen not in ("safetensors", "ckpt", "pt"):
-        raise CheckpointError(f"format={output_format!r} is not known; allowed: auto, safetensors, ckpt, pt")
+        raise CheckpointError(
+            f"format={output_format!r} is not known; allowed: auto, safetensors, ckpt, pt"
+        )
     return chosen
 
 
-def lazy_tensor(opened: OpenCheckpoint, name: str, cast: torch.dtype | None = None) -> LazyTensor:
-    """Return a tensor of a checkpoint that is read when it is needed; tied tensors have one tie."""
+def lazy_tensor(
+    opened: OpenCheckpoint, name: str, cast: torch.dtype | None = None
+) -> LazyTensor:
+    """Return a tensor of a checkpoint that is read when it is needed; tied tensors have
+    one tie."""
     record = opened.index.record(name)
-    dtype = cast if cast is not None and record.dtype.is_floating_point else record.dtype
+    dtype = (
+        cast if cast is not None and record.dtype.is_floating_point else record.dtype
+    )
 
     def load() -> torch.Tensor:
         with TensorFiles(opened) as files:
             return files.unsharded(name).to(dtype)
 
-    return LazyTensor(record.shape, dtype, load, tie=opened.index.aliases.get(name, name))
+    return LazyTensor(
+        record.shape, dtype, load, tie=opened.index.aliases.get(name, name)
+    )
 
 
-def _model_tensors(opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None) -> dict[str, LazyTensor]:
-    """Return all model tensors by their names in the export, tied ones under all their names, to be cast."""
+def _model_tensors(
+    opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None
+) -> dict[str, LazyTensor]:
+    """Return all model tensors by their names in the export, tied ones under all their
+    names, to be cast."""
     names = export_names(opened, strip_prefix)
-    model = {outside: lazy_tensor(opened, name, options.cast) for outside, name in names.model.items()}
+    model = {
+        outside: lazy_tensor(opened, name, options.cast)
+        for outside, name in names.model.items()
+    }
     return model | {dropped: model[kept] for dropped, kept in names.ties.items()}
 
 
-def _plain_content(opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None) -> dict[str, Any]:
+def _plain_content(
+    opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None
+) -> dict[str, Any]:
     model: dict[str, Any] = dict(_model_tensors(opened, options, strip_prefix))
     if not options.optimizer:
         return model
     keys = export_names(opened, "").optimizer_keys
     if not keys:
-        raise CheckpointError(f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out")
+        raise CheckpointError(
+            f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out"
+        )
     everything = decode_state(opened, lambda name: lazy_tensor(opened, name), False)
     states = {key: everything[key] for key in keys}
     return {"model": model, "optimizer": states[keys[0]] if len(keys) == 1 else states}
 
 
 def _lightning_content(
-    opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None, allow_pickle: bool
+    opened: OpenCheckpoint,
+    options: ExportOptions,
+    strip_prefix: str | None,
+    allow_pickle: bool,
 ) -> dict[str, Any]:
-    content: dict[str, Any] = decode_state(opened, lambda name: lazy_tensor(opened, name), allow_pickle)
+    content: dict[str, Any] = decode_state(
+        opened, lambda name: lazy_tensor(opened, name), allow_pickle
+    )
     if not options.optimizer:
         for name in _TRAINING_KEYS:
             content.pop(name, None)
     if isinstance(content.get("optimizer_states"), list):
-        content["optimizer_states"] = [numbered_optimizer_state(state) for state in content["optimizer_states"]]
+        content["optimizer_states"] = [
+            numbered_optimizer_state(state) for state in content["optimizer_states"]
+        ]
     key = export_names(opened, "").model_key
     if key is not None:
         content.pop(key, None)
-    return {"state_dict": _model_tensors(opened, options, strip_prefix or ""), **content}
+    return {
+        "state_dict": _model_tensors(opened, options, strip_prefix or ""),
+        **content,
+    }
 
 
 def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Turn an optimizer state keyed by parameter name into that of ``torch.optim.Optimizer.state_dict`` (0, 1, ...).
+    """Turn an optimizer state keyed by parameter name into that of
+    ``torch.optim.Optimizer.state_dict`` (0, 1, ...).
 
     Args:
-        state: ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``; returned as it is when its
-            parameters are numbered already.
+        state: ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``;
+            returned as it is when its parameters are numbered already.
     """
     if "param_groups" not in state:
         return state
@@ -207,11 +268,25 @@ def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     return {"state": entries, "param_groups": groups}
 
 
-def _write_torch_file(path: Path, content: dict[str, Any], options: ExportOptions) -> None:
+def _write_torch_file(
+    path: Path, content: dict[str, Any], options: ExportOptions
+) -> None:
     """Stream a state with lazy tensors into one ``torch.save`` file."""
-    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in iterate_tensors(content))
-    with options.progress(total) if options.progress else contextlib.nullcontext(_ignore) as advance:
-        stream_torch_save(path, content, lambda leaf: leaf.load() if isinstance(leaf, LazyTensor) else leaf, advance)
+    total = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for _, leaf in iterate_tensors(content)
+    )
+    with (
+        options.progress(total)
+        if options.progress
+        else contextlib.nullcontext(_ignore) as advance
+    ):
+        stream_torch_save(
+            path,
+            content,
+            lambda leaf: leaf.load() if isinstance(leaf, LazyTensor) else leaf,
+            advance,
+        )
 
 
 def _ignore(count: int) -> None:
@@ -219,7 +294,8 @@ def _ignore(count: int) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Move a finished file or folder to its place; a folder that was there before gets the temporary's name."""
+    """Move a finished file or folder to its place; a folder that was there before gets
+    the temporary's name."""
     if temporary.is_file() and not target.is_dir():
         os.replace(temporary, target)
     elif os.path.lexists(target) and not rename_exchange(str(temporary), str(target)):

@@ -1,4 +1,5 @@
-"""The content of a checkpoint, or of a folder of checkpoints, as rich tables and as a plot."""
+"""The content of a checkpoint, or of a folder of checkpoints, as rich tables and as a
+plot."""
 
 from __future__ import annotations
 
@@ -23,8 +24,14 @@ _WRITER = re.compile(r"tensors-(\d{5,9})-of-")
 
 
 def _text(value: object) -> Text:
-    """Return what a checkpoint says about itself, without markup or control characters for the terminal."""
-    return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)))
+    """Return what a checkpoint says about itself, without markup or control characters
+    for the terminal."""
+    return Text(
+        "".join(
+            c if c.isprintable() else c.encode("unicode_escape").decode()
+            for c in str(value)
+        )
+    )
 
 
 def _size(count: int) -> str:
@@ -36,8 +43,11 @@ def _size(count: int) -> str:
     return f"{value:.1f} TB"
 
 
-def checkpoint_tables(path: str | os.PathLike[str], all_tensors: bool = False) -> list[Table]:
-    """Make tables of the manifest's facts, of the files, and of the tensors (the largest ones, or all).
+def checkpoint_tables(
+    path: str | os.PathLike[str], all_tensors: bool = False
+) -> list[Table]:
+    """Make tables of the manifest's facts, of the files, and of the tensors (the
+    largest ones, or all).
 
     Raises:
         CheckpointError: not a readable checkpoint.
@@ -55,16 +65,37 @@ def _facts(opened: OpenCheckpoint) -> Table:
     table.add_row("saved by", f"{manifest.world_size} ranks")
     for mesh in manifest.meshes:
         axes, shape = mesh.get("axes") or [], mesh.get("shape") or []
-        named = ", ".join(f"{axis}={size}" for axis, size in zip(axes, shape, strict=False))
-        table.add_row("mesh of rank 0", _text(f"{named or shape} over ranks {mesh.get('ranks')}"))
-    table.add_row("versions", _text(", ".join(f"{name} {version}" for name, version in manifest.versions.items())))
+        named = ", ".join(
+            f"{axis}={size}" for axis, size in zip(axes, shape, strict=False)
+        )
+        table.add_row(
+            "mesh of rank 0", _text(f"{named or shape} over ranks {mesh.get('ranks')}")
+        )
     table.add_row(
-        "tensors", f"{len(index.tensors)}, {sum(record.numel for record in index.tensors.values()):,} elements"
+        "versions",
+        _text(
+            ", ".join(
+                f"{name} {version}" for name, version in manifest.versions.items()
+            )
+        ),
+    )
+    table.add_row(
+        "tensors",
+        f"{len(index.tensors)}, {sum(record.numel for record in index.tensors.values()):,} elements",
     )
     dtypes = Counter(dtype_name(record.dtype) for record in index.tensors.values())
-    table.add_row("dtypes", ", ".join(f"{name}: {count}" for name, count in dtypes.most_common()))
+    table.add_row(
+        "dtypes", ", ".join(f"{name}: {count}" for name, count in dtypes.most_common())
+    )
     if index.aliases:
-        table.add_row("tied", _text(", ".join(f"{name} = {target}" for name, target in index.aliases.items())))
+        table.add_row(
+            "tied",
+            _text(
+                ", ".join(
+                    f"{name} = {target}" for name, target in index.aliases.items()
+                )
+            ),
+        )
     table.add_row("bytes", _size(manifest.total_bytes))
     for key, value in manifest.metadata.items():
         table.add_row(_text(f"metadata.{key}"), _text(value))
@@ -74,7 +105,9 @@ def _facts(opened: OpenCheckpoint) -> Table:
 
 
 def _files(opened: OpenCheckpoint) -> Table:
-    table = Table("file", "bytes", opened.manifest.algorithm, title="files", title_justify="left")
+    table = Table(
+        "file", "bytes", opened.manifest.algorithm, title="files", title_justify="left"
+    )
     for name, record in sorted(opened.manifest.files.items()):
         table.add_row(_text(name), _size(record.bytes), _text(record.digest))
     return table
@@ -87,7 +120,9 @@ def _tensors(opened: OpenCheckpoint, all_tensors: bool) -> Table:
         title = f"the {_LARGEST} largest of {len(opened.index.tensors)} tensors (--all lists every one)"
     else:
         title = "tensors"
-    table = Table("tensor", "shape", "dtype", "bytes", "slices", title=title, title_justify="left")
+    table = Table(
+        "tensor", "shape", "dtype", "bytes", "slices", title=title, title_justify="left"
+    )
     for name, record in records:
         table.add_row(
             _text(name),
@@ -100,17 +135,31 @@ def _tensors(opened: OpenCheckpoint, all_tensors: bool) -> Table:
 
 
 def list_table(root: str | os.PathLike[str]) -> Table:
-    """Make a table of the checkpoints in a folder, oldest first: step, time, ranks, size, whether it is complete.
+    """Make a table of the checkpoints in a folder, oldest first: step, time, ranks,
+    size, whether it is complete.
 
     Raises:
         CheckpointError: no such folder.
     """
     latest = read_latest(root)
-    table = Table("checkpoint", "step", "created", "ranks", "bytes", "state", title=str(root), title_justify="left")
+    table = Table(
+        "checkpoint",
+        "step",
+        "created",
+        "ranks",
+        "bytes",
+        "state",
+        title=str(root),
+        title_justify="left",
+    )
     for name in find_checkpoints(root, broken_too=True):
         address = join(root, name)
         problems = verify_checkpoint(address)
-        state = Text("broken: ", style="red") + _text(problems[0]) if problems else Text("whole")
+        state = (
+            Text("broken: ", style="red") + _text(problems[0])
+            if problems
+            else Text("whole")
+        )
         state += " (LATEST)" if name == latest else ""
         try:
             manifest = open_checkpoint(address).manifest
@@ -119,7 +168,14 @@ def list_table(root: str | os.PathLike[str]) -> Table:
             continue
         step = "-" if manifest.step is None else str(manifest.step)
         created = _text(manifest.created[:19])
-        table.add_row(_text(name), step, created, str(manifest.world_size), _size(manifest.total_bytes), state)
+        table.add_row(
+            _text(name),
+            step,
+            created,
+            str(manifest.world_size),
+            _size(manifest.total_bytes),
+            state,
+        )
     return table
 
 

@@ -1,12 +1,15 @@
-"""The interval between saves that loses the least time, from measured costs and a mean time between failures.
+"""The interval between saves that loses the least time, from measured costs and a mean
+time between failures.
 
-With a save that costs d seconds and failures M seconds apart on average, the best time between the end of one save and
-the start of the next is, to first order, sqrt(2 d M) (Young, CACM 17(9), 1974); Daly (Future Generation Computer
-Systems 22(3), 2006, eq. 20) adds the higher-order terms used here:
+With a save that costs d seconds and failures M seconds apart on average, the best time
+between the end of one save and the start of the next is, to first order, sqrt(2 d M)
+(Young, CACM 17(9), 1974); Daly (Future Generation Computer Systems 22(3), 2006, eq. 20)
+adds the higher-order terms used here:
 
     sqrt(2 d M) * (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d     for d < 2M,      M otherwise
 
-d is the time for which training stands still: with asynchronous saves that is staging, not writing.
+d is the time for which training stands still: with asynchronous saves that is staging,
+not writing.
 """
 
 from __future__ import annotations
@@ -42,7 +45,11 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
     half = save_seconds / (2 * seconds_between_failures)
     if half >= 1:
         return seconds_between_failures
-    return math.sqrt(2 * save_seconds * seconds_between_failures) * (1 + math.sqrt(half) / 3 + half / 9) - save_seconds
+    return (
+        math.sqrt(2 * save_seconds * seconds_between_failures)
+        * (1 + math.sqrt(half) / 3 + half / 9)
+        - save_seconds
+    )
 
 
 _HISTORY = 50  # steps, and saves, in the medians
@@ -52,7 +59,8 @@ class IntervalEstimate:
     """The interval in steps, from the medians of recent measurements.
 
     Args:
-        seconds_between_failures: mean time between failures of the whole job. One node's, divided by the nodes.
+        seconds_between_failures: mean time between failures of the whole job. One
+            node's, divided by the nodes.
     """
 
     def __init__(self, seconds_between_failures: float) -> None:
@@ -70,35 +78,42 @@ class IntervalEstimate:
         self._saves.append(seconds)
 
     def steps(self) -> int | None:
-        """Return the steps between two saves, at least 1; None until a step and a save have been measured.
+        """Return the steps between two saves, at least 1; None until a step and a save
+        have been measured.
 
         Times differ a little from rank to rank: one rank decides and tells the others.
         """
         if not self._steps or not self._saves:
             return None
-        interval = best_interval(max(statistics.median(self._saves), 1e-6), self.seconds_between_failures)
+        interval = best_interval(
+            max(statistics.median(self._saves), 1e-6), self.seconds_between_failures
+        )
         return max(1, round(interval / max(statistics.median(self._steps), 1e-9)))
 
 
 class SaveSchedule:
-    """A schedule of saves: every N optimizer steps, or at the best interval for the measurements so far.
+    """A schedule of saves: every N optimizer steps, or at the best interval for the
+    measurements so far.
 
-    The interval is found anew after each save, by all ranks together, so that between two saves no rank has to ask
-    another one.
+    The interval is found anew after each save, by all ranks together, so that between
+    two saves no rank has to ask another one.
 
     Args:
         interval: steps between two saves, or ``"auto"``.
-        seconds_between_failures: mean time between failures of the whole job in seconds; needed for ``"auto"``. One
-            node's, divided by the number of nodes.
+        seconds_between_failures: mean time between failures of the whole job in
+            seconds; needed for ``"auto"``. One node's, divided by the number of nodes.
 
     Attributes:
         interval: steps between the save before and the next one.
 
     Raises:
-        CheckpointError: an interval below 1, or ``"auto"`` without a time between failures.
+        CheckpointError: an interval below 1, or ``"auto"`` without a time between
+            failures.
     """
 
-    def __init__(self, interval: int | str, seconds_between_failures: float | None = None) -> None:
+    def __init__(
+        self, interval: int | str, seconds_between_failures: float | None = None
+    ) -> None:
         self._estimate: IntervalEstimate | None = None
         if interval == "auto":
             if seconds_between_failures is None:
@@ -109,7 +124,9 @@ class SaveSchedule:
             self._estimate = IntervalEstimate(seconds_between_failures)
             interval = _FIRST_STEPS
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise CheckpointError(f"checkpoint_interval={interval!r} is neither 'auto' nor a number of steps from 1 on")
+            raise CheckpointError(
+                f"checkpoint_interval={interval!r} is neither 'auto' nor a number of steps from 1 on"
+            )
         self.interval = interval
         self._since = 0
         self._clock: float | None = None
@@ -124,7 +141,8 @@ class SaveSchedule:
         return self._since >= self.interval
 
     def saved(self, seconds: float) -> None:
-        """Record a save, and decide when the next one is due. Collective with ``"auto"``.
+        """Record a save, and decide when the next one is due. Collective with
+        ``"auto"``.
 
         Args:
             seconds: for which this rank's training stood still.
@@ -136,6 +154,8 @@ class SaveSchedule:
             steps = self._estimate.steps()
             agreed = Ranks().on_first("checkpoint_interval='auto'", lambda: steps)
             if agreed is not None and agreed != self.interval:
-                logger.info("checkpoint_interval='auto': %d steps until the next save", agreed)
+                logger.info(
+                    "checkpoint_interval='auto': %d steps until the next save", agreed
+                )
             self.interval = agreed or self.interval
         self._clock = time.perf_counter()

@@ -1,4 +1,5 @@
-"""The layout of a checkpoint folder: file names, the manifest, the tensor index, digests and dtype names.
+"""The layout of a checkpoint folder: file names, the manifest, the tensor index,
+digests and dtype names.
 
 One folder per checkpoint (see docs/checkpoint-format.md):
 
@@ -9,8 +10,9 @@ One folder per checkpoint (see docs/checkpoint-format.md):
     tensors-00000-of-00004.safetensors     one per writing rank
     extra/...                              files stored along (model config, tokenizer)
 
-The manifest lists the size and digest of every other file and carries a digest of itself, so that a lost, cut,
-swapped or edited file is noticed before any number from it is used.
+The manifest lists the size and digest of every other file and carries a digest of
+itself, so that a lost, cut, swapped or edited file is noticed before any number from it
+is used.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from smp_core.checkpoint.untrusted import (
 
 FORMAT = "torch-smp-checkpoint"
 VERSION = 2
-"""Of the format: it goes up when an older torch-smp would read a checkpoint wrongly. Manifests are made in writer.py
-and in memory/save.py."""
+"""Of the format: it goes up when an older torch-smp would read a checkpoint wrongly.
+Manifests are made in writer.py and in memory/save.py."""
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 DIGESTS = ("xxh3", "sha256")
@@ -56,7 +58,8 @@ class Digest(Protocol):
 
 
 def new_digest(algorithm: str) -> Digest:
-    """Make a running digest: ``xxh3`` (XXH3-128, more than 5 GB/s on one core) or ``sha256`` (slower, cryptographic).
+    """Make a running digest: ``xxh3`` (XXH3-128, more than 5 GB/s on one core) or
+    ``sha256`` (slower, cryptographic).
 
     Raises:
         CheckpointError: another name.
@@ -65,7 +68,9 @@ def new_digest(algorithm: str) -> Digest:
         return xxhash.xxh3_128()
     if algorithm == "sha256":
         return hashlib.sha256()
-    raise CheckpointError(f"digest={algorithm!r} is not known; allowed: {', '.join(DIGESTS)}")
+    raise CheckpointError(
+        f"digest={algorithm!r} is not known; allowed: {', '.join(DIGESTS)}"
+    )
 
 
 def digest_of(data: bytes, algorithm: str) -> str:
@@ -77,8 +82,8 @@ def digest_of(data: bytes, algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The record of a file of a checkpoint: its size in bytes and its digest; for tensor files also those of its
-    header.
+    """The record of a file of a checkpoint: its size in bytes and its digest; for
+    tensor files also those of its header.
     """
 
     bytes: int
@@ -89,7 +94,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The record of a slice of a tensor: its place in the tensor (offset, shape), and its bytes in a file."""
+    """The record of a slice of a tensor: its place in the tensor (offset, shape), and
+    its bytes in a file."""
 
     file: str
     entry: str
@@ -101,7 +107,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """The record of a tensor of a checkpoint: global shape, dtype, its path in the saved state, its slices."""
+    """The record of a tensor of a checkpoint: global shape, dtype, its path in the
+    saved state, its slices."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -127,7 +134,8 @@ class Index:
         tensors: name -> record.
         aliases: name -> name of the tensor that shares its storage.
         alias_paths: name of an alias -> its path in the saved state.
-        blocks: tensor file -> digests of its blocks, one behind the other; empty for a state in memory.
+        blocks: tensor file -> digests of its blocks, one behind the other; empty for a
+            state in memory.
         block_bytes: bytes of a block.
     """
 
@@ -149,7 +157,10 @@ class Index:
         """List the tensors that have bytes in a range of a file."""
         found = []
         for name, record in self.tensors.items():
-            if any(chunk.file == file and chunk.begin < end and begin < chunk.end for chunk in record.chunks):
+            if any(
+                chunk.file == file and chunk.begin < end and begin < chunk.end
+                for chunk in record.chunks
+            ):
                 found.append(name)
         return found
 
@@ -176,18 +187,26 @@ class Index:
             for name, target in self.aliases.items()
         }
         blocks = {"bytes": self.block_bytes, "files": self.blocks}
-        return {"format": FORMAT, "version": VERSION, "tensors": tensors, "aliases": aliases, "blocks": blocks}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "tensors": tensors,
+            "aliases": aliases,
+            "blocks": blocks,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> Index:
-        """Parse the content of index.json. Whether it fits the files is checked by smp_core.checkpoint.coverage.
+        """Parse the content of index.json. Whether it fits the files is checked by
+        smp_core.checkpoint.coverage.
 
         Raises:
             CheckpointError: a field is missing or of another type; an alias of nothing.
         """
         top = Fields(data, where)
         tensors = {
-            name: _tensor_record(Fields(entry, f"{where}: {name}")) for name, entry in top.get("tensors", dict).items()
+            name: _tensor_record(Fields(entry, f"{where}: {name}"))
+            for name, entry in top.get("tensors", dict).items()
         }
         aliases, paths = {}, {}
         for name, entry in top.get("aliases", dict).items():
@@ -195,9 +214,17 @@ class Index:
             aliases[name] = alias.text("tensor")
             paths[name] = path_from_json(alias.get("path", list))
             if aliases[name] not in tensors or name in tensors:
-                raise CheckpointError(f"{where} is damaged: {name} shares memory with {aliases[name]}, which is none")
+                raise CheckpointError(
+                    f"{where} is damaged: {name} shares memory with {aliases[name]}, which is none"
+                )
         blocks = Fields(top.get("blocks", dict), where)
-        return cls(tensors, aliases, paths, blocks.text_map("files"), blocks.count("bytes", most=1 << 28, least=1))
+        return cls(
+            tensors,
+            aliases,
+            paths,
+            blocks.text_map("files"),
+            blocks.count("bytes", most=1 << 28, least=1),
+        )
 
 
 def _chunk_to_json(chunk: Chunk) -> dict[str, Any]:
@@ -216,13 +243,28 @@ def _tensor_record(entry: Fields) -> TensorRecord:
         chunk = Fields(content, entry.where)
         begin, end = (*chunk.sizes("bytes"), 0, 0)[:2]
         name = file_name(chunk.text("file"), entry.where)
-        chunks.append(Chunk(name, chunk.text("entry"), chunk.sizes("offset"), chunk.sizes("shape"), begin, end))
+        chunks.append(
+            Chunk(
+                name,
+                chunk.text("entry"),
+                chunk.sizes("offset"),
+                chunk.sizes("shape"),
+                begin,
+                end,
+            )
+        )
     dtype = dtype_from_name(entry.text("dtype"))
-    return TensorRecord(entry.sizes("shape"), dtype, path_from_json(entry.get("path", list)), tuple(chunks))
+    return TensorRecord(
+        entry.sizes("shape"),
+        dtype,
+        path_from_json(entry.get("path", list)),
+        tuple(chunks),
+    )
 
 
 def optimizer_part(path: tuple[Any, ...]) -> dict[str, Any]:
-    """Describe the optimizer state at a path ``(..., "state", parameter, name)``; empty for other paths.
+    """Describe the optimizer state at a path ``(..., "state", parameter, name)``; empty
+    for other paths.
 
     The result is ``{"optimizer_state": {"parameter": ..., "name": ...}}``.
     """
@@ -232,8 +274,11 @@ def optimizer_part(path: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def path_to_json(path: tuple[Any, ...]) -> list[Any]:
-    """Return the keys of a path as JSON: strings and integers as they are, a tuple key as ``{"tuple": [...]}``."""
-    return [{"tuple": path_to_json(key)} if isinstance(key, tuple) else key for key in path]
+    """Return the keys of a path as JSON: strings and integers as they are, a tuple key
+    as ``{"tuple": [...]}``."""
+    return [
+        {"tuple": path_to_json(key)} if isinstance(key, tuple) else key for key in path
+    ]
 
 
 def path_from_json(path: list[Any]) -> tuple[Any, ...]:
@@ -246,29 +291,36 @@ def path_from_json(path: list[Any]) -> tuple[Any, ...]:
     for key in path:
         nested = isinstance(key, dict) and isinstance(key.get("tuple"), list)
         if not nested and not isinstance(key, (str, int, float, type(None))):
-            raise CheckpointError(f"a path is damaged: {key!r} is no key of a dict or list")
+            raise CheckpointError(
+                f"a path is damaged: {key!r} is no key of a dict or list"
+            )
         keys.append(path_from_json(key["tuple"]) if nested else key)
     return tuple(keys)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json: facts about the save, and the size and digest of every file.
+    """The content of manifest.json: facts about the save, and the size and digest of
+    every file.
 
     Attributes:
         id: random identity of this save; also in the header of every tensor file.
         created: UTC time, ISO 8601.
         step: the optimizer step, when the caller gave ``metadata["step"]``.
         world_size: ranks that saved.
-        meshes: device meshes of the DTensors saved by rank 0 (axis names, shape, ranks).
+        meshes: device meshes of the DTensors saved by rank 0 (axis names, shape,
+            ranks).
         versions: torch, python, torch-smp, ...
         metadata: the caller's own dictionary.
         algorithm: digest algorithm of all files.
         files: every other file of the folder.
-        index, rest, rest_pt, rest_pickle: names of these files (the last two may be absent).
-        pickled: where in the state the values in ``rest_pickle`` stand; only saved with ``allow_pickle=True``.
+        index, rest, rest_pt, rest_pickle: names of these files (the last two may be
+            absent).
+        pickled: where in the state the values in ``rest_pickle`` stand; only saved with
+            ``allow_pickle=True``.
         extra: name -> file of the files stored along.
-        sequence: higher than those of the checkpoints that lay beside it when it was saved.
+        sequence: higher than those of the checkpoints that lay beside it when it was
+            saved.
     """
 
     id: str
@@ -290,7 +342,8 @@ class Manifest:
 
     @property
     def age(self) -> tuple[int, int, str]:
-        """The order of checkpoints in a folder, by what does not depend on clocks where there is anything else."""
+        """The order of checkpoints in a folder, by what does not depend on clocks where
+        there is anything else."""
         return self.sequence, self.step or 0, self.created
 
     @property
@@ -299,7 +352,8 @@ class Manifest:
         return sum(record.bytes for record in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """Return the file's content, with the digest of the other entries as its last entry."""
+        """Return the file's content, with the digest of the other entries as its last
+        entry."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["manifest_digest"] = digest_of(_canonical(content), "xxh3")
         return json.dumps(content, indent=1).encode()
@@ -309,7 +363,8 @@ class Manifest:
         """Parse and check the file's content.
 
         Raises:
-            CheckpointError: not JSON, not of this format and version, or changed since it was written.
+            CheckpointError: not JSON, not of this format and version, or changed since
+                it was written.
         """
         content = read_json(data, where, MANIFEST_BYTES)
         if content.get("format") != FORMAT:
@@ -321,10 +376,14 @@ class Manifest:
             )
         expected = content.pop("manifest_digest", None)
         if expected != digest_of(_canonical(content), "xxh3"):
-            raise CheckpointError(f"{where} is damaged or was edited: its content does not fit its own digest")
+            raise CheckpointError(
+                f"{where} is damaged or was edited: its content does not fit its own digest"
+            )
         with only_checkpoint_errors(where):
             known = {each.name for each in fields(cls)}
-            content["files"] = _file_records(Fields(content, where).get("files", dict), where)
+            content["files"] = _file_records(
+                Fields(content, where).get("files", dict), where
+            )
             _check_facts(Fields(content, where))
             return cls(**{key: value for key, value in content.items() if key in known})
 
@@ -335,26 +394,39 @@ def _file_records(files: dict[str, Any], where: str) -> dict[str, FileRecord]:
         record = Fields(content, f"{where}: {file_name(name, where)}")
         size = record.count("bytes", most=1 << 62)
         header = record.count("header_bytes", most=min(size, HEADER_BYTES))
-        records[name] = FileRecord(size, record.text("digest"), header, record.text("header_digest"))
+        records[name] = FileRecord(
+            size, record.text("digest"), header, record.text("header_digest")
+        )
     if MANIFEST in records:
         raise CheckpointError(f"{where} is damaged: it lists itself")
     return records
 
 
 def _check_facts(manifest: Fields) -> None:
-    """Check the types of a manifest's other fields, and that the files which it names are listed in it."""
+    """Check the types of a manifest's other fields, and that the files which it names
+    are listed in it."""
     # Facts about the save.
     content = manifest.content
     new_digest(manifest.text("algorithm"))
     if not re.fullmatch(r"[0-9A-Za-z-]{1,80}", manifest.text("id")):
         raise CheckpointError(f"{manifest.where} is damaged: id {content['id']!r}")
-    manifest.text("created"), manifest.ranks("world_size"), manifest.text_map("versions")
+    (
+        manifest.text("created"),
+        manifest.ranks("world_size"),
+        manifest.text_map("versions"),
+    )
     manifest.count("sequence", most=1 << 62)
     # Facts for loaders.
     metadata = manifest.get("metadata", dict)
-    wrong = [key for key in ("module_prefix", "model_key") if not isinstance(metadata.get(key, ""), (str, type(None)))]
+    wrong = [
+        key
+        for key in ("module_prefix", "model_key")
+        if not isinstance(metadata.get(key, ""), (str, type(None)))
+    ]
     if wrong or not isinstance(content.get("step"), (int, type(None))):
-        raise CheckpointError(f"{manifest.where} is damaged: {', '.join(wrong) or 'step'} is of another type")
+        raise CheckpointError(
+            f"{manifest.where} is damaged: {', '.join(wrong) or 'step'} is of another type"
+        )
     for mesh in manifest.get("meshes", list):
         Fields(mesh, f"{manifest.where}: meshes")
     manifest.texts("pickled") if "pickled" in content else None
@@ -362,11 +434,20 @@ def _check_facts(manifest: Fields) -> None:
     extra = manifest.text_map("extra") if "extra" in content else {}
     for name, stored in extra.items():
         if not is_plain(name) or not stored.startswith(EXTRA):
-            raise CheckpointError(f"{manifest.where} names the extra file {name!r} in {stored!r}; not trusted")
-    parts = [manifest.text("index"), manifest.text("rest"), content.get("rest_pt"), content.get("rest_pickle")]
+            raise CheckpointError(
+                f"{manifest.where} names the extra file {name!r} in {stored!r}; not trusted"
+            )
+    parts = [
+        manifest.text("index"),
+        manifest.text("rest"),
+        content.get("rest_pt"),
+        content.get("rest_pickle"),
+    ]
     for part in [*(part for part in parts if part is not None), *extra.values()]:
         if part not in content["files"]:
-            raise CheckpointError(f"{manifest.where} is damaged: {part!r} is not among its files")
+            raise CheckpointError(
+                f"{manifest.where} is damaged: {part!r} is not among its files"
+            )
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 else:
 
     class _Dict(MutableMapping, dict):
-        """A dict whose ``items``, ``values``, ``get``, ``pop``, ... go through ``__getitem__``."""
+        """A dict whose ``items``, ``values``, ``get``, ``pop``, ... go through
+        ``__getitem__``."""
 
 
 class LazyState(_Dict):
     """A dict in which each :class:`Unread` becomes its value when it is accessed.
 
-    It is a dict for isinstance; ``__iter__`` is overridden, so that ``dict(state)`` and ``{**state}`` read values too,
-    instead of copying the content of the dict beneath.
+    It is a dict for isinstance; ``__iter__`` is overridden, so that ``dict(state)`` and
+    ``{**state}`` read values too, instead of copying the content of the dict beneath.
 
-    A dict for whoever asks with isinstance; ``__iter__`` is overridden, so that ``dict(state)`` and ``{**state}``
-    look at values too, instead of copying what lies in the dict beneath.
+    A dict for whoever asks with isinstance; ``__iter__`` is overridden, so that
+    ``dict(state)`` and ``{**state}`` look at values too, instead of copying what lies
+    in the dict beneath.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The full state of live ranks, gathered one tensor at a time: in memory, or streamed into one `torch.save` file."""
+"""The full state of live ranks, gathered one tensor at a time: in memory, or streamed
+into one `torch.save` file."""
 
 from __future__ import annotations
 
@@ -28,16 +29,21 @@ from smp_core.torch_facts import ABSENT, is_absent, is_rank_0, local_part
 
 
 def full_state_dict(
-    model_or_state: nn.Module | Mapping[str, Any], rank0_only: bool = True, stages: dist.ProcessGroup | None = None
+    model_or_state: nn.Module | Mapping[str, Any],
+    rank0_only: bool = True,
+    stages: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Gather the full state dict of live ranks on the CPU, one tensor at a time. Collective.
+    """Gather the full state dict of live ranks on the CPU, one tensor at a time.
+    Collective.
 
     Args:
-        model_or_state: a module (its parameters and persistent buffers, by their own names) or a flat or nested state
-            with DTensors over any mesh; what is no tensor stays as it is.
-        rank0_only: the other ranks take part but get an empty dict; False gives every rank everything.
-        stages: the ranks that hold other pipeline stages of what this rank holds a part of; None: none, or the
-            state has nothing of others.
+        model_or_state: a module (its parameters and persistent buffers, by their own
+            names) or a flat or nested state with DTensors over any mesh; what is no
+            tensor stays as it is.
+        rank0_only: the other ranks take part but get an empty dict; False gives every
+            rank everything.
+        stages: the ranks that hold other pipeline stages of what this rank holds a part
+            of; None: none, or the state has nothing of others.
 
     Returns:
         names -> unsharded CPU tensors; tied tensors stay one tensor.
@@ -54,7 +60,8 @@ def full_state_dict(
         local = local_part(tensor)
         key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
         tied = bool(local.numel()) and key in seen
-        # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.
+        # Every rank takes part in the gather even where it sees a tie: a rank with an
+        # empty slice does not see it.
         full = full_tensor(tensor)
         if not keep:
             return None
@@ -74,15 +81,17 @@ def save_full_state(
     content: Mapping[str, Any],
     stages: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks, streaming. Collective.
+    """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks,
+    streaming. Collective.
 
-    Tensors are gathered and written one at a time, so rank 0 never holds more than one. The file appears at its path
-    complete or not at all, and replaces a file or a checkpoint folder that is there.
+    Tensors are gathered and written one at a time, so rank 0 never holds more than one.
+    The file appears at its path complete or not at all, and replaces a file or a
+    checkpoint folder that is there.
 
     Args:
         path: a local file.
-        content: nested dicts, lists and tuples; DTensors become unsharded tensors, tied ones stay tied; the rest is
-            taken from rank 0.
+        content: nested dicts, lists and tuples; DTensors become unsharded tensors, tied
+            ones stay tied; the rest is taken from rank 0.
         stages: as of :func:`full_state_dict`.
 
     Raises:
@@ -99,16 +108,22 @@ def save_full_state(
     def begin() -> None:
         nonlocal file
         if target.is_dir() and any(target.iterdir()) and not is_checkpoint(target):
-            raise CheckpointError(f"{target} is a directory but no checkpoint; remove it, or choose another path")
+            raise CheckpointError(
+                f"{target} is a directory but no checkpoint; remove it, or choose another path"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
-        file = TorchFile(temporary, map_tensors(dict(content), lambda tensor: lazy[id(tensor)]))
+        file = TorchFile(
+            temporary, map_tensors(dict(content), lambda tensor: lazy[id(tensor)])
+        )
 
     try:
         ranks.on_first(what, begin)
         problem: Exception | None = None
         with long_wait(f"writing {os.fspath(path)}", here=ranks.rank == 0):
             for number, leaf in enumerate(leaves.values()):
-                value = leaf.load()  # on every rank, also after an error on rank 0: the gather is collective
+                # On every rank, also after an error on rank 0: the gather is
+                # collective.
+                value = leaf.load()
                 try:
                     if file is not None and problem is None:
                         file.fill(number, value)
@@ -128,9 +143,13 @@ def save_full_state(
 
 
 def _lazy_tensors(
-    content: Mapping[str, Any], ranks: Ranks, what: str, stages: dist.ProcessGroup | None
+    content: Mapping[str, Any],
+    ranks: Ranks,
+    what: str,
+    stages: dist.ProcessGroup | None,
 ) -> dict[int, LazyTensor]:
-    """Make a lazy tensor, gathered by ``load``, for every tensor of the state, by its id. Collective.
+    """Make a lazy tensor, gathered by ``load``, for every tensor of the state, by its
+    id. Collective.
 
     Args:
         what: the beginning of an error's message.
@@ -141,8 +160,14 @@ def _lazy_tensors(
     named = name_tensors(dict(content))
     tensors = dict(named.values())
     full_tensor, of_stages = _over_stages(tensors, stages)
-    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor) or name in of_stages]
-    _, reports = ranks.together(what, lambda: tensors, lambda own: (find_ties(own), sharded))
+    sharded = [
+        name
+        for name, tensor in tensors.items()
+        if isinstance(tensor, DTensor) or name in of_stages
+    ]
+    _, reports = ranks.together(
+        what, lambda: tensors, lambda own: (find_ties(own), sharded)
+    )
 
     # Every rank has to bring the same sharded tensors.
     sharded_by_rank = [names for _, names in reports]
@@ -160,15 +185,20 @@ def _lazy_tensors(
     lazy: dict[int, LazyTensor] = {}
     for name, tensor in named.values():
         load = functools.partial(full_tensor, tensor)
-        lazy.setdefault(id(tensor), LazyTensor(tuple(tensor.shape), tensor.dtype, load, aliases.get(name, name)))
+        lazy.setdefault(
+            id(tensor),
+            LazyTensor(
+                tuple(tensor.shape), tensor.dtype, load, aliases.get(name, name)
+            ),
+        )
     return lazy
 
 
 def _over_stages(
     tensors: Mapping[str, Tensor], stages: dist.ProcessGroup | None
 ) -> tuple[Callable[[Tensor], Tensor], set[str]]:
-    """Return what gathers one of these tensors, and the names of those that some stage lacks: the first stage that has
-    one sends it to all. Collective over the stages.
+    """Return what gathers one of these tensors, and the names of those that some stage
+    lacks: the first stage that has one sends it to all. Collective over the stages.
 
     Args:
         tensors: by name; in one order on all ranks.
@@ -176,19 +206,27 @@ def _over_stages(
     if stages is None:
         return _full_tensor, set()
     lacking: list[set[str]] = [set()] * dist.get_world_size(stages)
-    dist.all_gather_object(lacking, {name for name, tensor in tensors.items() if is_absent(tensor)}, group=stages)
+    dist.all_gather_object(
+        lacking,
+        {name for name, tensor in tensors.items() if is_absent(tensor)},
+        group=stages,
+    )
     of_stages = set().union(*lacking)
     holders = {}
     for name, tensor in tensors.items():
         if name in of_stages:
-            holders[id(tensor)] = next(stage for stage, theirs in enumerate(lacking) if name not in theirs)
+            holders[id(tensor)] = next(
+                stage for stage, theirs in enumerate(lacking) if name not in theirs
+            )
 
     def full_tensor(tensor: Tensor) -> Tensor:
         if id(tensor) not in holders:
             return _full_tensor(tensor)
         if is_absent(tensor):
             assert isinstance(tensor, DTensor)
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
+            full = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type
+            )
         else:
             full = _full_tensor(tensor).contiguous()
         dist.broadcast(full, group=stages, group_src=holders[id(tensor)])
@@ -198,7 +236,8 @@ def _over_stages(
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
-    """Gather all shards of a DTensor on the device of its mesh; offloaded shards move there from the host first."""
+    """Gather all shards of a DTensor on the device of its mesh; offloaded shards move
+    there from the host first."""
     if not isinstance(tensor, DTensor):
         return tensor
     if is_absent(tensor):
@@ -206,6 +245,11 @@ def _full_tensor(tensor: Tensor) -> Tensor:
     mesh, local = tensor.device_mesh, tensor.to_local()
     if local.device.type != mesh.device_type:
         tensor = DTensor.from_local(  # brings the shard to the mesh's device
-            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            local,
+            mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
     return tensor.full_tensor()

@@ -1,4 +1,5 @@
-"""The opening of a checkpoint folder, and the recognition of other programs' folders."""
+"""The opening of a checkpoint folder, and the recognition of other programs'
+folders."""
 
 from __future__ import annotations
 
@@ -24,21 +25,28 @@ from smp_core.checkpoint.layout import (
     Manifest,
     digest_of,
 )
-from smp_core.checkpoint.untrusted import MANIFEST_BYTES, only_checkpoint_errors, read_json
+from smp_core.checkpoint.untrusted import (
+    MANIFEST_BYTES,
+    only_checkpoint_errors,
+    read_json,
+)
 
 
 @dataclass(eq=False)
 class OpenCheckpoint:
-    """A checkpoint whose manifest, index and rest have been read and checked against their digests.
+    """A checkpoint whose manifest, index and rest have been read and checked against
+    their digests.
 
-    Everything that takes the path of a checkpoint also takes one that is open: all parts of a load are then of one
-    save. If its path is overwritten meanwhile, that is an error that says so.
+    Everything that takes the path of a checkpoint also takes one that is open: all
+    parts of a load are then of one save. If its path is overwritten meanwhile, that is
+    an error that says so.
 
     Attributes:
         folder: where it lies.
         manifest: what it is.
         check_bytes: compare tensors with their digests while they are read.
-        agreed: all ranks have opened the same save and checked its files; this is not done again.
+        agreed: all ranks have opened the same save and checked its files; this is not
+            done again.
     """
 
     folder: Folder
@@ -50,18 +58,27 @@ class OpenCheckpoint:
         return self.address
 
     def same_save(self) -> None:
-        """Raise the reason for an error that was met while reading, if it is that the path holds another save now.
+        """Raise the reason for an error that was met while reading, if it is that the
+        path holds another save now.
 
         Raises:
             CheckpointError: another save, or none, is at the path.
         """
         try:
-            now = Manifest.from_bytes(self.folder.read(MANIFEST, MANIFEST_BYTES), self.address).id
+            now = Manifest.from_bytes(
+                self.folder.read(MANIFEST, MANIFEST_BYTES), self.address
+            ).id
         except (CheckpointError, FileNotFoundError):
             now = None
         if now != self.manifest.id:
-            what = "was removed" if now is None else f"was overwritten by another save ({now})"
-            raise CheckpointError(f"{self.address} {what} while it was read; load again, or from a path that stays")
+            what = (
+                "was removed"
+                if now is None
+                else f"was overwritten by another save ({now})"
+            )
+            raise CheckpointError(
+                f"{self.address} {what} while it was read; load again, or from a path that stays"
+            )
 
     @property
     def address(self) -> str:
@@ -82,8 +99,14 @@ class OpenCheckpoint:
         """The JSON tree of everything that is not a tensor."""
         content = self._json(self.manifest.rest)
         tree = content.get("tree")
-        if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict) or "per_rank" not in tree:
-            raise CheckpointError(f"{self.address}/{self.manifest.rest} is damaged: it has no state")
+        if (
+            not isinstance(tree, dict)
+            or not isinstance(tree.get("state"), dict)
+            or "per_rank" not in tree
+        ):
+            raise CheckpointError(
+                f"{self.address}/{self.manifest.rest} is damaged: it has no state"
+            )
         return tree
 
     @functools.cached_property
@@ -94,11 +117,17 @@ class OpenCheckpoint:
         where = f"{self.address}/{self.manifest.rest_pt}"
         check_torch_content(io.BytesIO(data), where)
         try:
-            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            content = torch.load(
+                io.BytesIO(data), map_location="cpu", weights_only=True
+            )
         except Exception as error:
-            raise CheckpointError(f"{where} cannot be read with weights_only=True: {error}") from error
+            raise CheckpointError(
+                f"{where} cannot be read with weights_only=True: {error}"
+            ) from error
         if not isinstance(content, dict):
-            raise CheckpointError(f"{where} is damaged: it holds a {type(content).__name__}, not a dict")
+            raise CheckpointError(
+                f"{where} is damaged: it holds a {type(content).__name__}, not a dict"
+            )
         return content
 
     def plain_entries(self) -> dict[str, Any]:
@@ -106,10 +135,15 @@ class OpenCheckpoint:
         return self._plain
 
     def pickle_entries(self) -> dict[str, Any]:
-        """Return the entries of the pickle file. Runs code from the file: only for ``allow_pickle=True``."""
+        """Return the entries of the pickle file. Runs code from the file: only for
+        ``allow_pickle=True``."""
         if self.manifest.rest_pickle is None:
             return {}
-        return torch.load(io.BytesIO(self.checked(self.manifest.rest_pickle)), map_location="cpu", weights_only=False)
+        return torch.load(
+            io.BytesIO(self.checked(self.manifest.rest_pickle)),
+            map_location="cpu",
+            weights_only=False,
+        )
 
     def checked(self, name: str) -> bytes:
         """Read a small file and check its digest.
@@ -129,10 +163,14 @@ class OpenCheckpoint:
             raise CheckpointError(f"{where} is missing") from None
         if size != record.bytes:
             self.same_save()
-            raise CheckpointError(f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged")
+            raise CheckpointError(
+                f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
+            )
         if digest_of(data, self.manifest.algorithm) != record.digest:
             self.same_save()
-            raise CheckpointError(f"{where} is damaged: its {self.manifest.algorithm} digest does not fit the manifest")
+            raise CheckpointError(
+                f"{where} is damaged: its {self.manifest.algorithm} digest does not fit the manifest"
+            )
         return data
 
     def _json(self, name: str) -> Any:
@@ -146,8 +184,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """Open a checkpoint folder; one that is open already is returned as it is.
 
     Raises:
-        CheckpointError: missing, half (no manifest), damaged, or of another program; the message says which and what
-            to do.
+        CheckpointError: missing, half (no manifest), damaged, or of another program;
+            the message says which and what to do.
     """
     if isinstance(path, OpenCheckpoint):
         return path
@@ -156,7 +194,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
         data = folder.read(MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError:
         raise _refusal(folder, os.fspath(path)) from None
-    return OpenCheckpoint(folder, Manifest.from_bytes(data, f"{folder.address}/{MANIFEST}"))
+    return OpenCheckpoint(
+        folder, Manifest.from_bytes(data, f"{folder.address}/{MANIFEST}")
+    )
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -169,7 +209,8 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def _refusal(folder: Folder, path: str) -> CheckpointError:
-    """Make the error for a folder without a manifest, which says what the folder is instead."""
+    """Make the error for a folder without a manifest, which says what the folder is
+    instead."""
     if not folder.exists():
         return missing(path)
     names = folder.names()
@@ -184,7 +225,9 @@ def _refusal(folder: Folder, path: str) -> CheckpointError:
         )
     if not names:
         return CheckpointError(f"{path} is an empty folder, not a checkpoint")
-    return CheckpointError(f"{path} is not a torch-smp checkpoint: no {MANIFEST}; it holds {', '.join(names[:5])}")
+    return CheckpointError(
+        f"{path} is not a torch-smp checkpoint: no {MANIFEST}; it holds {', '.join(names[:5])}"
+    )
 
 
 _KINDS = {
@@ -217,7 +260,8 @@ def foreign_kind(path: str, names: list[str]) -> str | None:
         "accelerate": any_is(r"\Apytorch_model_fsdp_\d+/\.metadata\Z"),
         "accelerate-files": any_is(r"\Apytorch_model_fsdp_\d+_rank\d+\.bin"),
         "sagemaker": any_is(r"(_partial|smp_rank_\d+)"),
-        "huggingface": "model.safetensors.index.json" in names or "model.safetensors" in names,
+        "huggingface": "model.safetensors.index.json" in names
+        or "model.safetensors" in names,
     }
     return next((kind for kind, fits in tests.items() if fits), None)
 
@@ -226,7 +270,11 @@ def _foreign_text(path: str, names: list[str]) -> str | None:
     kind = foreign_kind(path, names)
     if kind is not None:
         return f"{_KINDS[kind]}; convert it with `smp checkpoint import {path} OUT`"
-    checkpoints = sorted({name.split("/")[0] for name in names if name.endswith(f"/{MANIFEST}")})
+    checkpoints = sorted(
+        {name.split("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
+    )
     if checkpoints:
-        return f"a folder of checkpoints; give one of them: {', '.join(checkpoints[-3:])}"
+        return (
+            f"a folder of checkpoints; give one of them: {', '.join(checkpoints[-3:])}"
+        )
     return None

@@ -1,9 +1,12 @@
-"""The optimizer states of a checkpoint, keyed by parameter name, so that any sharding and any mesh reads them.
+"""The optimizer states of a checkpoint, keyed by parameter name, so that any sharding
+and any mesh reads them.
 
-torch numbers an optimizer's parameters; a checkpoint names them, ``{"state": {name: {"exp_avg": ...}}, "param_groups":
-[{"params": [names], "lr": ...}]}``, as ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` does. The
-difference is in loading: only parameters with a saved state get one, so that a parameter that was never stepped
-(frozen, unused) is as fresh after a resume as before it.
+torch numbers an optimizer's parameters; a checkpoint names them, ``{"state": {name:
+{"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``, as
+``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` does. The
+difference is in loading: only parameters with a saved state get one, so that a
+parameter that was never stepped (frozen, unused) is as fresh after a resume as before
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from smp_core.torch_facts import StepsOnHost, clean_name, is_absent, model_param
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state keyed by parameter name; tensors are the live ones (DTensors where sharded).
+    """Return the optimizer's state keyed by parameter name; tensors are the live ones
+    (DTensors where sharded).
 
     Raises:
         CheckpointError: the optimizer steps a parameter that is not the model's.
@@ -41,7 +45,10 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
         named = [names[i] for i in group["params"]]
         groups.append({**group, "params": named})
     # A value that an optimizer keeps for none of its parameters has a key of its own.
-    state = {names[key] if isinstance(key, int) else key: entry for key, entry in numbered["state"].items()}
+    state = {
+        names[key] if isinstance(key, int) else key: entry
+        for key, entry in numbered["state"].items()
+    }
     return {"state": state, "param_groups": groups}
 
 
@@ -57,15 +64,27 @@ def numbered(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stepped_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the model's parameters that the optimizer steps, itself or (``optimizer_shard="world"``) masters of."""
-    return [model_parameter(stepped) for group in optimizer.param_groups for stepped in group["params"]]
+    """Return the model's parameters that the optimizer steps, itself or
+    (``optimizer_shard="world"``) masters of."""
+    return [
+        model_parameter(stepped)
+        for group in optimizer.param_groups
+        for stepped in group["params"]
+    ]
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """List the names of the optimizer's parameters, in the order in which torch numbers them."""
-    by_parameter: dict[Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
+    """List the names of the optimizer's parameters, in the order in which torch numbers
+    them."""
+    by_parameter: dict[Tensor, str] = {
+        p: clean_name(name) for name, p in model.named_parameters()
+    }
     parameters = stepped_parameters(optimizer)
-    strangers = [tuple(parameter.shape) for parameter in parameters if parameter not in by_parameter]
+    strangers = [
+        tuple(parameter.shape)
+        for parameter in parameters
+        if parameter not in by_parameter
+    ]
     if strangers:
         raise CheckpointError(
             f"the optimizer has {len(strangers)} parameters that the model does not have (shapes {strangers[:3]}); it "
@@ -83,18 +102,22 @@ def load_named_optimizer_state(
     verify: str | None = "auto",
     given: Mapping[str, Any] | None = None,
 ) -> None:
-    """Read the optimizer state saved under ``prefix`` of a checkpoint folder into ``optimizer``. Collective.
+    """Read the optimizer state saved under ``prefix`` of a checkpoint folder into
+    ``optimizer``. Collective.
 
     Args:
-        prefix: path of the state inside the checkpoint, e.g. ``("optimizer_states", 0)``.
-        name_there: a parameter's name here -> its name in the checkpoint (:func:`names_between`).
+        prefix: path of the state inside the checkpoint, e.g. ``("optimizer_states",
+            0)``.
+        name_there: a parameter's name here -> its name in the checkpoint
+            (:func:`names_between`).
         verify: as in :func:`smp_core.checkpoint.load_checkpoint`.
-        given: a state to load in the place of the saved one: groups, and for each parameter either an
-            :class:`smp_core.checkpoint.lazy_state.Unread`, which stands for the saved entry, or an entry with unsharded
-            tensors.
+        given: a state to load in the place of the saved one: groups, and for each
+            parameter either an :class:`smp_core.checkpoint.lazy_state.Unread`, which
+            stands for the saved entry, or an entry with unsharded tensors.
 
     Raises:
-        CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
+        CheckpointError: parameters that the checkpoint has and the optimizer lacks or
+            the other way round.
     """
     # The same parameters here and there.
     path = open_checkpoint(path)
@@ -102,7 +125,11 @@ def load_named_optimizer_state(
     parameters = stepped_parameters(optimizer)
     by_name = dict(zip(names, parameters, strict=True))
     groups: list[dict[str, Any]]
-    groups = read_rest(path, (*prefix, "param_groups")) if given is None else given["param_groups"]
+    groups = (
+        read_rest(path, (*prefix, "param_groups"))
+        if given is None
+        else given["param_groups"]
+    )
     saved_names = [name for group in groups for name in group["params"]]
     if sorted(saved_names) != sorted(names):
         lacking = sorted(set(names) - set(saved_names))
@@ -120,10 +147,16 @@ def load_named_optimizer_state(
     else:
         read, state = state, {}
         for owner, entry in as_it_lies(given["state"]).items():
-            state[owner] = read[owner] if isinstance(entry, Unread) else _entry_like(by_name.get(owner), entry)
+            state[owner] = (
+                read[owner]
+                if isinstance(entry, Unread)
+                else _entry_like(by_name.get(owner), entry)
+            )
     number = {name: i for i, name in enumerate(names)}
     numbered = {number.get(name, name): entry for name, entry in state.items()}
-    optimizer.load_state_dict({"state": numbered, "param_groups": _groups_like(optimizer, groups)})
+    optimizer.load_state_dict(
+        {"state": numbered, "param_groups": _groups_like(optimizer, groups)}
+    )
 
 
 def _read_sharded_like(
@@ -134,21 +167,34 @@ def _read_sharded_like(
     by_rows: Collection[str],
     verify: str | None,
 ) -> dict[str, Any]:
-    """Read the optimizer state under ``prefix``, each tensor sharded like its parameter. Collective.
+    """Read the optimizer state under ``prefix``, each tensor sharded like its
+    parameter. Collective.
 
     Args:
         by_name: parameters by their names in the checkpoint.
         on_host: keep the state on the host.
-        by_rows: names of states that are of another shape than their parameter, and sharded all the same.
+        by_rows: names of states that are of another shape than their parameter, and
+            sharded all the same.
     """
     filled: list[str] = []
 
     def empty(place: Path, name: str, record: TensorRecord) -> Tensor:
         filled.append(name)
-        owner = by_name.get(place[len(prefix) + 1]) if place[len(prefix)] == "state" else None
-        if owner is None:  # a rate of a group, for example, or a value kept for none of the parameters
+        owner = (
+            by_name.get(place[len(prefix) + 1])
+            if place[len(prefix)] == "state"
+            else None
+        )
+        # A rate of a group, for example, or a value kept for none of the parameters.
+        if owner is None:
             return torch.empty(record.shape, dtype=record.dtype)
-        return like_parameter(owner, record.shape, record.dtype, on_host=on_host, by_rows=place[-1] in by_rows)
+        return like_parameter(
+            owner,
+            record.shape,
+            record.dtype,
+            on_host=on_host,
+            by_rows=place[-1] in by_rows,
+        )
 
     saved: dict[str, Any] = read_template(path, prefix, empty)
     load_checkpoint(path, _nested(prefix, saved), only=filled, verify=verify)
@@ -156,14 +202,20 @@ def _read_sharded_like(
 
 
 def _entry_like(parameter: Tensor | None, entry: Any) -> Any:
-    """Return this rank's part of the unsharded tensors of one parameter's state; all of it for no parameter."""
-    return entry if parameter is None else map_tensors(entry, functools.partial(shard_like, parameter))
+    """Return this rank's part of the unsharded tensors of one parameter's state; all of
+    it for no parameter."""
+    return (
+        entry
+        if parameter is None
+        else map_tensors(entry, functools.partial(shard_like, parameter))
+    )
 
 
 def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
     """Return the translation of names in this process to names in the checkpoint.
 
-    A model inside a LightningModule has the prefix ``"model."``, the model by itself "".
+    A model inside a LightningModule has the prefix ``"model."``, the model by itself
+    "".
 
     Args:
         prefix_here: the prefix of names of the model in this process.
@@ -174,8 +226,11 @@ def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
     return lambda name: prefix_there + name.removeprefix(prefix_here)
 
 
-def _groups_like(optimizer: Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved groups with this optimizer's numbers: states are found by name, whatever the order was."""
+def _groups_like(
+    optimizer: Optimizer, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the saved groups with this optimizer's numbers: states are found by name,
+    whatever the order was."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in saved] != sizes:
         raise CheckpointError(
@@ -183,19 +238,40 @@ def _groups_like(optimizer: Optimizer, saved: list[dict[str, Any]]) -> list[dict
             f"{sizes}; build configure_optimizers as it was"
         )
     numbers = itertools.count()
-    numbered = [{**group, "params": list(itertools.islice(numbers, len(group["params"])))} for group in saved]
+    numbered = [
+        {**group, "params": list(itertools.islice(numbers, len(group["params"])))}
+        for group in saved
+    ]
     return _on_their_devices(optimizer, numbered)
 
 
-def _on_their_devices(optimizer: Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Move tensors of saved groups (a rate, betas) to the devices of the optimizer's own; others stay."""
+def _on_their_devices(
+    optimizer: Optimizer, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Move tensors of saved groups (a rate, betas) to the devices of the optimizer's
+    own; others stay."""
     moved = []
     for number, group in enumerate(saved):
-        own = optimizer.param_groups[number] if number < len(optimizer.param_groups) else {}
+        own = (
+            optimizer.param_groups[number]
+            if number < len(optimizer.param_groups)
+            else {}
+        )
         values = {}
         for key, value in group.items():
-            device = next((tensor.device for _, tensor in iterate_tensors(own.get(key)) if key != "params"), None)
-            values[key] = value if device is None else map_tensors(value, operator.methodcaller("to", device))
+            device = next(
+                (
+                    tensor.device
+                    for _, tensor in iterate_tensors(own.get(key))
+                    if key != "params"
+                ),
+                None,
+            )
+            values[key] = (
+                value
+                if device is None
+                else map_tensors(value, operator.methodcaller("to", device))
+            )
         moved.append(values)
     return moved
 
@@ -209,36 +285,58 @@ def like_parameter(
 ) -> Tensor:
     """Make zeros, to be filled: sharded like ``parameter`` if of its shape, else plain.
 
-    Plain zeros are on the parameter's device; on the CPU if they are 0-d, or ``on_host``.
+    Plain zeros are on the parameter's device; on the CPU if they are 0-d, or
+    ``on_host``.
 
     Args:
-        by_rows: zeros of another shape are sharded like ``parameter`` too: by the dims that are its own.
+        by_rows: zeros of another shape are sharded like ``parameter`` too: by the dims
+            that are its own.
     """
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
-        # Like the shard, also where that is on the host and the mesh of a GPU (from_local would bring it there).
-        return torch.zeros_like(parameter, dtype=dtype, device="cpu" if on_host else None)
+        # Like the shard, also where that is on the host and the mesh of a GPU
+        # (from_local would bring it there).
+        return torch.zeros_like(
+            parameter, dtype=dtype, device="cpu" if on_host else None
+        )
     if isinstance(parameter, DTensor) and by_rows:
-        return torch.zeros_like(_of_shape(parameter, shape, dtype), device="cpu" if on_host else parameter.device)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if len(shape) and not on_host else "cpu")
+        return torch.zeros_like(
+            _of_shape(parameter, shape, dtype),
+            device="cpu" if on_host else parameter.device,
+        )
+    return torch.zeros(
+        shape,
+        dtype=dtype,
+        device=parameter.device if len(shape) and not on_host else "cpu",
+    )
 
 
-def _of_shape(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
-    """Return a DTensor of another shape, sharded like a parameter, whose shards have no memory."""
+def _of_shape(
+    parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensor:
+    """Return a DTensor of another shape, sharded like a parameter, whose shards have no
+    memory."""
     whole = torch.empty(shape, dtype=dtype, device="meta")
     own = whole[:0] if is_absent(parameter) else own_part(whole, parameter)
     return DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
 
 
 def shard_like(parameter: Tensor, whole: Tensor, by_rows: bool = False) -> Tensor:
-    """Return this rank's part of an unsharded tensor, as a DTensor like ``parameter``; all of it if that is no
-    DTensor, or one of another shape.
+    """Return this rank's part of an unsharded tensor, as a DTensor like ``parameter``;
+    all of it if that is no DTensor, or one of another shape.
 
     Args:
         by_rows: as of :func:`like_parameter`.
     """
-    if not isinstance(parameter, DTensor) or (parameter.shape != whole.shape and not by_rows):
+    if not isinstance(parameter, DTensor) or (
+        parameter.shape != whole.shape and not by_rows
+    ):
         return whole
     made = like_parameter(parameter, tuple(whole.shape), whole.dtype, by_rows=by_rows)
     copy_into(made, whole)
@@ -247,8 +345,8 @@ def shard_like(parameter: Tensor, whole: Tensor, by_rows: bool = False) -> Tenso
 
 @torch.no_grad()
 def copy_into(target: Tensor, whole: Tensor) -> None:
-    """Fill ``target`` (a DTensor, or a plain tensor) from the unsharded tensor; local, no collective. Nothing is done
-    to one that lies on other pipeline stages."""
+    """Fill ``target`` (a DTensor, or a plain tensor) from the unsharded tensor; local,
+    no collective. Nothing is done to one that lies on other pipeline stages."""
     if is_absent(target):
         return
     if isinstance(target, DTensor):
@@ -258,10 +356,12 @@ def copy_into(target: Tensor, whole: Tensor) -> None:
 
 
 def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's part of an unsharded tensor: axis by axis ceil(rows / ranks) rows, as torch.chunk cuts them.
+    """Return this rank's part of an unsharded tensor: axis by axis ceil(rows / ranks)
+    rows, as torch.chunk cuts them.
 
-    The innermost axis first: what is split over tensor ranks was split before FSDP2 sharded the parts, which is what
-    its placement (``_StridedShard``) of the outer axis says.
+    The innermost axis first: what is split over tensor ranks was split before FSDP2
+    sharded the parts, which is what its placement (``_StridedShard``) of the outer axis
+    says.
     """
     for axis in reversed(range(like.device_mesh.ndim)):
         placement: Any = like.placements[axis]
@@ -275,7 +375,8 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load an ordinary numbered optimizer state of unsharded tensors: each rank keeps its own part. Local."""
+    """Load an ordinary numbered optimizer state of unsharded tensors: each rank keeps
+    its own part. Local."""
     parameters = stepped_parameters(optimizer)
     state = {
         key: _entry_like(parameters[key] if isinstance(key, int) else None, entry)
@@ -286,7 +387,8 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
 
 
 def _nested(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """Put ``value`` at ``path``; integer keys stand for places in a list, filled up with empty dicts."""
+    """Put ``value`` at ``path``; integer keys stand for places in a list, filled up
+    with empty dicts."""
     for key in reversed(path):
         if isinstance(key, int):
             value = [*({} for _ in range(key)), value]

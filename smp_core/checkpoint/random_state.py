@@ -1,8 +1,9 @@
-"""The random states of all ranks: saved with a checkpoint, restored on the same number of ranks, derived anew on
-another.
+"""The random states of all ranks: saved with a checkpoint, restored on the same number
+of ranks, derived anew on another.
 
-On another world size there is no rank to which an old state belongs. Each rank is then seeded from (seed, step, rank),
-so that a resume is the same every time it is tried, and ranks differ.
+On another world size there is no rank to which an old state belongs. Each rank is then
+seeded from (seed, step, rank), so that a resume is the same every time it is tried, and
+ranks differ.
 """
 
 from __future__ import annotations
@@ -25,16 +26,25 @@ logger = logging.getLogger("smp")
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of this rank's generators: Python, numpy, torch on the CPU and on the current CUDA device.
+    """Return the states of this rank's generators: Python, numpy, torch on the CPU and
+    on the current CUDA device.
 
-    The values are plain types and tensors, so that ``torch.load(weights_only=True)`` reads them too.
+    The values are plain types and tensors, so that ``torch.load(weights_only=True)``
+    reads them too.
 
-    In plain types and tensors, so that ``torch.load(weights_only=True)`` reads them too.
+    In plain types and tensors, so that ``torch.load(weights_only=True)`` reads them
+    too.
     """
     kind, keys, position, has_gauss, gauss = numpy.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (str(kind), torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, gauss),
+        "numpy": (
+            str(kind),
+            torch.from_numpy(numpy.asarray(keys).astype("int64")),
+            position,
+            has_gauss,
+            gauss,
+        ),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -60,7 +70,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def derived_seed(seed: int, step: int, rank: int) -> int:
-    """Derive a 32-bit seed from (seed, step, rank): equal every time, unrelated for neighbours."""
+    """Derive a 32-bit seed from (seed, step, rank): equal every time, unrelated for
+    neighbours."""
     digest = hashlib.sha256(f"smp {seed} {step} {rank}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
@@ -73,18 +84,27 @@ def seed_random_state(seed: int) -> None:
 
 
 def resumed_random_state(
-    saved: Sequence[Mapping[str, Any] | None], rank: int, world_size: int, seed: int, step: int, where: str
+    saved: Sequence[Mapping[str, Any] | None],
+    rank: int,
+    world_size: int,
+    seed: int,
+    step: int,
+    where: str,
 ) -> dict[str, Any]:
-    """Return the random state with which this rank of a resumed run continues; no generator is changed.
+    """Return the random state with which this rank of a resumed run continues; no
+    generator is changed.
 
     Args:
-        saved: :func:`random_state` of every rank of the run that saved, by rank; empty or None where there is none.
+        saved: :func:`random_state` of every rank of the run that saved, by rank; empty
+            or None where there is none.
         rank, world_size: of this run.
-        seed, step: the run's seed and the optimizer step of the checkpoint, for another world size.
+        seed, step: the run's seed and the optimizer step of the checkpoint, for another
+            world size.
         where: the checkpoint's name, for the log.
 
     Returns:
-        this rank's saved state; on another world size one that is derived from (seed, step, rank), which rank 0 logs.
+        this rank's saved state; on another world size one that is derived from (seed,
+        step, rank), which rank 0 logs.
     """
     own = saved[rank] if len(saved) == world_size else None
     if own is not None:
@@ -106,17 +126,21 @@ def resumed_random_state(
         set_random_state(now)
 
 
-def restore_random_state(path: str | os.PathLike[str], rank: int, world_size: int, seed: int) -> bool:
-    """Restore this rank's generators from the checkpoint, or seed them anew on another number of ranks.
+def restore_random_state(
+    path: str | os.PathLike[str], rank: int, world_size: int, seed: int
+) -> bool:
+    """Restore this rank's generators from the checkpoint, or seed them anew on another
+    number of ranks.
 
     Args:
-        path: a checkpoint whose ``per_rank`` was a dict with ``{"random": random_state()}``.
+        path: a checkpoint whose ``per_rank`` was a dict with ``{"random":
+            random_state()}``.
         rank, world_size: of this run.
         seed: the run's seed, for another world size.
 
     Returns:
-        True when the saved state was restored; False when the generators were seeded from (seed, step, rank), which
-        rank 0 logs.
+        True when the saved state was restored; False when the generators were seeded
+        from (seed, step, rank), which rank 0 logs.
 
     Raises:
         CheckpointError: not a readable checkpoint.
@@ -125,5 +149,7 @@ def restore_random_state(path: str | os.PathLike[str], rank: int, world_size: in
     step = opened.manifest.step or 0
     parts = read_per_rank(opened)
     saved = [part.get("random") if isinstance(part, dict) else None for part in parts]
-    set_random_state(resumed_random_state(saved, rank, world_size, seed, step, os.fspath(path)))
+    set_random_state(
+        resumed_random_state(saved, rank, world_size, seed, step, os.fspath(path))
+    )
     return len(saved) == world_size and saved[rank] is not None

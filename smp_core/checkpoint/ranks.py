@@ -1,4 +1,5 @@
-"""The steps that all ranks of a process group take together: an error on any rank is raised on every one."""
+"""The steps that all ranks of a process group take together: an error on any rank is
+raised on every one."""
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ class Ranks:
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
         if self.rank < 0:
-            raise CheckpointError("this rank is not in the process_group that saves or loads the checkpoint")
+            raise CheckpointError(
+                "this rank is not in the process_group that saves or loads the checkpoint"
+            )
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Make the group of this process alone, whether or not torch.distributed is initialised."""
+        """Make the group of this process alone, whether or not torch.distributed is
+        initialised."""
         ranks = cls.__new__(cls)
         ranks.distributed = False
         ranks.group = None
@@ -46,7 +50,10 @@ class Ranks:
         return gathered
 
     def together(
-        self, what: str, action: Callable[[], T], share: Callable[[T], Any] = lambda result: None
+        self,
+        what: str,
+        action: Callable[[], T],
+        share: Callable[[T], Any] = lambda result: None,
     ) -> tuple[T, list[Any]]:
         """Run an action on every rank.
 
@@ -59,7 +66,8 @@ class Ranks:
             this rank's result, and what every rank shares.
 
         Raises:
-            CheckpointError: it failed somewhere; the message names the ranks. The local error is the cause.
+            CheckpointError: it failed somewhere; the message names the ranks. The local
+                error is the cause.
         """
         result, error = _attempt(action)
         shared: Any = None
@@ -90,15 +98,22 @@ class Ranks:
 def _attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return action(), None
-    except BaseException as error:  # a rank that leaves a collective alone would hang the others
+    except BaseException as error:
+        # A rank that leaves a collective alone would hang the others.
         return None, error
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, CheckpointError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
-def raise_any(what: str, messages: list[str | None], local: BaseException | None = None) -> None:
+def raise_any(
+    what: str, messages: list[str | None], local: BaseException | None = None
+) -> None:
     """Raise one error from the messages of all ranks (None: no error there)."""
     failed: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
@@ -108,7 +123,12 @@ def raise_any(what: str, messages: list[str | None], local: BaseException | None
         raise local  # KeyboardInterrupt and SystemExit stay what they are
     if not failed:
         return
-    if len(failed) == 1 and (len(messages) == 1 or len(next(iter(failed.values()))) == len(messages)):
+    if len(failed) == 1 and (
+        len(messages) == 1 or len(next(iter(failed.values()))) == len(messages)
+    ):
         raise CheckpointError(f"{what}: {next(iter(failed))}") from local
-    parts = [f"rank {','.join(map(str, ranks))}: {message}" for message, ranks in list(failed.items())[:4]]
+    parts = [
+        f"rank {','.join(map(str, ranks))}: {message}"
+        for message, ranks in list(failed.items())[:4]
+    ]
     raise CheckpointError(f"{what}: {'; '.join(parts)}") from local

@@ -1,9 +1,11 @@
-"""The reader of checkpoints: torch's DCP load planner computes which stored slices overlap which local shards; our
-storage reader fetches them from the safetensors files, straight into the tensors of the template.
+"""The reader of checkpoints: torch's DCP load planner computes which stored slices
+overlap which local shards; our storage reader fetches them from the safetensors files,
+straight into the tensors of the template.
 
-Nothing is unpickled but rest.pt (weights_only=True) and, when asked for by name, rest-pickle.pt. Sizes of all files and
-the headers of the files in use are always checked, the bytes of tensors while they are read; all digests before when
-asked, or when something beside the folder shows that a save was interrupted.
+Nothing is unpickled but rest.pt (weights_only=True) and, when asked for by name,
+rest-pickle.pt. Sizes of all files and the headers of the files in use are always
+checked, the bytes of tensors while they are read; all digests before when asked, or
+when something beside the folder shows that a save was interrupted.
 """
 
 from __future__ import annotations
@@ -33,11 +35,25 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from smp_core.checkpoint.layout import CheckpointError, Chunk, Index, Manifest, TensorRecord
+from smp_core.checkpoint.layout import (
+    CheckpointError,
+    Chunk,
+    Index,
+    Manifest,
+    TensorRecord,
+)
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tensor_files import TensorFiles
-from smp_core.checkpoint.tree import DROP, Path, decode_rest, holds_tensor, iterate_tensors, path_text, subtree
+from smp_core.checkpoint.tree import (
+    DROP,
+    Path,
+    decode_rest,
+    holds_tensor,
+    iterate_tensors,
+    path_text,
+    subtree,
+)
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import open_checked
 from smp_core.outside import long_wait
@@ -60,27 +76,33 @@ def load_checkpoint(
     allow_dtype_cast: bool = False,
     allow_pickle: bool = False,
 ) -> None:
-    """Load a checkpoint in place into a nested state. Collective over all ranks of the group.
+    """Load a checkpoint in place into a nested state. Collective over all ranks of the
+    group.
 
-    Tensors of ``state`` (DTensors over any mesh, plain tensors, any world size) are filled in place. Parts of ``state``
-    that hold no tensor (``param_groups``, counters) are replaced by the saved values. Only the top-level keys that
-    ``state`` has are loaded: ``{"state_dict": ...}`` loads the weights alone.
+    Tensors of ``state`` (DTensors over any mesh, plain tensors, any world size) are
+    filled in place. Parts of ``state`` that hold no tensor (``param_groups``, counters)
+    are replaced by the saved values. Only the top-level keys that ``state`` has are
+    loaded: ``{"state_dict": ...}`` loads the weights alone.
 
     Args:
         path: checkpoint folder or fsspec address.
         state: the template.
-        strict: tensors missing in the checkpoint, or in the template (under its top-level keys), are errors; otherwise
-            they keep their values and are logged.
-        only: globs over tensor names (``["state_dict.encoder.*"]``): other tensors and values keep what they have.
+        strict: tensors missing in the checkpoint, or in the template (under its
+            top-level keys), are errors; otherwise they keep their values and are
+            logged.
+        only: globs over tensor names (``["state_dict.encoder.*"]``): other tensors and
+            values keep what they have.
         process_group: the ranks that load together; None: all.
-        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of a tensor while it is read; all
-            digests before, when an interrupted save lies alongside the folder.
+        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of
+            a tensor while it is read; all digests before, when an interrupted save lies
+            alongside the folder.
         allow_dtype_cast: convert where the saved dtype differs, instead of refusing.
-        allow_pickle: read values that were saved with ``allow_pickle=True``. This runs code from the file.
+        allow_pickle: read values that were saved with ``allow_pickle=True``. This runs
+            code from the file.
 
     Raises:
-        CheckpointError: on every rank when any rank failed: missing, half, damaged or foreign folder, tensors that do
-            not fit; the message names the first few.
+        CheckpointError: on every rank when any rank failed: missing, half, damaged or
+            foreign folder, tensors that do not fit; the message names the first few.
     """
     ranks = Ranks(process_group)
     what = f"checkpoint {os.fspath(path)} was not loaded"
@@ -88,7 +110,10 @@ def load_checkpoint(
     with long_wait(f"loading {os.fspath(path)}", here=ranks.rank == 0):
         opened = open_checked(path, verify, ranks, what)
         (tensors, replacements), _ = ranks.together(
-            what, lambda: _match(opened, state, strict, globs, allow_dtype_cast, allow_pickle)
+            what,
+            lambda: _match(
+                opened, state, strict, globs, allow_dtype_cast, allow_pickle
+            ),
         )
         try:
             for part in _in_parts(tensors):
@@ -103,12 +128,17 @@ def load_checkpoint(
 def _cause(wrapped: Any) -> str:
     """Return a rank's error in words, of DCP's (error, traceback)."""
     cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    return str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
+    return (
+        str(cause)
+        if isinstance(cause, CheckpointError)
+        else f"{type(cause).__name__}: {cause}"
+    )
 
 
 def _in_parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Divide tensors into those that are filled in place, all together, and groups of those that are stored as codes,
-    which are filled decoded: of about a gigabyte whole, which all ranks share."""
+    """Divide tensors into those that are filled in place, all together, and groups of
+    those that are stored as codes, which are filled decoded: of about a gigabyte whole,
+    which all ranks share."""
     parts: list[dict[str, Tensor]] = [{}]
     room = 0
     for name, tensor in tensors.items():
@@ -129,15 +159,22 @@ def _is_coded(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _fill(opened: OpenCheckpoint, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Read tensors in place, those that are stored as codes by way of decoded ones. Collective."""
-    decoded = {name: torch.empty_like(tensor) for name, tensor in tensors.items() if _is_coded(tensor)}
+    """Read tensors in place, those that are stored as codes by way of decoded ones.
+    Collective."""
+    decoded = {
+        name: torch.empty_like(tensor)
+        for name, tensor in tensors.items()
+        if _is_coded(tensor)
+    }
     read = {**tensors, **decoded}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(
             read,
             storage_reader=SmpStorageReader(opened, read),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=DefaultLoadPlanner(
+                flatten_state_dict=False, flatten_sharded_tensors=False
+            ),
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )
@@ -154,18 +191,29 @@ def _match(
     allow_dtype_cast: bool,
     allow_pickle: bool,
 ) -> tuple[dict[str, Tensor], list[tuple[Any, Any, Any]]]:
-    """Pair the template's tensors with the checkpoint's; also list the values that replace tensor-free parts."""
+    """Pair the template's tensors with the checkpoint's; also list the values that
+    replace tensor-free parts."""
     index = opened.index
     by_path = index.by_path()
     wanted = dict(iterate_tensors(state))
     if only is not None:
         chosen = set(_select(index, only))
-        wanted = {path: tensor for path, tensor in wanted.items() if by_path.get(path) in chosen}
+        wanted = {
+            path: tensor
+            for path, tensor in wanted.items()
+            if by_path.get(path) in chosen
+        }
         by_path = {path: name for path, name in by_path.items() if name in chosen}
     # How the two differ: names, shapes, dtypes.
     missing = [path_text(path) for path in wanted if path not in by_path]
-    unexpected = [name for path, name in by_path.items() if path and path[0] in state and path not in wanted]
-    found = {by_path[path]: tensor for path, tensor in wanted.items() if path in by_path}
+    unexpected = [
+        name
+        for path, name in by_path.items()
+        if path and path[0] in state and path not in wanted
+    ]
+    found = {
+        by_path[path]: tensor for path, tensor in wanted.items() if path in by_path
+    }
     shapes = [
         f"{name}: checkpoint {list(index.record(name).shape)}, model {list(tensor.shape)}"
         for name, tensor in found.items()
@@ -185,11 +233,20 @@ def _match(
     if shapes:
         problems.append(_listing("of another shape (another architecture?)", shapes))
     if dtypes and not allow_dtype_cast:
-        problems.append(_listing("of another dtype (pass allow_dtype_cast=True to convert)", dtypes))
+        problems.append(
+            _listing("of another dtype (pass allow_dtype_cast=True to convert)", dtypes)
+        )
     if problems:
-        hint = "; strict=False loads what fits by name" if strict and (missing or unexpected) else ""
+        hint = (
+            "; strict=False loads what fits by name"
+            if strict and (missing or unexpected)
+            else ""
+        )
         raise CheckpointError("; ".join(problems) + hint)
-    for text, names in (("missing in the checkpoint, kept", missing), ("in the checkpoint only, not used", unexpected)):
+    for text, names in (
+        ("missing in the checkpoint, kept", missing),
+        ("in the checkpoint only, not used", unexpected),
+    ):
         if names:
             logger.warning("%s: %s", opened.address, _listing(text, names))
     replacements: list[tuple[Any, Any, Any]] = []
@@ -204,9 +261,14 @@ def _listing(what: str, names: list[str]) -> str:
 
 
 def _collect_rest(
-    opened: OpenCheckpoint, node: Any, path: Path, replacements: list[tuple[Any, Any, Any]], allow_pickle: bool
+    opened: OpenCheckpoint,
+    node: Any,
+    path: Path,
+    replacements: list[tuple[Any, Any, Any]],
+    allow_pickle: bool,
 ) -> None:
-    """Collect (container, key, saved value) for every value of the template that is no tensor."""
+    """Collect (container, key, saved value) for every value of the template that is no
+    tensor."""
     entries = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in entries:
         here = (*path, key)
@@ -218,18 +280,29 @@ def _collect_rest(
         try:
             saved = subtree(opened.tree, ("state", *here))
         except KeyError:
-            logger.warning("%s has no %s: the value at hand is kept", opened.address, path_text(here))
+            logger.warning(
+                "%s has no %s: the value at hand is kept",
+                opened.address,
+                path_text(here),
+            )
             continue
         if isinstance(node, tuple):
             continue  # immutable: values alongside a tensor in a tuple stay
-        replacements.append((node, key, _decode(opened, saved, lambda name: DROP, allow_pickle)))
+        replacements.append(
+            (node, key, _decode(opened, saved, lambda name: DROP, allow_pickle))
+        )
 
 
-def decode_state(opened: OpenCheckpoint, tensor: Callable[[str], Any], allow_pickle: bool) -> Any:
-    """Decode the complete saved state, with ``tensor(name)`` in the place of each tensor."""
+def decode_state(
+    opened: OpenCheckpoint, tensor: Callable[[str], Any], allow_pickle: bool
+) -> Any:
+    """Decode the complete saved state, with ``tensor(name)`` in the place of each
+    tensor."""
     state = _decode(opened, subtree(opened.tree, ("state",)), tensor, allow_pickle)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{opened.address} is damaged: its state is a {type(state).__name__}, not a dict")
+        raise CheckpointError(
+            f"{opened.address} is damaged: its state is a {type(state).__name__}, not a dict"
+        )
     return state
 
 
@@ -243,7 +316,8 @@ def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) 
         return opened.pickle_entries()[key]
 
     def known(name: str) -> Any:
-        opened.index.record(name)  # a KeyError for a tensor that the index does not have
+        # A KeyError for a tensor that the index does not have.
+        opened.index.record(name)
         return tensor(name)
 
     with only_checkpoint_errors(f"{opened.address}/{opened.manifest.rest}"):
@@ -254,7 +328,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: the folder is missing, half, damaged or foreign; the message says which.
+        CheckpointError: the folder is missing, half, damaged or foreign; the message
+            says which.
     """
     return open_checkpoint(path).manifest
 
@@ -276,15 +351,19 @@ def read_rest(
     exclude: Iterable[str] = (),
     allow_pickle: bool = False,
 ) -> Any:
-    """Read the saved state without its tensors, in the structure it had. Not collective.
+    """Read the saved state without its tensors, in the structure it had. Not
+    collective.
 
     Args:
         path: checkpoint folder or address.
-        prefix: only this part: ``"hyper_parameters"`` or a path such as ``("loops", "fit_loop")``.
-        tensors: globs over tensor names; those are filled in (unsharded, on the CPU). Other tensors are left out of
-            their dicts; in lists and tuples a ``TensorReference`` stands for them.
+        prefix: only this part: ``"hyper_parameters"`` or a path such as ``("loops",
+            "fit_loop")``.
+        tensors: globs over tensor names; those are filled in (unsharded, on the CPU).
+            Other tensors are left out of their dicts; in lists and tuples a
+            ``TensorReference`` stands for them.
         exclude: globs over tensor names taken back out of ``tensors``.
-        allow_pickle: read values saved with ``allow_pickle=True``. This runs code from the file.
+        allow_pickle: read values saved with ``allow_pickle=True``. This runs code from
+            the file.
 
     Raises:
         CheckpointError: as in :func:`read_manifest`, or there is no such part.
@@ -297,16 +376,28 @@ def read_rest(
         tree = subtree(opened.tree, ("state", *steps))
     except KeyError:
         known = list(subtree(opened.tree, ("state",)))
-        raise CheckpointError(f"{opened.address} has no {path_text(steps)!r}; at the top it has {known}") from None
-    names = set(_select(opened.index, tensors)) - set(_select(opened.index, exclude, must_match=False))
+        raise CheckpointError(
+            f"{opened.address} has no {path_text(steps)!r}; at the top it has {known}"
+        ) from None
+    names = set(_select(opened.index, tensors)) - set(
+        _select(opened.index, exclude, must_match=False)
+    )
     with TensorFiles(opened) as files:
-        return _decode(opened, tree, lambda name: files.unsharded(name) if name in names else DROP, allow_pickle)
+        return _decode(
+            opened,
+            tree,
+            lambda name: files.unsharded(name) if name in names else DROP,
+            allow_pickle,
+        )
 
 
 def read_template(
-    path: str | os.PathLike[str], prefix: Path, tensor: Callable[[Path, str, TensorRecord], Tensor]
+    path: str | os.PathLike[str],
+    prefix: Path,
+    tensor: Callable[[Path, str, TensorRecord], Tensor],
 ) -> Any:
-    """Read the state saved under a path, in the structure it had, with tensors to be loaded into. Not collective.
+    """Read the state saved under a path, in the structure it had, with tensors to be
+    loaded into. Not collective.
 
     Args:
         tensor: makes one, from the path it was saved at, its name and its record.
@@ -319,8 +410,15 @@ def read_template(
     try:
         tree = subtree(opened.tree, ("state", *prefix))
     except KeyError:
-        raise CheckpointError(f"{opened.address} has no {path_text(prefix)!r}") from None
-    return _decode(opened, tree, lambda name: tensor(places[name], name, opened.index.record(name)), False)
+        raise CheckpointError(
+            f"{opened.address} has no {path_text(prefix)!r}"
+        ) from None
+    return _decode(
+        opened,
+        tree,
+        lambda name: tensor(places[name], name, opened.index.record(name)),
+        False,
+    )
 
 
 def read_per_rank(path: str | os.PathLike[str]) -> list[Any]:
@@ -330,10 +428,14 @@ def read_per_rank(path: str | os.PathLike[str]) -> list[Any]:
         CheckpointError: as in :func:`read_manifest`.
     """
     opened = open_checkpoint(path)
-    return _decode(opened, subtree(opened.tree, ("per_rank",)), lambda name: DROP, False)
+    return _decode(
+        opened, subtree(opened.tree, ("per_rank",)), lambda name: DROP, False
+    )
 
 
-def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*") -> dict[str, Tensor]:
+def read_tensors(
+    path: str | os.PathLike[str], names: str | Iterable[str] = "*"
+) -> dict[str, Tensor]:
     """Read unsharded tensors to the CPU, by name. Not collective.
 
     Args:
@@ -341,7 +443,8 @@ def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*")
         names: names or globs (``"state_dict.*"``).
 
     Raises:
-        CheckpointError: as in :func:`read_manifest`, or a name or glob that matches nothing.
+        CheckpointError: as in :func:`read_manifest`, or a name or glob that matches
+            nothing.
     """
     opened = open_checkpoint(path)
     patterns = [names] if isinstance(names, str) else list(names)
@@ -349,7 +452,9 @@ def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*")
         return {name: files.unsharded(name) for name in _select(opened.index, patterns)}
 
 
-def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> list[str]:
+def _select(
+    index: Index, patterns: Iterable[str], must_match: bool = True
+) -> list[str]:
     """List the names that fit the patterns."""
     names = index.names()
     known = set(names)
@@ -359,7 +464,9 @@ def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> l
         if pattern not in known:
             matches = fnmatch.filter(names, pattern)
         if not matches and must_match and pattern != "*":
-            raise CheckpointError(f"no tensor fits {pattern!r}; the checkpoint has e.g. {', '.join(names[:_SHOWN])}")
+            raise CheckpointError(
+                f"no tensor fits {pattern!r}; the checkpoint has e.g. {', '.join(names[:_SHOWN])}"
+            )
         selected.update(dict.fromkeys(matches))
     return list(selected)
 
@@ -374,7 +481,9 @@ class SmpStorageReader(StorageReader):
 
     def __init__(self, opened: OpenCheckpoint, names: Iterable[str]) -> None:
         self.opened = opened
-        self.records: dict[str, TensorRecord] = {name: opened.index.record(name) for name in names}
+        self.records: dict[str, TensorRecord] = {
+            name: opened.index.record(name) for name in names
+        }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: one reader serves one load."""
@@ -382,12 +491,19 @@ class SmpStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
         for name, record in self.records.items():
-            chunks = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in record.chunks]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape))
+                for c in record.chunks
+            ]
             properties = TensorProperties(dtype=record.dtype)
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+            tensors[name] = TensorStorageMetadata(
+                properties, torch.Size(record.shape), chunks
+            )
         return Metadata(tensors)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: the folder is open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -404,10 +520,14 @@ class SmpStorageReader(StorageReader):
         chunks = _chunks_by_place(self.records)
         jobs = [(chunks[item.storage_index], item) for item in plan.items]
         with TensorFiles(self.opened) as files, torch.no_grad():
-            for chunk, item in sorted(jobs, key=lambda job: (job[0].file, job[0].begin)):
+            for chunk, item in sorted(
+                jobs, key=lambda job: (job[0].file, job[0].begin)
+            ):
                 target = planner.resolve_tensor(item).detach()
                 dtype = self.records[item.storage_index.fqn].dtype
-                files.get(chunk.file).read(chunk, dtype, item.storage_offsets, item.lengths, target)
+                files.get(chunk.file).read(
+                    chunk, dtype, item.storage_offsets, item.lengths, target
+                )
                 planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -415,4 +535,8 @@ class SmpStorageReader(StorageReader):
 
 
 def _chunks_by_place(records: Mapping[str, TensorRecord]) -> dict[MetadataIndex, Chunk]:
-    return {MetadataIndex(name, chunk.offset): chunk for name, record in records.items() for chunk in record.chunks}
+    return {
+        MetadataIndex(name, chunk.offset): chunk
+        for name, record in records.items()
+        for chunk in record.chunks
+    }

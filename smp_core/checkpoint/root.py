@@ -1,9 +1,11 @@
-"""A folder of checkpoints: ``root/step-00001000/``, the file ``LATEST``, keep-last-k and the newest whole one.
+"""A folder of checkpoints: ``root/step-00001000/``, the file ``LATEST``, keep-last-k
+and the newest whole one.
 
-LATEST is a convenience for people and other programs. What counts is what lies in the folders: a crash between the
-commit of a checkpoint and the writing of LATEST must not hide the checkpoint, so the newest one is found by the
-sequence numbers in the manifests (a run that was set back to an earlier step is newer with a smaller step, and clocks
-are set back too).
+LATEST is a convenience for people and other programs. What counts is what lies in the
+folders: a crash between the commit of a checkpoint and the writing of LATEST must not
+hide the checkpoint, so the newest one is found by the sequence numbers in the manifests
+(a run that was set back to an earlier step is newer with a smaller step, and clocks are
+set back too).
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp_core.checkpoint.folders.addresses import is_address, local_path, open_folder, remove_checkpoint
+from smp_core.checkpoint.folders.addresses import (
+    is_address,
+    local_path,
+    open_folder,
+    remove_checkpoint,
+)
 from smp_core.checkpoint.folders.file_system import fsync_directory, new_save_id
 from smp_core.checkpoint.foreign.torch_file import check_torch_file
 from smp_core.checkpoint.layout import MANIFEST, TEMPORARY_PREFIX, CheckpointError
@@ -46,14 +53,18 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False, inside: str = "") -> list[str]:
-    """List the names of the checkpoints in a folder, the one saved last at the end; broken ones before all others.
+def find_checkpoints(
+    root: str | os.PathLike[str], broken_too: bool = False, inside: str = ""
+) -> list[str]:
+    """List the names of the checkpoints in a folder, the one saved last at the end;
+    broken ones before all others.
 
     Args:
         root: the folder.
-        broken_too: also folders that only look like a checkpoint: half ones, damaged ones.
-        inside: the name of the checkpoint in each folder there (``smp_state`` in ``checkpoint-*``); "": the folders are
-            checkpoints themselves.
+        broken_too: also folders that only look like a checkpoint: half ones, damaged
+            ones.
+        inside: the name of the checkpoint in each folder there (``smp_state`` in
+            ``checkpoint-*``); "": the folders are checkpoints themselves.
 
     Raises:
         CheckpointError: no such folder (``NoSuchFolder``), or it cannot be listed.
@@ -104,7 +115,8 @@ def list_entries(root: str | os.PathLike[str]) -> list[str]:
 
 
 def read_latest(root: str | os.PathLike[str]) -> str | None:
-    """Read the name in the file LATEST; None where there is no file, or one that holds no name (a warning says so)."""
+    """Read the name in the file LATEST; None where there is no file, or one that holds
+    no name (a warning says so)."""
     try:
         data = open_folder(root).read(LATEST, _LATEST_BYTES)
         name = data.decode().strip()
@@ -114,7 +126,11 @@ def read_latest(root: str | os.PathLike[str]) -> str | None:
         logger.warning("%s is not used: %s", join(root, LATEST), error)
         return None
     if not is_plain(name):
-        logger.warning("%s is not used: it holds no name of a folder but %r", join(root, LATEST), name)
+        logger.warning(
+            "%s is not used: it holds no name of a folder but %r",
+            join(root, LATEST),
+            name,
+        )
         return None
     return name
 
@@ -138,20 +154,26 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
 
 
 def readable_checkpoints(root: str | os.PathLike[str]) -> list[str]:
-    """List the names of the checkpoints whose manifests can be read, the one saved last at the end; the others are
-    named in a warning. Not collective.
+    """List the names of the checkpoints whose manifests can be read, the one saved last
+    at the end; the others are named in a warning. Not collective.
 
     Raises:
         CheckpointError: as :func:`find_checkpoints`.
     """
     names = find_checkpoints(root)
     for name in sorted(set(find_checkpoints(root, broken_too=True)) - set(names)):
-        logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(verify_checkpoint(join(root, name))))
+        logger.warning(
+            "BROKEN CHECKPOINT SKIPPED: %s",
+            "; ".join(verify_checkpoint(join(root, name))),
+        )
     return names
 
 
-def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes") -> str | None:
-    """Find the newest unbroken checkpoint in a folder; None where there is none. Not collective.
+def newest_checkpoint(
+    root: str | os.PathLike[str], verify: str | None = "sizes"
+) -> str | None:
+    """Find the newest unbroken checkpoint in a folder; None where there is none. Not
+    collective.
 
     Broken checkpoints are skipped, with a warning that names them and their problems.
 
@@ -167,31 +189,44 @@ def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes"
     except NoSuchFolder:
         return None
     for name in reversed(names):
-        problems = [] if verify is None else verify_checkpoint(join(root, name), deep=verify == "digests")
+        problems = (
+            []
+            if verify is None
+            else verify_checkpoint(join(root, name), deep=verify == "digests")
+        )
         if not problems:
             return join(root, name)
         logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(problems[:3]))
     return None
 
 
-def first_undamaged(paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto") -> str:
-    """Return the first unbroken checkpoint of several, the most wanted one in front. Collective.
+def first_undamaged(
+    paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto"
+) -> str:
+    """Return the first unbroken checkpoint of several, the most wanted one in front.
+    Collective.
 
-    Broken checkpoints are skipped, with a warning that names them and their problems; ranks share the reading.
+    Broken checkpoints are skipped, with a warning that names them and their problems;
+    ranks share the reading.
 
     Args:
-        paths: checkpoint folders, or single files as ``checkpoint="full"`` writes them; the same on all ranks.
-        verify: as in :func:`smp_core.checkpoint.load_checkpoint`; of a single file the checksums are always read.
+        paths: checkpoint folders, or single files as ``checkpoint="full"`` writes them;
+            the same on all ranks.
+        verify: as in :func:`smp_core.checkpoint.load_checkpoint`; of a single file the
+            checksums are always read.
 
     Raises:
-        CheckpointError: none of them is complete; the message says what is wrong with the first.
+        CheckpointError: none of them is complete; the message says what is wrong with
+            the first.
     """
     return os.fspath(open_first_undamaged(paths, verify))
 
 
-def open_first_undamaged(paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto") -> OpenCheckpoint | str:
-    """Return what :func:`first_undamaged` finds, open, so that it is what is loaded then, and is not checked again; the
-    path of a single file. Collective.
+def open_first_undamaged(
+    paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto"
+) -> OpenCheckpoint | str:
+    """Return what :func:`first_undamaged` finds, open, so that it is what is loaded
+    then, and is not checked again; the path of a single file. Collective.
     """
     ranks = Ranks()
     problems: list[str] = []
@@ -203,7 +238,10 @@ def open_first_undamaged(paths: Sequence[str | os.PathLike[str]], verify: str | 
                 found = open_checked(where, verify, ranks, "BROKEN CHECKPOINT SKIPPED")
                 found.agreed = True
             else:
-                ranks.on_first("BROKEN CHECKPOINT SKIPPED", lambda where=where: check_torch_file(where))  # type: ignore[misc]
+                ranks.on_first(
+                    "BROKEN CHECKPOINT SKIPPED",
+                    lambda where=where: check_torch_file(where),  # type: ignore[misc]
+                )
         except CheckpointError as error:
             problems.append(str(error).removeprefix("BROKEN CHECKPOINT SKIPPED: "))
             if ranks.rank == 0:
@@ -212,7 +250,9 @@ def open_first_undamaged(paths: Sequence[str | os.PathLike[str]], verify: str | 
         if problems and ranks.rank == 0:
             logger.warning("GOING ON FROM %s INSTEAD, which is older", where)
         return found
-    raise CheckpointError(f"no whole checkpoint is left of {len(paths)}: {problems[0] if problems else 'none given'}")
+    raise CheckpointError(
+        f"no whole checkpoint is left of {len(paths)}: {problems[0] if problems else 'none given'}"
+    )
 
 
 def save_step(
@@ -226,14 +266,17 @@ def save_step(
     overwrite: bool = False,
     **options: Any,
 ) -> str:
-    """Save ``root/step-<step>``, write LATEST, and remove all but the newest checkpoints. Collective.
+    """Save ``root/step-<step>``, write LATEST, and remove all but the newest
+    checkpoints. Collective.
 
     Args:
         root: the folder, made when missing.
         step: the optimizer step; also goes into the manifest.
-        keep_last: the number of checkpoints that stay, the new one included; None: all. Only ``step-*`` count.
+        keep_last: the number of checkpoints that stay, the new one included; None: all.
+            Only ``step-*`` count.
         overwrite: replace a checkpoint of the same step instead of refusing.
-        state, process_group, metadata, **options: as in :func:`smp_core.checkpoint.save_checkpoint`.
+        state, process_group, metadata, **options: as in
+            :func:`smp_core.checkpoint.save_checkpoint`.
 
     Returns:
         the path of the checkpoint.
@@ -242,45 +285,67 @@ def save_step(
         CheckpointError: on every rank when any rank failed; nothing is removed then.
     """
     if keep_last is not None and keep_last < 1:
-        raise CheckpointError(f"keep_last={keep_last} must be 1 or more, or None to keep all")
+        raise CheckpointError(
+            f"keep_last={keep_last} must be 1 or more, or None to keep all"
+        )
     path = join(root, step_name(step))
     facts = {**(metadata or {}), "step": step}
-    save_checkpoint(path, state, process_group=process_group, metadata=facts, overwrite=overwrite, **options)
+    save_checkpoint(
+        path,
+        state,
+        process_group=process_group,
+        metadata=facts,
+        overwrite=overwrite,
+        **options,
+    )
     ranks = Ranks(process_group)
-    ranks.on_first(f"{path} was saved, but the folder was not tidied", lambda: tidy(root, step_name(step), keep_last))
+    ranks.on_first(
+        f"{path} was saved, but the folder was not tidied",
+        lambda: tidy(root, step_name(step), keep_last),
+    )
     return path
 
 
 def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> None:
     """Write LATEST after a commit, and remove the oldest ``step-*`` checkpoints.
 
-    The newest ``keep_last`` that are complete stay, and everything since the oldest of them. Broken ones are not
-    counted, and where ``newest`` is not complete itself, nothing is removed.
+    The newest ``keep_last`` that are complete stay, and everything since the oldest of
+    them. Broken ones are not counted, and where ``newest`` is not complete itself,
+    nothing is removed.
     """
     write_latest(root, newest)
     if keep_last is None:
         return
-    others = [name for name in find_checkpoints(root) if step_of(name) is not None and name != newest]
+    others = [
+        name
+        for name in find_checkpoints(root)
+        if step_of(name) is not None and name != newest
+    ]
     for name in surplus([join(root, name) for name in [*others, newest]], keep_last):
         remove_checkpoint(name)
 
 
 def surplus(paths: Sequence[str], keep: int) -> list[str]:
-    """Return the oldest checkpoints, which may go so that the newest ``keep`` complete ones stay.
+    """Return the oldest checkpoints, which may go so that the newest ``keep`` complete
+    ones stay.
 
     Args:
         paths: checkpoints, the newest one at the end.
         keep: the number of complete ones that stay, 1 or more.
 
     Returns:
-        paths older than the oldest that stays; none if the newest is broken, because then something is wrong with the
-        disk or the store, and what is left is not thrown away.
+        paths older than the oldest that stays; none if the newest is broken, because
+        then something is wrong with the disk or the store, and what is left is not
+        thrown away.
     """
     kept = 0
     for number in range(len(paths) - 1, -1, -1):
         problems = verify_checkpoint(paths[number])
         if problems and number == len(paths) - 1:
-            logger.error("no older checkpoint is removed, because the newest is broken: %s", problems[0])
+            logger.error(
+                "no older checkpoint is removed, because the newest is broken: %s",
+                problems[0],
+            )
             return []
         kept += not problems
         if kept == keep:

@@ -1,6 +1,8 @@
-"""The plan of a save: each slice goes to one writing rank, by torch's DCP planner for a flat dict of tensors.
+"""The plan of a save: each slice goes to one writing rank, by torch's DCP planner for a
+flat dict of tensors.
 
-DCP gives each slice that several ranks hold to the one that has the least to write so far, so replicas share the work.
+DCP gives each slice that several ranks hold to the one that has the least to write so
+far, so replicas share the work.
 """
 
 from __future__ import annotations
@@ -12,8 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 
 from smp_core.torch_facts import local_part
@@ -21,13 +33,15 @@ from smp_core.torch_facts import local_part
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedTensor:
-    """A host copy of one rank's slices of a tensor; it plans like the tensor it was copied from.
+    """A host copy of one rank's slices of a tensor; it plans like the tensor it was
+    copied from.
 
     Attributes:
         items: DCP's write items of the tensor.
         slices: offset in the tensor -> host tensor.
         tie: :func:`tie_key` of the original.
-        can_tie: False for tensor types of other packages, whose memory says nothing about ties.
+        can_tie: False for tensor types of other packages, whose memory says nothing
+            about ties.
     """
 
     items: list[WriteItem]
@@ -41,7 +55,8 @@ class StagedTensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """An unsharded tensor that is read only when it is written: a leaf of a state that is converted, not trained.
+    """An unsharded tensor that is read only when it is written: a leaf of a state that
+    is converted, not trained.
 
     Attributes:
         shape, dtype: of the tensor.
@@ -57,15 +72,23 @@ class LazyTensor:
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         origin = torch.Size([0] * len(self.shape))
         size = torch.Size(self.shape)
-        data = TensorWriteData(ChunkStorageMetadata(origin, size), TensorProperties(dtype=self.dtype), size)
-        return [WriteItem(MetadataIndex(fqn, origin), WriteItemType.TENSOR, tensor_data=data)]
+        data = TensorWriteData(
+            ChunkStorageMetadata(origin, size), TensorProperties(dtype=self.dtype), size
+        )
+        return [
+            WriteItem(
+                MetadataIndex(fqn, origin), WriteItemType.TENSOR, tensor_data=data
+            )
+        ]
 
 
 class SmpSavePlanner(DefaultSavePlanner):
-    """A planner of DCP for a flat dict of tensors that also leaves out empty slices and writes tied tensors once.
+    """A planner of DCP for a flat dict of tensors that also leaves out empty slices and
+    writes tied tensors once.
 
-    A tie is two names over the same memory. A rank whose slice is empty cannot see ties, so each rank reports the ties
-    that it sees, and the coordinator keeps those that no rank contradicts.
+    A tie is two names over the same memory. A rank whose slice is empty cannot see
+    ties, so each rank reports the ties that it sees, and the coordinator keeps those
+    that no rank contradicts.
     """
 
     def __init__(self) -> None:
@@ -74,16 +97,24 @@ class SmpSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items = [item for item in plan.items if _carries_data(item)]
-        self.plan = dataclasses.replace(plan, items=items, planner_data=find_ties(self.state_dict))
+        self.plan = dataclasses.replace(
+            plan, items=items, planner_data=find_ties(self.state_dict)
+        )
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
         if isinstance(held, LazyTensor):
             return held.load()
-        return held.slices[index.offset] if isinstance(held, StagedTensor) else super().lookup_object(index)
+        return (
+            held.slices[index.offset]
+            if isinstance(held, StagedTensor)
+            else super().lookup_object(index)
+        )
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
         aliases = agreed_aliases([plan.planner_data for plan in all_plans])
         kept = []
         for plan in all_plans:
@@ -118,18 +149,27 @@ def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def tie_key(tensor: Tensor) -> Any:
-    """Return a key that two tensors over the same memory have in common; None where this rank's slice is empty."""
+    """Return a key that two tensors over the same memory have in common; None where
+    this rank's slice is empty."""
     local = local_part(tensor)
     if local.numel() == 0:
         return None
     placements = tensor.placements if isinstance(tensor, DTensor) else None
-    layout = (tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape), placements)
+    layout = (
+        tuple(local.shape),
+        local.stride(),
+        local.dtype,
+        tuple(tensor.shape),
+        placements,
+    )
     return (str(local.device), local.data_ptr(), layout)
 
 
-def find_ties(tensors: Mapping[str, Tensor | StagedTensor | LazyTensor]) -> dict[str, str | None]:
-    """Map each name to the first name over the same memory (itself when there is none); to None where this rank cannot
-    tell.
+def find_ties(
+    tensors: Mapping[str, Tensor | StagedTensor | LazyTensor],
+) -> dict[str, str | None]:
+    """Map each name to the first name over the same memory (itself when there is none);
+    to None where this rank cannot tell.
     """
     first: dict[Any, str] = {}
     ties: dict[str, str | None] = {}
@@ -139,7 +179,9 @@ def find_ties(tensors: Mapping[str, Tensor | StagedTensor | LazyTensor]) -> dict
         elif isinstance(tensor, LazyTensor):
             can_tie, key = tensor.tie is not None, tensor.tie
         else:
-            can_tie = isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
+            can_tie = isinstance(tensor, DTensor) or not hasattr(
+                tensor, "__create_write_items__"
+            )
             key = tie_key(tensor) if can_tie else None
         if not can_tie:
             ties[name] = name
@@ -149,7 +191,8 @@ def find_ties(tensors: Mapping[str, Tensor | StagedTensor | LazyTensor]) -> dict
 
 
 def agreed_aliases(reports: list[dict[str, str | None]]) -> dict[str, str]:
-    """Map each tied name to the name it is tied to, where no rank's :func:`find_ties` contradicts."""
+    """Map each tied name to the name it is tied to, where no rank's :func:`find_ties`
+    contradicts."""
     aliases: dict[str, str] = {}
     refuted: set[str] = set()
     for report in reports:

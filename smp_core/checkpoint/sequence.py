@@ -1,7 +1,8 @@
-"""The sequence number of a save: one more than that of every checkpoint beside it, so that "newest" needs no clock.
+"""The sequence number of a save: one more than that of every checkpoint beside it, so
+that "newest" needs no clock.
 
-Clocks of nodes differ and are set back; a step alone is not enough, because a run that was set back to an earlier step
-is newer with a smaller step.
+Clocks of nodes differ and are set back; a step alone is not enough, because a run that
+was set back to an earlier step is newer with a smaller step.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from smp_core.checkpoint.folders.addresses import is_address, local_path, open_f
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder, StoreError
 
-_read: dict[tuple[str, int, int], int] = {}  # (path, inode, change of its manifest in ns) -> sequence
-_given: dict[str, int] = {}  # parent address -> the last number given here: stores are asked once for a process
+# (path, inode, change of its manifest in ns) -> sequence.
+_read: dict[tuple[str, int, int], int] = {}
+# Parent address -> the last number given here: stores are asked once for a process.
+_given: dict[str, int] = {}
 
 
 def next_sequence(path: str | os.PathLike[str]) -> int:
-    """Return the sequence number for a save to a path: above those of its siblings, and of its namesakes in the
-    siblings of its parent (``checkpoint-*/smp_state``).
+    """Return the sequence number for a save to a path: above those of its siblings, and
+    of its namesakes in the siblings of its parent (``checkpoint-*/smp_state``).
     """
     text = os.fspath(path).rstrip("/")
     if is_address(text):
@@ -32,13 +35,15 @@ def next_sequence(path: str | os.PathLike[str]) -> int:
     return 1 + max(_numbers_beside(os.path.abspath(local_path(text))), default=0)
 
 
-def manifests_in(folder: str | os.PathLike[str], inside: str = "") -> dict[str, list[int]] | None:
-    """Return what identifies the manifest of each checkpoint in a folder (inode, change in ns), without opening one;
-    None for an address.
+def manifests_in(
+    folder: str | os.PathLike[str], inside: str = ""
+) -> dict[str, list[int]] | None:
+    """Return what identifies the manifest of each checkpoint in a folder (inode, change
+    in ns), without opening one; None for an address.
 
     Args:
-        inside: the name of the checkpoint in each folder there (``smp_state`` in ``checkpoint-*``); "": the folders are
-            checkpoints themselves.
+        inside: the name of the checkpoint in each folder there (``smp_state`` in
+            ``checkpoint-*``); "": the folders are checkpoints themselves.
     """
     if is_address(folder):
         return None
@@ -53,7 +58,10 @@ def manifests_in(folder: str | os.PathLike[str], inside: str = "") -> dict[str, 
 def _numbers_beside(path: str) -> Iterator[int]:
     parent, name = os.path.split(path)
     yield from (_number_of(entry) for entry in _folders(parent))
-    yield from (_number_of(os.path.join(entry, name)) for entry in _folders(os.path.dirname(parent)))
+    yield from (
+        _number_of(os.path.join(entry, name))
+        for entry in _folders(os.path.dirname(parent))
+    )
 
 
 def _folders(parent: str) -> list[str]:
@@ -80,7 +88,8 @@ def _read_number(path: str) -> int:
     try:
         data = open_folder(path).read(MANIFEST, MANIFEST_BYTES)
         return Manifest.from_bytes(data, path).sequence
-    except StoreError:  # a save without a number above the others' would never be the newest
+    except StoreError:
+        # A save without a number above the others' would never be the newest.
         raise
     except (CheckpointError, FileNotFoundError):
         return 0

@@ -1,8 +1,11 @@
-"""The part of one rank in a save: its named tensors and the encoded rest, live or copied to host memory.
+"""The part of one rank in a save: its named tensors and the encoded rest, live or
+copied to host memory.
 
-A staged copy no longer depends on the live model: training may go on while it is written. Host buffers are kept from
-save to save (pinned where the tensors are on a GPU), so that staging is one copy and no allocation. The buffers also
-remember what follows from names and layouts (names, write items, ties), because training waits while it is computed.
+A staged copy no longer depends on the live model: training may go on while it is
+written. Host buffers are kept from save to save (pinned where the tensors are on a
+GPU), so that staging is one copy and no allocation. The buffers also remember what
+follows from names and layouts (names, write items, ties), because training waits while
+it is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
-from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, iterate_tensors, names_of
+from smp_core.checkpoint.tree import (
+    EncodedRest,
+    Path,
+    encode_rest,
+    iterate_tensors,
+    names_of,
+)
 from smp_core.torch_facts import local_part, streams
 
 Place = tuple[str, int]
@@ -51,9 +60,14 @@ class Staged:
 
 @torch.no_grad()  # else each look at a DTensor's part is an operator of autograd
 def stage(
-    state: Mapping[str, Any], per_rank: Any, rank: int, allow_pickle: bool, buffers: HostBuffers | None = None
+    state: Mapping[str, Any],
+    per_rank: Any,
+    rank: int,
+    allow_pickle: bool,
+    buffers: HostBuffers | None = None,
 ) -> Staged:
-    """Name, check and encode the tensors and values that this rank saves. Not collective.
+    """Name, check and encode the tensors and values that this rank saves. Not
+    collective.
 
     Args:
         state: the nested state.
@@ -70,7 +84,9 @@ def stage(
     found = list(iterate_tensors(dict(state)))
     paths = [path for path, _ in found]
     naming = Naming(paths) if buffers is None else buffers.naming_of(paths)
-    live = dict(zip(naming.names.values(), (tensor for _, tensor in found), strict=True))
+    live = dict(
+        zip(naming.names.values(), (tensor for _, tensor in found), strict=True)
+    )
     tensors: dict[str, Tensor | StagedTensor | LazyTensor] = dict(live)
     if buffers is None:
         for name, tensor in live.items():
@@ -103,24 +119,39 @@ def _check(name: str, tensor: Tensor | LazyTensor) -> None:
         return
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
-            raise CheckpointError(f"{name} is a partial sum over its mesh; reduce it first (redistribute)")
+            raise CheckpointError(
+                f"{name} is a partial sum over its mesh; reduce it first (redistribute)"
+            )
         tensor = tensor.to_local()
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{name} is {tensor.layout}; only dense tensors can be saved: call .to_dense()")
+        raise CheckpointError(
+            f"{name} is {tensor.layout}; only dense tensors can be saved: call .to_dense()"
+        )
     if tensor.is_meta:
         raise CheckpointError(f"{name} is on the meta device: it has no values to save")
 
 
 def _frozen(rest: EncodedRest) -> EncodedRest:
-    return EncodedRest(rest.tree, copy.deepcopy(rest.plain), copy.deepcopy(rest.pickle), rest.pickled_paths)
+    return EncodedRest(
+        rest.tree,
+        copy.deepcopy(rest.plain),
+        copy.deepcopy(rest.pickle),
+        rest.pickled_paths,
+    )
 
 
 def _meshes(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     meshes = {}
-    found = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
+    found = [
+        tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)
+    ]
     for mesh in {id(mesh): mesh for mesh in found}.values():
         ranks = mesh.mesh.flatten().tolist()
-        described = {"axes": list(mesh.mesh_dim_names or []), "shape": list(mesh.mesh.shape), "ranks": ranks}
+        described = {
+            "axes": list(mesh.mesh_dim_names or []),
+            "shape": list(mesh.mesh.shape),
+            "ranks": ranks,
+        }
         meshes[json.dumps(described)] = described
     return list(meshes.values())
 
@@ -147,11 +178,14 @@ class Layout:
     """The slices of named tensors. It holds for as long as no tensor appears otherwise.
 
     Attributes:
-        sources: the slices to copy, and whether each is the whole local tensor. Tied tensors have theirs once.
+        sources: the slices to copy, and whether each is the whole local tensor. Tied
+            tensors have theirs once.
         meshes: as in :class:`Staged`.
     """
 
-    def __init__(self, known: Mapping[str, _Known], meshes: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, known: Mapping[str, _Known], meshes: list[dict[str, Any]]
+    ) -> None:
         self.known = dict(known)
         self.meshes = meshes
         self.sources: dict[Place, tuple[WriteItem, bool]] = {}
@@ -159,26 +193,37 @@ class Layout:
         self._staged: list[tuple[Mapping[Place, Tensor], dict[str, StagedTensor]]] = []
         first: dict[Any, str] = {}
         for name, each in known.items():
-            owner = self._owners[name] = name if each.tie is None else first.setdefault(each.tie, name)
+            owner = self._owners[name] = (
+                name if each.tie is None else first.setdefault(each.tie, name)
+            )
             if owner == name:
                 for number, item in enumerate(each.items):
                     self.sources[name, number] = (item, each.is_local)
 
     def holds_for(self, known: Mapping[str, _Known]) -> bool:
-        """Return whether these are the same objects in the same order; a name never has another name's."""
-        return len(known) == len(self.known) and all(map(operator.is_, known.values(), self.known.values()))
+        """Return whether these are the same objects in the same order; a name never has
+        another name's."""
+        return len(known) == len(self.known) and all(
+            map(operator.is_, known.values(), self.known.values())
+        )
 
     def staged(self, hosts: Mapping[Place, Tensor]) -> dict[str, StagedTensor]:
-        """Return the staged tensors whose slices are in ``hosts``; those of a save before where its hosts are used
-        again. Buffers have two sets of hosts at most."""
+        """Return the staged tensors whose slices are in ``hosts``; those of a save
+        before where its hosts are used again. Buffers have two sets of hosts at
+        most."""
         for hosts_then, staged_then in self._staged:
             if hosts_then is hosts:
                 return staged_then
         staged = {}
         for name, each in self.known.items():
             owner = self._owners[name]
-            slices = {item.index.offset: hosts[owner, number] for number, item in enumerate(each.items)}
-            staged[name] = StagedTensor(each.items, slices, each.tie, can_tie=each.can_tie)
+            slices = {
+                item.index.offset: hosts[owner, number]
+                for number, item in enumerate(each.items)
+            }
+            staged[name] = StagedTensor(
+                each.items, slices, each.tie, can_tie=each.can_tie
+            )
         self._staged = [*self._staged[-1:], (hosts, staged)]
         return staged
 
@@ -199,26 +244,38 @@ class HostBuffers:
         self._known: dict[str, _Known] = {}
 
     def naming_of(self, paths: list[Path]) -> Naming:
-        """Name the tensors at these paths; as in the last save if they are those of then."""
+        """Name the tensors at these paths; as in the last save if they are those of
+        then."""
         if self._naming is None or self._naming[0] != paths:
             self._naming = paths, Naming(paths)
         return self._naming[1]
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | StagedTensor | LazyTensor]:
-        """Copy this rank's slices, and return when all values have arrived. Tied tensors are copied once.
+    def fill(
+        self, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor | StagedTensor | LazyTensor]:
+        """Copy this rank's slices, and return when all values have arrived. Tied
+        tensors are copied once.
 
         Raises:
             CheckpointError: a tensor that cannot be saved; nothing is copied.
         """
-        self._known = {name: self._known_of(name, tensor) for name, tensor in tensors.items()}
+        self._known = {
+            name: self._known_of(name, tensor) for name, tensor in tensors.items()
+        }
         if not self.layout.holds_for(self._known):
             self.layout = Layout(self._known, _meshes(tensors))
-            self._items = {name: each for name, each in self._items.items() if name in tensors}
+            self._items = {
+                name: each for name, each in self._items.items() if name in tensors
+            }
         # The slices of this rank, which are copied to where they were staged before.
         sources: dict[Place, Tensor] = {}
         for place, (item, is_local) in self.layout.sources.items():
             tensor = tensors[place[0]]
-            source = local_part(tensor) if is_local else find_tensor_shard(tensor, item.index)
+            source = (
+                local_part(tensor)
+                if is_local
+                else find_tensor_shard(tensor, item.index)
+            )
             sources[place] = source.detach() if source.requires_grad else source
         hosts = self._hosts(sources)
         self._copy(sources, hosts)
@@ -227,17 +284,26 @@ class HostBuffers:
     def _known_of(self, name: str, tensor: Tensor) -> _Known:
         appearance = _appearance(tensor)
         known = self._known.get(name)
-        if known is not None and appearance is not None and known.appearance == appearance:
+        if (
+            known is not None
+            and appearance is not None
+            and known.appearance == appearance
+        ):
             return known
         _check(name, tensor)
         items = self._write_items(name, tensor)
         if not _can_tie(tensor):
             return _Known(None, items, None, can_tie=False, is_local=False)
-        is_local = len(items) == 1 and _is_same(find_tensor_shard(tensor, items[0].index), local_part(tensor))
-        return _Known(appearance, items, tie_key(tensor), can_tie=True, is_local=is_local)
+        is_local = len(items) == 1 and _is_same(
+            find_tensor_shard(tensor, items[0].index), local_part(tensor)
+        )
+        return _Known(
+            appearance, items, tie_key(tensor), can_tie=True, is_local=is_local
+        )
 
     def _write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
-        """Return which slices this rank writes; of a tensor that is laid out as in the last save, those of then."""
+        """Return which slices this rank writes; of a tensor that is laid out as in the
+        last save, those of then."""
         if not _can_tie(tensor):
             return write_items(name, tensor)
         layout: Hashable = (tensor.shape, tensor.dtype, tensor.requires_grad)
@@ -249,44 +315,61 @@ class HostBuffers:
         return known[1]
 
     def _hosts(self, sources: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
-        """Return host tensors of the same shapes and dtypes; those of the last save where they fit."""
+        """Return host tensors of the same shapes and dtypes; those of the last save
+        where they fit."""
         if self._hosts_of is self.layout:
             return self._kept
         hosts = {}
         for place, source in sources.items():
             host = self._kept.get(place)
             if host is None or (host.shape, host.dtype) != (source.shape, source.dtype):
-                host = torch.empty(source.shape, dtype=source.dtype, pin_memory=streams.pins(source.device))
+                host = torch.empty(
+                    source.shape,
+                    dtype=source.dtype,
+                    pin_memory=streams.pins(source.device),
+                )
             hosts[place] = host
         self._kept, self._hosts_of = hosts, self.layout
         return hosts
 
-    def _copy(self, sources: Mapping[Place, Tensor], hosts: Mapping[Place, Tensor]) -> None:
+    def _copy(
+        self, sources: Mapping[Place, Tensor], hosts: Mapping[Place, Tensor]
+    ) -> None:
         copy_to_hosts([(hosts[place], source) for place, source in sources.items()])
 
 
 def _appearance(tensor: Tensor) -> Hashable:
-    """Return what a tensor's write items and tie follow from, its place in memory included; None where nobody knows."""
+    """Return what a tensor's write items and tie follow from, its place in memory
+    included; None where nobody knows."""
     if not _can_tie(tensor):
         return None
     local = local_part(tensor)
     if local.layout is not torch.strided:
         return None
-    over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    over = (
+        (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    )
     memory = (local.data_ptr(), local.shape, local.stride(), local.device)
     return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same view of the same memory."""
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+    return (one.data_ptr(), one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+    )
 
 
 def copy_to_hosts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor into the first one, and return when all values have arrived."""
+    """Copy each second tensor into the first one, and return when all values have
+    arrived."""
     for host, source in pairs:
         host.copy_(source, non_blocking=streams.run_behind(source.device))
-    for device in {source.device for _, source in pairs if streams.run_behind(source.device)}:
+    for device in {
+        source.device for _, source in pairs if streams.run_behind(source.device)
+    }:
         torch.accelerator.synchronize(device)
 
 
@@ -296,4 +379,6 @@ def _can_tie(tensor: Tensor) -> bool:
 
 def write_items(name: str, tensor: Tensor) -> list[WriteItem]:
     """Return which slices of a tensor this rank writes."""
-    return list(create_default_local_save_plan({name: tensor}, is_coordinator=True).items)
+    return list(
+        create_default_local_save_plan({name: tensor}, is_coordinator=True).items
+    )

@@ -1,10 +1,11 @@
-"""The safetensors files, streamed: a writer that hashes while it writes and never holds a second copy of the data, and
-a reader of single slices.
+"""The safetensors files, streamed: a writer that hashes while it writes and never holds
+a second copy of the data, and a reader of single slices.
 
-The format (https://github.com/huggingface/safetensors#format) is a length, a JSON header with dtype, shape and byte
-range of each entry, then the bytes. All sizes are known from the plan, so the header goes first and the tensors follow
-one by one. A dtype that safetensors does not know is stored as bytes (U8, last dim times the item size); index.json has
-its true dtype.
+The format (https://github.com/huggingface/safetensors#format) is a length, a JSON
+header with dtype, shape and byte range of each entry, then the bytes. All sizes are
+known from the plan, so the header goes first and the tensors follow one by one. A dtype
+that safetensors does not know is stored as bytes (U8, last dim times the item size);
+index.json has its true dtype.
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ from torch import Tensor
 
 from smp_core.checkpoint.dtypes import safetensors_dtype
 from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink
-from smp_core.checkpoint.layout import CheckpointError, Chunk, FileRecord, Manifest, digest_of
+from smp_core.checkpoint.layout import (
+    CheckpointError,
+    Chunk,
+    FileRecord,
+    Manifest,
+    digest_of,
+)
 from smp_core.torch_facts import decoded
 
-_CACHE_LINE_BYTES = 64  # where tensors begin in a file, as they do in memory: such copies are faster
+# Where tensors begin in a file, as they do in memory: such copies are faster.
+_CACHE_LINE_BYTES = 64
 _SMALL_BYTES = 64 << 10  # tensors smaller than this lie side by side in a file
 _SPAN_BYTES = 64 << 20  # most memory that a slice with gaps takes while it is read
 
@@ -44,7 +52,8 @@ class Entry:
 
 
 def bytes_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, not copied. The tensor must outlive the view."""
+    """Return the bytes of a contiguous CPU tensor, not copied. The tensor must outlive
+    the view."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -52,24 +61,30 @@ def bytes_view(tensor: Tensor) -> memoryview:
 
 
 def host_tensor(tensor: Tensor) -> Tensor:
-    """Return a contiguous CPU tensor with the same values; the tensor itself where it is one."""
+    """Return a contiguous CPU tensor with the same values; the tensor itself where it
+    is one."""
     return decoded(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def place_in_file(size: int) -> tuple[int, bool]:
-    """Return the key by which the tensors of a file are sorted, from a tensor's size in bytes.
+    """Return the key by which the tensors of a file are sorted, from a tensor's size in
+    bytes.
 
-    Sizes that are divisible by a higher power of two come first: this aligns each tensor to its item size, and each of
-    a multiple of 64 bytes to a cache line. Then small tensors come last. Many of them (steps of optimizers, buffers)
-    are read by all ranks, and a reader checks complete blocks: small tensors should share as few blocks as possible.
+    Sizes that are divisible by a higher power of two come first: this aligns each
+    tensor to its item size, and each of a multiple of 64 bytes to a cache line. Then
+    small tensors come last. Many of them (steps of optimizers, buffers) are read by all
+    ranks, and a reader checks complete blocks: small tensors should share as few blocks
+    as possible.
     """
     divisor = min(size & -size, _CACHE_LINE_BYTES)
     return -divisor, size < _SMALL_BYTES
 
 
-def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the head of a safetensors file (length and JSON, padded so that tensors begin on a cache line) and the
-    absolute byte range of each entry.
+def header_of(
+    entries: Sequence[Entry], metadata: dict[str, str]
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return the head of a safetensors file (length and JSON, padded so that tensors
+    begin on a cache line) and the absolute byte range of each entry.
     """
     content: dict[str, object] = {"__metadata__": metadata}
     position = 0
@@ -78,8 +93,16 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes
         shape = list(entry.shape)
         if name is None:
             name = "U8"
-            shape = [*shape[:-1], shape[-1] * entry.dtype.itemsize] if shape else [entry.dtype.itemsize]
-        content[entry.key] = {"dtype": name, "shape": shape, "data_offsets": [position, position + entry.bytes]}
+            shape = (
+                [*shape[:-1], shape[-1] * entry.dtype.itemsize]
+                if shape
+                else [entry.dtype.itemsize]
+            )
+        content[entry.key] = {
+            "dtype": name,
+            "shape": shape,
+            "data_offsets": [position, position + entry.bytes],
+        }
         position += entry.bytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _CACHE_LINE_BYTES)
@@ -92,7 +115,10 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes
 
 
 def write_tensor_file(
-    sink: Sink, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: dict[str, str]
+    sink: Sink,
+    entries: Sequence[Entry],
+    tensors: Iterable[Tensor],
+    metadata: dict[str, str],
 ) -> tuple[FileRecord, list[tuple[int, int]]]:
     """Write a safetensors file.
 
@@ -127,10 +153,12 @@ def write_tensor_file(
 
 
 class TensorFile:
-    """A tensor file of a checkpoint, opened for slices; its header is checked against the manifest.
+    """A tensor file of a checkpoint, opened for slices; its header is checked against
+    the manifest.
 
     Raises:
-        CheckpointError: missing, cut short, or not the file that was written under this name.
+        CheckpointError: missing, cut short, or not the file that was written under this
+            name.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest, name: str) -> None:
@@ -138,7 +166,9 @@ class TensorFile:
         self.where = f"{folder.address}/{name}"
         record = manifest.files.get(name)
         if record is None:
-            raise CheckpointError(f"{self.where} is not listed in the manifest: index and manifest do not fit")
+            raise CheckpointError(
+                f"{self.where} is not listed in the manifest: index and manifest do not fit"
+            )
         try:
             self.file: RangeFile = folder.open(name)
         except FileNotFoundError:
@@ -152,11 +182,15 @@ class TensorFile:
     def _check(self, record: FileRecord, algorithm: str) -> None:
         if self.file.bytes != record.bytes:
             size = self.file.bytes
-            raise CheckpointError(f"{self.where} has {size} bytes, the manifest says {record.bytes}: it is damaged")
+            raise CheckpointError(
+                f"{self.where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
+            )
         header = bytearray(record.header_bytes)
         self.file.read_into(0, memoryview(header))
         if digest_of(bytes(header), algorithm) != record.header_digest:
-            raise CheckpointError(f"{self.where} is damaged, or is not the file that this save wrote under this name")
+            raise CheckpointError(
+                f"{self.where} is damaged, or is not the file that this save wrote under this name"
+            )
 
     def close(self) -> None:
         """Close the file."""
@@ -170,7 +204,8 @@ class TensorFile:
         lengths: Sequence[int],
         target: Tensor,
     ) -> None:
-        """Copy a box of a stored slice into a tensor of the box's shape, any device, layout and dtype.
+        """Copy a box of a stored slice into a tensor of the box's shape, any device,
+        layout and dtype.
 
         Args:
             chunk: the stored slice.
@@ -185,7 +220,11 @@ class TensorFile:
         first = sum(o * s for o, s in zip(offset, strides, strict=True))
         span = sum((n - 1) * s for n, s in zip(lengths, strides, strict=True)) + 1
         begin = chunk.begin + first * itemsize
-        direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        direct = (
+            target.device.type == "cpu"
+            and target.dtype == dtype
+            and target.is_contiguous()
+        )
         if span == math.prod(lengths) and direct:
             self.file.read_into(begin, bytes_view(target))
             return
@@ -197,7 +236,12 @@ class TensorFile:
         target.copy_(buffer.as_strided(tuple(lengths), strides))
 
     def _read_in_parts(
-        self, chunk: Chunk, dtype: torch.dtype, offset: Sequence[int], lengths: Sequence[int], target: Tensor
+        self,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        offset: Sequence[int],
+        lengths: Sequence[int],
+        target: Tensor,
     ) -> None:
         dim = next(d for d, length in enumerate(lengths) if length > 1)
         stride_bytes = math.prod(chunk.shape[dim + 1 :]) * dtype.itemsize
@@ -206,4 +250,6 @@ class TensorFile:
             size = min(step, lengths[dim] - start)
             part_offset = [*offset[:dim], offset[dim] + start, *offset[dim + 1 :]]
             part_lengths = [*lengths[:dim], size, *lengths[dim + 1 :]]
-            self.read(chunk, dtype, part_offset, part_lengths, target.narrow(dim, start, size))
+            self.read(
+                chunk, dtype, part_offset, part_lengths, target.narrow(dim, start, size)
+            )

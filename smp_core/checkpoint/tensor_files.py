@@ -1,4 +1,5 @@
-"""The tensor files of one checkpoint that are open, for slices and for unsharded tensors."""
+"""The tensor files of one checkpoint that are open, for slices and for unsharded
+tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from smp_core.checkpoint.tensor_file import TensorFile
 
 
 class TensorFiles:
-    """The open tensor files of a checkpoint, each opened once. What was read is for use when the ``with`` block has
-    ended: the last bytes are checked there.
+    """The open tensor files of a checkpoint, each opened once. What was read is for use
+    when the ``with`` block has ended: the last bytes are checked there.
     """
 
     def __init__(self, opened: OpenCheckpoint) -> None:
@@ -46,7 +47,9 @@ class TensorFiles:
             if self.opened.check_bytes and name in index.blocks:
                 names_in = functools.partial(index.names_in, name)
                 digests, block = index.blocks[name], index.block_bytes
-                file.file = checked = CheckedFile(file.file, file.where, digests, block, names_in)
+                file.file = checked = CheckedFile(
+                    file.file, file.where, digests, block, names_in
+                )
                 self._checked.append(checked)
         return self.files[name]
 
@@ -56,7 +59,11 @@ class TensorFiles:
         result = torch.empty(record.shape, dtype=record.dtype)
         for chunk in record.chunks:
             part = result
-            for dim, (offset, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
+            for dim, (offset, size) in enumerate(
+                zip(chunk.offset, chunk.shape, strict=True)
+            ):
                 part = part.narrow(dim, offset, size)
-            self.get(chunk.file).read(chunk, record.dtype, [0] * len(chunk.shape), chunk.shape, part)
+            self.get(chunk.file).read(
+                chunk, record.dtype, [0] * len(chunk.shape), chunk.shape, part
+            )
         return result

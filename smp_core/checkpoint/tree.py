@@ -1,7 +1,9 @@
-"""The encoding of a nested state as named tensors, a JSON tree, and the values that JSON cannot hold.
+"""The encoding of a nested state as named tensors, a JSON tree, and the values that
+JSON cannot hold.
 
-A state is a nest of dicts, lists and tuples. Tensors are taken out under a name made of their path; the rest becomes
-JSON in which values that JSON has no type for carry a tag, so that every type comes back as it was:
+A state is a nest of dicts, lists and tuples. Tensors are taken out under a name made of
+their path; the rest becomes JSON in which values that JSON has no type for carry a tag,
+so that every type comes back as it was:
 
     {"$tensor": name}                a tensor
     {"$tuple": [...]}, {"$set": [...]}, {"$frozenset": [...]}
@@ -33,7 +35,8 @@ from smp_core.checkpoint.save_plan import LazyTensor
 Path = tuple[Any, ...]
 DROP = object()
 _SAME_IN_JSON = frozenset((type(None), bool, int, str))
-_LEAVES = _SAME_IN_JSON | {float}  # have nothing inside: most values of a state, so they are passed over early
+# Have nothing inside: most values of a state, so they are passed over early.
+_LEAVES = _SAME_IN_JSON | {float}
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class TensorReference:
 
 @dataclass
 class EncodedRest:
-    """The part of a state that is not tensors: JSON tree, entries of rest.pt, entries that need pickle and their
-    paths.
+    """The part of a state that is not tensors: JSON tree, entries of rest.pt, entries
+    that need pickle and their paths.
     """
 
     tree: Any = None
@@ -56,16 +59,20 @@ class EncodedRest:
 
 
 def path_text(path: Path) -> str:
-    """Join a path by dots: ``"optimizer_states.0.lr"`` for ``("optimizer_states", 0, "lr")``."""
+    """Join a path by dots: ``"optimizer_states.0.lr"`` for ``("optimizer_states", 0,
+    "lr")``."""
     return ".".join(str(key) for key in path)
 
 
-def iterate_tensors(state: Any, path: Path = (), mapping: Any = dict) -> Iterator[tuple[Path, Any]]:
+def iterate_tensors(
+    state: Any, path: Path = (), mapping: Any = dict
+) -> Iterator[tuple[Path, Any]]:
     """Yield every tensor (or LazyTensor) of a nested state with its path, in order.
 
     Args:
         path: the path of ``state`` itself.
-        mapping: the class of mappings to look into. A checkpoint stores dicts; a batch may be any ``MutableMapping``.
+        mapping: the class of mappings to look into. A checkpoint stores dicts; a batch
+            may be any ``MutableMapping``.
     """
     if isinstance(state, (Tensor, LazyTensor)):
         yield path, state
@@ -80,7 +87,8 @@ def iterate_tensors(state: Any, path: Path = (), mapping: Any = dict) -> Iterato
 
 
 def name_tensors(state: Any) -> dict[Path, tuple[str, Any]]:
-    """Give every tensor a name: its path joined by dots, or the path as JSON where two paths would join alike."""
+    """Give every tensor a name: its path joined by dots, or the path as JSON where two
+    paths would join alike."""
     found = dict(iterate_tensors(state))
     names = names_of(list(found))
     return {path: (names[path], tensor) for path, tensor in found.items()}
@@ -91,18 +99,22 @@ def names_of(paths: Sequence[Path]) -> dict[Path, str]:
     joined = [path_text(path) for path in paths]
     count = Counter(joined)
     return {
-        path: name if count[name] == 1 else str(path_to_json(path)) for path, name in zip(paths, joined, strict=True)
+        path: name if count[name] == 1 else str(path_to_json(path))
+        for path, name in zip(paths, joined, strict=True)
     }
 
 
 def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) -> Any:
     """Return the nest with ``replace(tensor)`` for every tensor (or LazyTensor).
 
-    A container without tensors is not copied. ``mapping``: as in :func:`iterate_tensors`.
+    A container without tensors is not copied. ``mapping``: as in
+    :func:`iterate_tensors`.
     """
     if isinstance(state, (Tensor, LazyTensor)):
         return replace(state)
-    if not isinstance(state, (mapping, list, tuple)) or not holds_tensor(state, mapping):
+    if not isinstance(state, (mapping, list, tuple)) or not holds_tensor(
+        state, mapping
+    ):
         return state
     if isinstance(state, mapping):
         same = copy.copy(state)
@@ -118,16 +130,20 @@ def holds_tensor(state: Any, mapping: Any = dict) -> bool:
     return next(iterate_tensors(state, mapping=mapping), None) is not None
 
 
-def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) -> EncodedRest:
+def encode_rest(
+    state: Any, names: dict[Path, str], allow_pickle: bool = False
+) -> EncodedRest:
     """Encode everything but tensors.
 
     Args:
         state: the nested state.
         names: path -> name of each tensor.
-        allow_pickle: keep values that torch.load(weights_only=True) refuses, in a file of their own.
+        allow_pickle: keep values that torch.load(weights_only=True) refuses, in a file
+            of their own.
 
     Raises:
-        CheckpointError: a value that could only be read back by unrestricted unpickling; names every such path.
+        CheckpointError: a value that could only be read back by unrestricted
+            unpickling; names every such path.
     """
     result = EncodedRest()
     refused: list[str] = []
@@ -143,20 +159,32 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
             return {"$tensor": names[path]}
         # Containers: dicts of texts are JSON's own, all others carry a tag.
         if kind is dict or kind is OrderedDict:
-            if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            if kind is dict and all(
+                type(key) is str and not key.startswith("$") for key in value
+            ):
                 return {
-                    key: item if type(item) in _SAME_IN_JSON else encode(item, (*path, key))
+                    key: item
+                    if type(item) in _SAME_IN_JSON
+                    else encode(item, (*path, key))
                     for key, item in value.items()
                 }
             tag = "$dict" if kind is dict else "$odict"
-            return {tag: [[encode(key, (*path, "<key>")), encode(item, (*path, key))] for key, item in value.items()]}
+            return {
+                tag: [
+                    [encode(key, (*path, "<key>")), encode(item, (*path, key))]
+                    for key, item in value.items()
+                ]
+            }
         if kind is list:
             return _encode_items(value, path, encode)
         if kind is tuple:
             return {"$tuple": _encode_items(value, path, encode)}
         if kind is set or kind is frozenset:
-            return {f"${kind.__name__}": [encode(item, (*path, "<item>")) for item in value]}
-        # What JSON lacks: numbers of NumPy, then rest.pt, then a pickle if that is allowed.
+            return {
+                f"${kind.__name__}": [encode(item, (*path, "<item>")) for item in value]
+            }
+        # What JSON lacks: numbers of NumPy, then rest.pt, then a pickle if that is
+        # allowed.
         if kind.__module__ == "numpy":
             encoded = _encode_numpy(value)
             if encoded is not None:
@@ -171,7 +199,9 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
             result.pickle[key] = value
             result.pickled_paths.append(path_text(path) or "(the whole value)")
             return {"$pickle": key}
-        refused.append(f"{path_text(path) or '(the whole value)'} ({kind.__module__}.{kind.__qualname__}: {problem})")
+        refused.append(
+            f"{path_text(path) or '(the whole value)'} ({kind.__module__}.{kind.__qualname__}: {problem})"
+        )
         return None
 
     result.tree = encode(state, ())
@@ -180,14 +210,19 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
     return result
 
 
-def _encode_items(values: Sequence[Any], path: Path, encode: Callable[[Any, Path], Any]) -> list[Any]:
+def _encode_items(
+    values: Sequence[Any], path: Path, encode: Callable[[Any, Path], Any]
+) -> list[Any]:
     return [
-        item if type(item) in _SAME_IN_JSON else encode(item, (*path, position)) for position, item in enumerate(values)
+        item if type(item) in _SAME_IN_JSON else encode(item, (*path, position))
+        for position, item in enumerate(values)
     ]
 
 
 def _refusal(refused: Sequence[str]) -> CheckpointError:
-    shown = "; ".join(refused[:5]) + (f"; and {len(refused) - 5} more" if len(refused) > 5 else "")
+    shown = "; ".join(refused[:5]) + (
+        f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
+    )
     return CheckpointError(
         "these values cannot be saved so that loading needs no unrestricted unpickling: "
         f"{shown}. Turn them into plain values (str, int, dict, dataclasses.asdict(...), ...), or pass "
@@ -196,12 +231,23 @@ def _refusal(refused: Sequence[str]) -> CheckpointError:
 
 
 def merge_rest(rest: EncodedRest, per_rank: Sequence[EncodedRest]) -> EncodedRest:
-    """Merge the state's rest and each rank's own value into one tree ``{"state": ..., "per_rank": [...]}``."""
-    merged = EncodedRest(plain=dict(rest.plain), pickle=dict(rest.pickle), pickled_paths=list(rest.pickled_paths))
+    """Merge the state's rest and each rank's own value into one tree ``{"state": ...,
+    "per_rank": [...]}``."""
+    merged = EncodedRest(
+        plain=dict(rest.plain),
+        pickle=dict(rest.pickle),
+        pickled_paths=list(rest.pickled_paths),
+    )
     for rank, own in enumerate(per_rank):
-        merged.plain.update({f"rank{rank}.{key}": value for key, value in own.plain.items()})
-        merged.pickle.update({f"rank{rank}.{key}": value for key, value in own.pickle.items()})
-        merged.pickled_paths += [f"per_rank.{rank}.{path}" for path in own.pickled_paths]
+        merged.plain.update(
+            {f"rank{rank}.{key}": value for key, value in own.plain.items()}
+        )
+        merged.pickle.update(
+            {f"rank{rank}.{key}": value for key, value in own.pickle.items()}
+        )
+        merged.pickled_paths += [
+            f"per_rank.{rank}.{path}" for path in own.pickled_paths
+        ]
     trees = [_renumbered(own.tree, f"rank{rank}.") for rank, own in enumerate(per_rank)]
     merged.tree = {"state": rest.tree, "per_rank": trees}
     return merged
@@ -212,19 +258,26 @@ def _renumbered(node: Any, prefix: str) -> Any:
         return [_renumbered(item, prefix) for item in node]
     if isinstance(node, dict):
         return {
-            key: prefix + item if key in ("$pt", "$pickle") else _renumbered(item, prefix) for key, item in node.items()
+            key: prefix + item
+            if key in ("$pt", "$pickle")
+            else _renumbered(item, prefix)
+            for key, item in node.items()
         }
     return node
 
 
 def decode_rest(
-    tree: Any, tensor: Callable[[str], Any], plain: dict[str, Any] | None, pickled: Callable[[str], Any]
+    tree: Any,
+    tensor: Callable[[str], Any],
+    plain: dict[str, Any] | None,
+    pickled: Callable[[str], Any],
 ) -> Any:
     """Decode the result of :func:`encode_rest`.
 
     Args:
         tree: the JSON tree.
-        tensor: name -> value; ``DROP`` leaves the entry out of its dict (in a list: a :class:`TensorReference`).
+        tensor: name -> value; ``DROP`` leaves the entry out of its dict (in a list: a
+            :class:`TensorReference`).
         plain: entries of rest.pt.
         pickled: key -> entry of the pickle file.
     """
@@ -237,7 +290,11 @@ def decode_rest(
             return node
         tag = next(iter(node), "")
         if not tag.startswith("$"):
-            return {key: value for key, item in node.items() if (value := decode(item)) is not DROP}
+            return {
+                key: value
+                for key, item in node.items()
+                if (value := decode(item)) is not DROP
+            }
         # What a tag stands for.
         content = node[tag]
         if tag == "$tensor":
@@ -245,9 +302,15 @@ def decode_rest(
         if tag == "$tuple":
             return tuple(keep(item) for item in content)
         if tag in ("$set", "$frozenset"):
-            return {"$set": set, "$frozenset": frozenset}[tag](decode(item) for item in content)
+            return {"$set": set, "$frozenset": frozenset}[tag](
+                decode(item) for item in content
+            )
         if tag in ("$dict", "$odict"):
-            pairs = [(decode(key), value) for key, item in content if (value := decode(item)) is not DROP]
+            pairs = [
+                (decode(key), value)
+                for key, item in content
+                if (value := decode(item)) is not DROP
+            ]
             return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
         if tag == "$float":
             return float(content)
@@ -257,7 +320,9 @@ def decode_rest(
             return plain[content]
         if tag == "$pickle":
             return pickled(content)
-        raise CheckpointError(f"rest.json holds a tag this torch-smp does not know: {tag}")
+        raise CheckpointError(
+            f"rest.json holds a tag this torch-smp does not know: {tag}"
+        )
 
     def keep(item: Any) -> Any:
         value = decode(item)
@@ -276,13 +341,19 @@ def subtree(tree: Any, path: Path) -> Any:
         if isinstance(tree, dict) and tree and next(iter(tree)).startswith("$"):
             tag, content = next(iter(tree.items()))
             if tag in ("$dict", "$odict"):
-                matches = [item for found, item in content if found == key and type(found) is type(key)]
+                matches = [
+                    item
+                    for found, item in content
+                    if found == key and type(found) is type(key)
+                ]
                 if not matches:
                     raise KeyError(key)
                 tree = matches[0]
                 continue
             tree = content if tag == "$tuple" else None
-        in_list = isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree)
+        in_list = (
+            isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree)
+        )
         if in_list or (isinstance(tree, dict) and key in tree):
             tree = tree[key]
         else:
@@ -291,7 +362,8 @@ def subtree(tree: Any, path: Path) -> Any:
 
 
 def _weights_only_problem(value: Any) -> str | None:
-    """Say why a value cannot be read back with ``weights_only=True``; None if it can, which is tried out."""
+    """Say why a value cannot be read back with ``weights_only=True``; None if it can,
+    which is tried out."""
     if type(value) is Tensor and _is_plain(value):
         return None
     buffer = io.BytesIO()
@@ -304,19 +376,31 @@ def _weights_only_problem(value: Any) -> str | None:
         restored = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception:
         return "torch.load(weights_only=True) refuses it"
-    return None if type(restored) is type(value) else f"comes back as {type(restored).__name__}"
+    return (
+        None
+        if type(restored) is type(value)
+        else f"comes back as {type(restored).__name__}"
+    )
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is nothing but its values, in the host's memory: such ones need not be tried out."""
-    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    """Return whether a tensor is nothing but its values, in the host's memory: such
+    ones need not be tried out."""
+    is_dense = (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+    )
     return is_dense and not vars(tensor) and not any(getattr(tensor, "names", ()))
 
 
 def _encode_numpy(value: Any) -> dict[str, Any] | None:
     import numpy
 
-    if not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.kind not in "biufc":
+    if (
+        not isinstance(value, (numpy.ndarray, numpy.generic))
+        or value.dtype.kind not in "biufc"
+    ):
         return None
     data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
     encoded = {"$numpy": value.dtype.str, "shape": list(value.shape), "data": data}
@@ -327,6 +411,10 @@ def _decode_numpy(node: dict[str, Any]) -> Any:
     import numpy
 
     if not re.fullmatch(r"[<>=|]?[biufc]\d{1,2}", node["$numpy"]):
-        raise CheckpointError(f"rest.json holds a numpy array of {node['$numpy']!r}: no number")
-    array = numpy.frombuffer(base64.b64decode(node["data"]), dtype=numpy.dtype(node["$numpy"])).reshape(node["shape"])
+        raise CheckpointError(
+            f"rest.json holds a numpy array of {node['$numpy']!r}: no number"
+        )
+    array = numpy.frombuffer(
+        base64.b64decode(node["data"]), dtype=numpy.dtype(node["$numpy"])
+    ).reshape(node["shape"])
     return array[()] if node.get("scalar") else array.copy()

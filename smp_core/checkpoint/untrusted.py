@@ -1,8 +1,11 @@
-"""The gate for what a checkpoint says about itself: names of files, JSON, the types of its fields.
+"""The gate for what a checkpoint says about itself: names of files, JSON, the types of
+its fields.
 
-A checkpoint may come from a stranger. Nothing that it says is used before it has passed here: a name is one plain name
-(or ``extra/`` and one), JSON is bounded in length and depth, numbers are in range. The files themselves are opened by
-smp_core.checkpoint.folders.local_folder, which takes regular files only. docs/security.md says what this is good for.
+A checkpoint may come from a stranger. Nothing that it says is used before it has passed
+here: a name is one plain name (or ``extra/`` and one), JSON is bounded in length and
+depth, numbers are in range. The files themselves are opened by
+smp_core.checkpoint.folders.local_folder, which takes regular files only.
+docs/security.md says what this is good for.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError, ValueError):
-    """A checkpoint cannot be written, read or trusted. The message names the file or tensor and what to do."""
+    """A checkpoint cannot be written, read or trusted. The message names the file or
+    tensor and what to do."""
 
 
 class StoreError(CheckpointError):
@@ -35,11 +39,13 @@ class StoreError(CheckpointError):
 
 
 class NoSuchFolder(CheckpointError):
-    """A folder of checkpoints that does not exist: no save has been made there, which is no damage."""
+    """A folder of checkpoints that does not exist: no save has been made there, which
+    is no damage."""
 
 
 def is_plain(name: object) -> bool:
-    """Return whether a name is that of a file in the folder itself: no separator, no control character, not ``..``."""
+    """Return whether a name is that of a file in the folder itself: no separator, no
+    control character, not ``..``."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
@@ -57,12 +63,15 @@ def file_name(name: object, where: str) -> str:
     """
     if isinstance(name, str) and is_plain(name.removeprefix(EXTRA)):
         return name
-    raise CheckpointError(f"{where} names the file {name!r}: only plain names and {EXTRA}NAME are read; not trusted")
+    raise CheckpointError(
+        f"{where} names the file {name!r}: only plain names and {EXTRA}NAME are read; not trusted"
+    )
 
 
 @contextlib.contextmanager
 def only_checkpoint_errors(where: str) -> Iterator[None]:
-    """Turn whatever a damaged or hostile content leads to into a CheckpointError that names it."""
+    """Turn whatever a damaged or hostile content leads to into a CheckpointError that
+    names it."""
     try:
         yield
     except CheckpointError:
@@ -72,7 +81,9 @@ def only_checkpoint_errors(where: str) -> Iterator[None]:
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{where} is damaged: it lacks {error}") from error
     except Exception as error:
-        raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {str(error)[:300]}") from error
+        raise CheckpointError(
+            f"{where} is damaged: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
 
 
 def read_json(data: bytes, where: str, limit: int = JSON_BYTES) -> dict[str, Any]:
@@ -82,13 +93,19 @@ def read_json(data: bytes, where: str, limit: int = JSON_BYTES) -> dict[str, Any
         CheckpointError: not JSON, no object, too long, too deep.
     """
     if len(data) > limit:
-        raise CheckpointError(f"{where} is too large: {len(data)} bytes, at most {limit} are read")
+        raise CheckpointError(
+            f"{where} is too large: {len(data)} bytes, at most {limit} are read"
+        )
     if _depth(data) > JSON_DEPTH:
-        raise CheckpointError(f"{where} is damaged: JSON nested deeper than {JSON_DEPTH}")
+        raise CheckpointError(
+            f"{where} is damaged: JSON nested deeper than {JSON_DEPTH}"
+        )
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is damaged: not readable as JSON ({error})") from None
+        raise CheckpointError(
+            f"{where} is damaged: not readable as JSON ({error})"
+        ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} is damaged: JSON, but no object")
     return content
@@ -100,7 +117,9 @@ def _depth(data: bytes) -> int:
     brackets = outside.translate(None, bytes(set(range(256)) - set(b"[]{}")))
     if not brackets:
         return 0
-    steps = numpy.where(numpy.isin(numpy.frombuffer(brackets, dtype=numpy.uint8), list(b"[{")), 1, -1)
+    steps = numpy.where(
+        numpy.isin(numpy.frombuffer(brackets, dtype=numpy.uint8), list(b"[{")), 1, -1
+    )
     return int(numpy.cumsum(steps).max())
 
 
@@ -117,7 +136,9 @@ class Fields:
 
     def __init__(self, content: object, where: str) -> None:
         if not isinstance(content, dict):
-            raise CheckpointError(f"{where} is damaged: {_shown(content)} instead of an object")
+            raise CheckpointError(
+                f"{where} is damaged: {_shown(content)} instead of an object"
+            )
         self.content = content
         self.where = where
 
@@ -125,7 +146,9 @@ class Fields:
         """Return a field of this very type (no bool for an int)."""
         value = self.content.get(key)
         if type(value) is not kind:
-            raise CheckpointError(f"{self.where} is damaged: {key} is {_shown(value)}, not {kind.__name__}")
+            raise CheckpointError(
+                f"{self.where} is damaged: {key} is {_shown(value)}, not {kind.__name__}"
+            )
         return value
 
     def text(self, key: str) -> str:
@@ -136,28 +159,38 @@ class Fields:
         """Return an integer in a range."""
         value = self.get(key, int)
         if not least <= value <= most:
-            raise CheckpointError(f"{self.where} is damaged: {key} is {value}, allowed: {least} to {most}")
+            raise CheckpointError(
+                f"{self.where} is damaged: {key} is {value}, allowed: {least} to {most}"
+            )
         return value
 
     def sizes(self, key: str) -> tuple[int, ...]:
         """Return a list of integers from 0."""
         values = self.get(key, list)
-        if len(values) > 64 or any(type(value) is not int or not 0 <= value < 1 << 62 for value in values):
-            raise CheckpointError(f"{self.where} is damaged: {key} is {_shown(values)}, not a list of sizes")
+        if len(values) > 64 or any(
+            type(value) is not int or not 0 <= value < 1 << 62 for value in values
+        ):
+            raise CheckpointError(
+                f"{self.where} is damaged: {key} is {_shown(values)}, not a list of sizes"
+            )
         return tuple(values)
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings."""
         values = self.get(key, list)
         if any(type(value) is not str for value in values):
-            raise CheckpointError(f"{self.where} is damaged: {key} is {_shown(values)}, not a list of strings")
+            raise CheckpointError(
+                f"{self.where} is damaged: {key} is {_shown(values)}, not a list of strings"
+            )
         return values
 
     def text_map(self, key: str) -> dict[str, str]:
         """Return an object of strings."""
         values = self.get(key, dict)
         if any(type(value) is not str for value in values.values()):
-            raise CheckpointError(f"{self.where} is damaged: {key} is {_shown(values)}, not an object of strings")
+            raise CheckpointError(
+                f"{self.where} is damaged: {key} is {_shown(values)}, not an object of strings"
+            )
         return values
 
     def ranks(self, key: str) -> int:

@@ -1,4 +1,5 @@
-"""The check of files against the manifest: sizes (cheap), digests (reads everything)."""
+"""The check of files against the manifest: sizes (cheap), digests (reads
+everything)."""
 
 from __future__ import annotations
 
@@ -13,16 +14,21 @@ from smp_core.checkpoint.tensor_file import TensorFile
 
 logger = logging.getLogger("smp")
 
-_OPENINGS = 5  # tries until all ranks see the same save at a path that is overwritten meanwhile
+# Tries until all ranks see the same save at a path that is overwritten meanwhile.
+_OPENINGS = 5
 
 
-def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks, what: str) -> OpenCheckpoint:
-    """Open a checkpoint and check its files, each rank some of them; all ranks open the same save. Collective.
+def open_checked(
+    path: str | os.PathLike[str], verify: str | None, ranks: Ranks, what: str
+) -> OpenCheckpoint:
+    """Open a checkpoint and check its files, each rank some of them; all ranks open the
+    same save. Collective.
 
     Args:
         path: checkpoint folder or address.
-        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of a tensor while it is read; all
-            digests before, when an interrupted save lies alongside the folder.
+        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of
+            a tensor while it is read; all digests before, when an interrupted save lies
+            alongside the folder.
         ranks: the ranks that check together.
         what: how the message of an error begins.
 
@@ -35,19 +41,27 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
 
     def opened_here() -> OpenCheckpoint:
         if verify not in ("auto", "sizes", "digests", None):
-            raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")
+            raise CheckpointError(
+                f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None"
+            )
         return open_checkpoint(path)
 
     # One save on all ranks, also where the folder is being written over.
     for _ in range(_OPENINGS):
-        opened, seen = ranks.together(what, opened_here, lambda it: (it.manifest.id, it.folder.signs_of_crash()))
+        opened, seen = ranks.together(
+            what, opened_here, lambda it: (it.manifest.id, it.folder.signs_of_crash())
+        )
         if len({save for save, _ in seen}) == 1:
             break
     else:
-        raise CheckpointError(f"{what}: it is overwritten again and again; load from a path that stays")
+        raise CheckpointError(
+            f"{what}: it is overwritten again and again; load from a path that stays"
+        )
     crashed = any(crash for _, crash in seen)
     if crashed and verify == "auto" and ranks.rank == 0:
-        logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
+        logger.warning(
+            "an interrupted save lies beside %s: checking all digests", opened.address
+        )
 
     def check() -> str | None:
         mode = verify
@@ -63,7 +77,9 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
     return opened
 
 
-def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: int = 1) -> None:
+def check_files(
+    opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: int = 1
+) -> None:
     """Check this rank's share of the files.
 
     Args:
@@ -77,11 +93,16 @@ def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: i
     if mode is None:
         return
     if mode not in ("sizes", "digests"):
-        raise CheckpointError(f"verify={mode!r} is not known; allowed here: 'digests', 'sizes', 'none'")
+        raise CheckpointError(
+            f"verify={mode!r} is not known; allowed here: 'digests', 'sizes', 'none'"
+        )
     problems = [
         problem
         for number, (name, record) in enumerate(sorted(opened.manifest.files.items()))
-        if number % size == rank and (problem := file_problem(opened.folder, opened.manifest, name, record, mode))
+        if number % size == rank
+        and (
+            problem := file_problem(opened.folder, opened.manifest, name, record, mode)
+        )
     ]
     if problems:
         opened.same_save()
@@ -89,10 +110,11 @@ def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: i
 
 
 def check_written(folder: Folder, manifest: Manifest) -> None:
-    """Look at the files of a save before it is committed: each is there, with its size and its own header.
+    """Look at the files of a save before it is committed: each is there, with its size
+    and its own header.
 
-    Their content was hashed while it was written. It is not read again: that would only show what memory still holds.
-    In an object store one listing tells the sizes.
+    Their content was hashed while it was written. It is not read again: that would only
+    show what memory still holds. In an object store one listing tells the sizes.
 
     Raises:
         CheckpointError: names every file that is not what was written.
@@ -103,7 +125,9 @@ def check_written(folder: Folder, manifest: Manifest) -> None:
         if listed is None:
             problem = file_problem(folder, manifest, name, record, "sizes")
         else:
-            problem = _size_problem(f"{folder.address}/{name}", listed.get(name), record)
+            problem = _size_problem(
+                f"{folder.address}/{name}", listed.get(name), record
+            )
         problems += [problem] if problem else []
     if problems:
         raise CheckpointError(f"before the commit: {'; '.join(problems[:4])}")
@@ -113,11 +137,15 @@ def _size_problem(where: str, size: int | None, record: FileRecord) -> str | Non
     if size is None:
         return f"{where} is missing"
     if size != record.bytes:
-        return f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
+        return (
+            f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
+        )
     return None
 
 
-def file_problem(folder: Folder, manifest: Manifest, name: str, record: FileRecord, mode: str) -> str | None:
+def file_problem(
+    folder: Folder, manifest: Manifest, name: str, record: FileRecord, mode: str
+) -> str | None:
     """Describe the problem of a file; None for a file without one."""
     where = f"{folder.address}/{name}"
     try:
@@ -132,7 +160,11 @@ def file_problem(folder: Folder, manifest: Manifest, name: str, record: FileReco
     try:
         if record.header_bytes:
             TensorFile(folder, manifest, name).close()
-        if mode == "digests" and _digest_file(folder, name, record.bytes, manifest.algorithm) != record.digest:
+        if (
+            mode == "digests"
+            and _digest_file(folder, name, record.bytes, manifest.algorithm)
+            != record.digest
+        ):
             return f"{where} is damaged: its {manifest.algorithm} digest does not fit the manifest"
     except CheckpointError as error:
         return str(error)
@@ -172,7 +204,10 @@ def verify_checkpoint(path: str | os.PathLike[str], deep: bool = False) -> list[
         return [str(error)]
     mode = "digests" if deep else "sizes"
     files = sorted(opened.manifest.files.items())
-    problems = [file_problem(opened.folder, opened.manifest, name, record, mode) for name, record in files]
+    problems = [
+        file_problem(opened.folder, opened.manifest, name, record, mode)
+        for name, record in files
+    ]
     found = [problem for problem in problems if problem]
     if found:
         return found

@@ -1,9 +1,12 @@
-"""The writer of checkpoints: torch's DCP planner gives each slice to one rank (replicas share the work), our storage
-writer streams the slices into one safetensors file per rank, and rank 0 commits all with one rename.
+"""The writer of checkpoints: torch's DCP planner gives each slice to one rank (replicas
+share the work), our storage writer streams the slices into one safetensors file per
+rank, and rank 0 commits all with one rename.
 
-Order of a save: (1) every rank names its tensors; (2) rank 0 encodes the rest, so that a value that cannot be saved is
-refused before anything is written; (3) rank 0 makes the temporary folder; (4) plan, write, fsync on all ranks;
-(5) rank 0 writes index, rest and manifest and commits. An error at any point is raised on all ranks and leaves the
+Order of a save: (1) every rank names its tensors; (2) rank 0 encodes the rest, so that
+a value that cannot be saved is refused before anything is written; (3) rank 0 makes the
+temporary folder; (4) plan, write, fsync on all ranks;
+(5) rank 0 writes index, rest and manifest and commits. An error at any point is raised
+    on all ranks and leaves the
 previous checkpoint as it was.
 """
 
@@ -72,31 +75,51 @@ def save_checkpoint(
     digest: str = "xxh3",
     allow_pickle: bool = False,
 ) -> None:
-    """Save a nested state as one checkpoint folder. Collective over all ranks of the group.
+    """Save a nested state as one checkpoint folder. Collective over all ranks of the
+    group.
 
     Args:
         path: the folder to make: a local path or an fsspec address (``s3://...``).
-        state: nested dicts, lists and tuples. Tensors may be DTensors (sharded over any mesh, replicas included), or
-            plain tensors that are the same on every rank; the rest may be anything that
-            ``torch.load(weights_only=True)`` would read, and is taken from rank 0.
-        process_group: the ranks that save together; None: all. It needs a CPU or CUDA backend.
-        metadata: JSON-able facts for the manifest; ``step`` (int) and ``module_prefix`` (str) are understood.
-        extra_files: name -> content of small files to keep along (``config.json``, tokenizer files).
-        per_rank: something that differs on each rank (random states); comes back as a list by rank from
-            :func:`smp_core.checkpoint.read_per_rank`.
-        overwrite: replace a checkpoint that is at ``path``; at every instant a complete one stays there.
+        state: nested dicts, lists and tuples. Tensors may be DTensors (sharded over any
+            mesh, replicas included), or plain tensors that are the same on every rank;
+            the rest may be anything that ``torch.load(weights_only=True)`` would read,
+            and is taken from rank 0.
+        process_group: the ranks that save together; None: all. It needs a CPU or CUDA
+            backend.
+        metadata: JSON-able facts for the manifest; ``step`` (int) and ``module_prefix``
+            (str) are understood.
+        extra_files: name -> content of small files to keep along (``config.json``,
+            tokenizer files).
+        per_rank: something that differs on each rank (random states); comes back as a
+            list by rank from :func:`smp_core.checkpoint.read_per_rank`.
+        overwrite: replace a checkpoint that is at ``path``; at every instant a complete
+            one stays there.
         digest: ``"xxh3"`` or ``"sha256"``.
-        allow_pickle: also save values that only unrestricted unpickling can read back; loading needs the same word.
+        allow_pickle: also save values that only unrestricted unpickling can read back;
+            loading needs the same word.
 
     Raises:
-        CheckpointError: on every rank when any rank failed; a checkpoint at ``path`` is then untouched.
+        CheckpointError: on every rank when any rank failed; a checkpoint at ``path`` is
+            then untouched.
     """
     begin = time.perf_counter()
     ranks = Ranks(process_group)
-    options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
+    options = SaveOptions(
+        dict(metadata or {}), dict(extra_files or {}), overwrite, digest
+    )
     with long_wait(f"saving {os.fspath(path)}", here=ranks.rank == 0):
-        write_staged(path, lambda: stage(state, per_rank, ranks.rank, allow_pickle), options, ranks)
-    note("checkpoint", path=os.fspath(path), stall_seconds=time.perf_counter() - begin, behind=False)
+        write_staged(
+            path,
+            lambda: stage(state, per_rank, ranks.rank, allow_pickle),
+            options,
+            ranks,
+        )
+    note(
+        "checkpoint",
+        path=os.fspath(path),
+        stall_seconds=time.perf_counter() - begin,
+        behind=False,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +138,17 @@ def not_saved(path: str | os.PathLike[str]) -> str:
 
 
 def write_staged(
-    path: str | os.PathLike[str], make_staged: Callable[[], Staged], options: SaveOptions, ranks: Ranks
+    path: str | os.PathLike[str],
+    make_staged: Callable[[], Staged],
+    options: SaveOptions,
+    ranks: Ranks,
 ) -> None:
     """Write and commit the parts that all ranks have staged. Collective.
 
     Args:
         path: the checkpoint folder.
-        make_staged: returns this rank's part, or raises an error that is to be raised on all ranks.
+        make_staged: returns this rank's part, or raises an error that is to be raised
+            on all ranks.
         options: the options of the save.
         ranks: the ranks that save together.
 
@@ -142,7 +169,9 @@ def write_staged(
     try:
         save_id, mark = ranks.on_first(what, prepare)
         rest = None if staged.rest is None else merge_rest(staged.rest, own)
-        writer = SmpStorageWriter(transaction, (save_id, mark), staged, rest, options, ranks)
+        writer = SmpStorageWriter(
+            transaction, (save_id, mark), staged, rest, options, ranks
+        )
         _run_dcp_save(staged.tensors, writer, ranks)
     except BaseException as error:
         if ranks.rank == 0:
@@ -157,9 +186,12 @@ def write_staged(
         logger.debug("checkpoint %s saved", os.fspath(path))
 
 
-def _run_dcp_save(tensors: dict[str, Any], writer: SmpStorageWriter, ranks: Ranks) -> None:
+def _run_dcp_save(
+    tensors: dict[str, Any], writer: SmpStorageWriter, ranks: Ranks
+) -> None:
     with contextlib.ExitStack() as quiet:
-        if not ranks.distributed:  # only then does DCP warn; filters are global, so they are left alone otherwise
+        # Only then does DCP warn; filters are global, so they are left alone otherwise.
+        if not ranks.distributed:
             quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
@@ -182,7 +214,11 @@ def _failures(error: CheckpointException) -> str:
     parts = []
     for rank, wrapped in sorted(error.failures.items()):
         cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
+        text = (
+            str(cause)
+            if isinstance(cause, CheckpointError)
+            else f"{type(cause).__name__}: {cause}"
+        )
         parts.append(f"rank {rank}: {text}")
     return "; ".join(parts[:4])
 
@@ -191,18 +227,23 @@ def _check_options(options: SaveOptions) -> None:
     new_digest(options.digest)  # refuses an unknown name
     for name in options.extra_files:
         if not is_plain(name):
-            raise CheckpointError(f"extra_files[{name!r}]: only plain file names, no directories")
+            raise CheckpointError(
+                f"extra_files[{name!r}]: only plain file names, no directories"
+            )
     for key, value in options.metadata.items():
         try:
             same = json.loads(json.dumps({key: value})) == {key: value}
         except (TypeError, ValueError):
             same = False
         if not same:
-            raise CheckpointError(f"metadata[{key!r}] must be plain JSON (str keys, lists, no tuples); got {value!r}")
+            raise CheckpointError(
+                f"metadata[{key!r}] must be plain JSON (str keys, lists, no tuples); got {value!r}"
+            )
 
 
 class SmpStorageWriter(StorageWriter):
-    """A storage of DCP that writes one safetensors file per rank and commits on the coordinator.
+    """A storage of DCP that writes one safetensors file per rank and commits on the
+    coordinator.
 
     Args:
         transaction: the save, already begun or joined.
@@ -232,7 +273,9 @@ class SmpStorageWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: one writer serves one save."""
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: the transaction is open."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -245,14 +288,21 @@ class SmpStorageWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
         if self.ranks.rank > 0:
             self.transaction.join(self.save_id, self.mark)
         # All items of a rank lie in one file, in an order that is kept by all saves.
-        items = sorted(plan.items, key=lambda item: place_in_file(_entry(item, "").bytes))
+        items = sorted(
+            plan.items, key=lambda item: place_in_file(_entry(item, "").bytes)
+        )
         results: list[WriteResult] = []
         if items:
-            name = self.transaction.file_name(f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}", ".safetensors")
+            name = self.transaction.file_name(
+                f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}",
+                ".safetensors",
+            )
             entries = _entries(items)
             header = {"format": "pt", FORMAT: self.save_id, "file": name}
             sink = self.transaction.create(name, self.options.digest)
@@ -267,7 +317,9 @@ class SmpStorageWriter(StorageWriter):
             for item, entry, (begin, end) in zip(items, entries, ranges, strict=True):
                 offset = tuple(item.index.offset or ())
                 chunk = Chunk(name, entry.key, offset, entry.shape, begin, end)
-                results.append(WriteResult(item.index, entry.bytes, (chunk, record, sink.blocks)))
+                results.append(
+                    WriteResult(item.index, entry.bytes, (chunk, record, sink.blocks))
+                )
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -281,7 +333,9 @@ class SmpStorageWriter(StorageWriter):
             files[chunk.file], blocks[chunk.file] = record, digests
             chunks.setdefault(result.index.fqn, []).append(chunk)
         index = _index(metadata, chunks, self.staged.paths)
-        self._commit(dataclasses.replace(index, blocks=blocks, block_bytes=BLOCK_BYTES), files)
+        self._commit(
+            dataclasses.replace(index, blocks=blocks, block_bytes=BLOCK_BYTES), files
+        )
 
     def _commit(self, index: Index, files: dict[str, FileRecord]) -> None:
         """Write everything but the tensors, then commit."""
@@ -309,11 +363,17 @@ class SmpStorageWriter(StorageWriter):
         extra = {}
         for name, content in self.options.extra_files.items():
             stem, suffix = os.path.splitext(name)
-            extra[name] = write(f"extra/{stem}", suffix, content.encode() if isinstance(content, str) else content)
+            extra[name] = write(
+                f"extra/{stem}",
+                suffix,
+                content.encode() if isinstance(content, str) else content,
+            )
         step = self.options.metadata.get("step")
         manifest = Manifest(
             id=self.save_id,
-            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(
+                timespec="microseconds"
+            ),
             step=step if isinstance(step, int) else None,
             world_size=self.ranks.size,
             meshes=self.staged.meshes,
@@ -321,7 +381,11 @@ class SmpStorageWriter(StorageWriter):
             metadata=self.options.metadata,
             algorithm=self.options.digest,
             index=write("index", ".json", json.dumps(index.to_json()).encode()),
-            rest=write("rest", ".json", json.dumps({"format": FORMAT, "tree": self.rest.tree}).encode()),
+            rest=write(
+                "rest",
+                ".json",
+                json.dumps({"format": FORMAT, "tree": self.rest.tree}).encode(),
+            ),
             rest_pt=torch_file("rest", self.rest.plain),
             rest_pickle=torch_file("rest-pickle", self.rest.pickle),
             pickled=self.rest.pickled_paths,
@@ -335,7 +399,9 @@ class SmpStorageWriter(StorageWriter):
 
 def _entry(item: WriteItem, key: str) -> Entry:
     assert item.tensor_data is not None and item.tensor_data.chunk is not None
-    return Entry(key, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
+    return Entry(
+        key, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype
+    )
 
 
 def _entries(items: list[WriteItem]) -> list[Entry]:
@@ -344,7 +410,10 @@ def _entries(items: list[WriteItem]) -> list[Entry]:
         assert item.tensor_data is not None
         entry = _entry(item, item.index.fqn)
         if entry.shape != tuple(item.tensor_data.size) or entry.key in taken:
-            entry = dataclasses.replace(entry, key=f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}")
+            entry = dataclasses.replace(
+                entry,
+                key=f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}",
+            )
         while entry.key in taken:
             entry = dataclasses.replace(entry, key=entry.key + "'")
         taken.add(entry.key)
@@ -352,13 +421,17 @@ def _entries(items: list[WriteItem]) -> list[Entry]:
     return entries
 
 
-def _index(metadata: Metadata, chunks: dict[str, list[Chunk]], paths: dict[str, Path]) -> Index:
+def _index(
+    metadata: Metadata, chunks: dict[str, list[Chunk]], paths: dict[str, Path]
+) -> Index:
     tensors = {}
     for name, record in metadata.state_dict_metadata.items():
         assert isinstance(record, TensorStorageMetadata)
         ordered = tuple(sorted(chunks[name], key=lambda chunk: chunk.offset))
         path = paths.get(name, (name,))
-        tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, path, ordered)
+        tensors[name] = TensorRecord(
+            tuple(record.size), record.properties.dtype, path, ordered
+        )
     aliases: dict[str, str] = metadata.planner_data
     return Index(tensors, aliases, {name: paths.get(name, (name,)) for name in aliases})
 

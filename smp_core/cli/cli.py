@@ -1,7 +1,8 @@
-"""The `smp` command. Each group of commands is a typer application of its own; `main` is the entry point.
+"""The `smp` command. Each group of commands is a typer application of its own; `main`
+is the entry point.
 
-What a command needs is imported when it is asked for: torch takes longer to import than `smp report` to draw a page.
-The list of commands and the version import none of them.
+What a command needs is imported when it is asked for: torch takes longer to import than
+`smp report` to draw a page. The list of commands and the version import none of them.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ _COMMANDS = {
         "smp_core.verify.commands",
         "Run a training in one process and at layouts, and compare loss, gradients, weights, samples and activations.",
     ),
-    "checkpoint": ("smp_core.checkpoint.commands", "Look at, check and convert checkpoint folders."),
+    "checkpoint": (
+        "smp_core.checkpoint.commands",
+        "Look at, check and convert checkpoint folders.",
+    ),
 }
-"""For each command its module, which has a function of the command's name or an application `app`, and its help."""
+"""For each command its module, which has a function of the command's name or an
+application `app`, and its help."""
 
 
 def application(only: str | None = None) -> typer.Typer:
@@ -67,7 +72,8 @@ def application(only: str | None = None) -> typer.Typer:
 
 
 def outline() -> typer.Typer:
-    """Return an application that lists the commands, refuses others and prints the version; it imports no command."""
+    """Return an application that lists the commands, refuses others and prints the
+    version; it imports no command."""
     app = without_commands(*_SMP)
     for name, (_, text) in _COMMANDS.items():
         app.command(name, help=text)(_not_to_be_run)

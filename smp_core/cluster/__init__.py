@@ -1,7 +1,9 @@
-"""The machines and the ranks on them: launchers, links, the layout's axes and its process groups.
+"""The machines and the ranks on them: launchers, links, the layout's axes and its
+process groups.
 
-A Layout names the axes of a run; an SmpMesh makes their process groups. Links are latency and bandwidth as measured.
-agreement checks that all ranks were given the same. (Which rank sits on which node is smp_core/topology.py.)
+A Layout names the axes of a run; an SmpMesh makes their process groups. Links are
+latency and bandwidth as measured. agreement checks that all ranks were given the same.
+(Which rank sits on which node is smp_core/topology.py.)
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
         of_all_ranks as of_all_ranks,
         of_rank_0 as of_rank_0,
     )
-    from smp_core.cluster.launch import LaunchEnvironment as LaunchEnvironment, launch_environment as launch_environment
+    from smp_core.cluster.launch import (
+        LaunchEnvironment as LaunchEnvironment,
+        launch_environment as launch_environment,
+    )
     from smp_core.cluster.layout import (
         DATA as DATA,
         DEGREES as DEGREES,

@@ -1,7 +1,9 @@
-"""Whether all ranks mean the same: the knobs, the measured links, the model, and what follows from them.
+"""Whether all ranks mean the same: the knobs, the measured links, the model, and what
+follows from them.
 
-Asked before the first process group is made by it: a rank with another degree makes other groups, one with another
-payload sends other bytes, and then all wait for one another in different collectives until a timeout ends them.
+Asked before the first process group is made by it: a rank with another degree makes
+other groups, one with another payload sends other bytes, and then all wait for one
+another in different collectives until a timeout ends them.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ T = TypeVar("T")
 
 
 def of_all_ranks(own: T) -> list[T]:
-    """Gather what every rank gives, in rank order. Collective over the world; without a group there is one rank."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":  # a dry run of one rank, which hears from nobody
+    """Gather what every rank gives, in rank order. Collective over the world; without a
+    group there is one rank."""
+    # A dry run of one rank, which hears from nobody.
+    if not dist.is_initialized() or dist.get_backend() == "fake":
         return [own]
     everyone = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -34,8 +38,8 @@ def of_all_ranks(own: T) -> list[T]:
 
 
 def lists_of_all_ranks(own: Sequence[T]) -> list[list[T]] | None:
-    """Gather a list of every rank, in rank order; None where all ranks have the same one, which is found out by
-    digests. Collective over the world.
+    """Gather a list of every rank, in rank order; None where all ranks have the same
+    one, which is found out by digests. Collective over the world.
 
     Args:
         own: values whose ``repr`` is equal for equal ones.
@@ -45,7 +49,8 @@ def lists_of_all_ranks(own: Sequence[T]) -> list[list[T]] | None:
 
 
 def of_rank_0(decide: Callable[[], T]) -> T:
-    """Let rank 0 decide, and tell all ranks what it came to, or why it refuses. Collective over the world.
+    """Let rank 0 decide, and tell all ranks what it came to, or why it refuses.
+    Collective over the world.
 
     Raises:
         ValueError: what ``decide`` raised on rank 0; on all ranks.
@@ -59,7 +64,9 @@ def of_rank_0(decide: Callable[[], T]) -> T:
             told = [ValueError(str(error))]  # of a class that every rank can read
         except Exception as error:  # the others wait; they end with it too
             if not alone:
-                dist.broadcast_object_list([ValueError(f"rank 0: {type(error).__name__}: {error}")], src=0)
+                dist.broadcast_object_list(
+                    [ValueError(f"rank 0: {type(error).__name__}: {error}")], src=0
+                )
             raise
     if not alone:
         dist.broadcast_object_list(told, src=0)
@@ -75,18 +82,25 @@ def agreed(
     model: Callable[[T], str] = lambda _: "",
     parts: Callable[[T], Sequence[str]] = lambda _: (),
 ) -> T:
-    """Decide on every rank, and require that all were given the same and came to the same. Collective over the world.
+    """Decide on every rank, and require that all were given the same and came to the
+    same. Collective over the world.
 
     Args:
-        asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is compared too.
-        decide: no collective in it. What it refuses on one rank is an error on all of them.
+        asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is
+            compared too.
+        decide: no collective in it. What it refuses on one rank is an error on all of
+            them.
         model: a word for the model that was decided about, equal for equal models.
-        parts: its parameters and buffers in words, in its order; the first that differs is named where models do.
+        parts: its parameters and buffers in words, in its order; the first that differs
+            is named where models do.
 
     Raises:
-        ValueError: something differs, which is named with its values and who has them; or what ``decide`` raised.
+        ValueError: something differs, which is named with its values and who has them;
+            or what ``decide`` raised.
     """
-    own = {knob: value for knob, value in asked.effective().items() if knob != _OF_A_HOST}
+    own = {
+        knob: value for knob, value in asked.effective().items() if knob != _OF_A_HOST
+    }
     rule = asked.units.modules
     if callable(rule):  # the text of an object may have its address
         own["units.modules"] = getattr(rule, "__qualname__", type(rule).__qualname__)
@@ -100,14 +114,22 @@ def agreed(
     everyone = of_all_ranks((own, None if refusal is None else str(refusal)))
     knobs = [name for name in own if name != "the model"]
     differences = _differences([said for said, _ in everyone], knobs)
-    if not differences and refusal is None and all(theirs is None for _, theirs in everyone):
+    if (
+        not differences
+        and refusal is None
+        and all(theirs is None for _, theirs in everyone)
+    ):
         differences = _differences([said for said, _ in everyone], ["the model"])
         if differences and decided is not None:  # on all ranks: none refuses
             differences += _first_difference(of_all_ranks(list(parts(decided))))
         if differences:
-            raise ValueError(f"{'; '.join(differences)}; build the model in the same way on all ranks")
+            raise ValueError(
+                f"{'; '.join(differences)}; build the model in the same way on all ranks"
+            )
     if differences:
-        raise ValueError(f"{'; '.join(differences)}; start every rank with the same configuration")
+        raise ValueError(
+            f"{'; '.join(differences)}; start every rank with the same configuration"
+        )
     if refusal is not None:
         raise refusal
     for rank, (_, theirs) in enumerate(everyone):
@@ -127,11 +149,14 @@ def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[st
 
 
 def _first_difference(everyone: list[list[str]]) -> list[str]:
-    """Name the first parameter or buffer that is not the same on all ranks, [] where all are."""
+    """Name the first parameter or buffer that is not the same on all ranks, [] where
+    all are."""
     for number in range(max(map(len, everyone))):
         here = [own[number] if number < len(own) else "none" for own in everyone]
         if any(part != here[0] for part in here):
-            return [f"the first parameter or buffer that differs is number {number} ({by_rank(here)})"]
+            return [
+                f"the first parameter or buffer that differs is number {number} ({by_rank(here)})"
+            ]
     return []
 
 

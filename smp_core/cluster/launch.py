@@ -1,9 +1,11 @@
 """The launcher that started this process, and the rank that it gave the process.
 
-This module reads the variables of torchrun (and of anything that sets RANK and WORLD_SIZE), Open MPI, SLURM and
-SageMaker into one form, and sets none. The innermost launcher wins: torchrun started by srun or by SageMaker numbers
-the ranks, not the launcher outside. Sources: torchrun's "Environment Variables", Open MPI's `OMPI_COMM_WORLD_*`,
-"OUTPUT ENVIRONMENT VARIABLES" of srun(1), and the SageMaker training toolkit's `SM_*`.
+This module reads the variables of torchrun (and of anything that sets RANK and
+WORLD_SIZE), Open MPI, SLURM and SageMaker into one form, and sets none. The innermost
+launcher wins: torchrun started by srun or by SageMaker numbers the ranks, not the
+launcher outside. Sources: torchrun's "Environment Variables", Open MPI's
+`OMPI_COMM_WORLD_*`, "OUTPUT ENVIRONMENT VARIABLES" of srun(1), and the SageMaker
+training toolkit's `SM_*`.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ class LaunchEnvironment:
     """The launcher's facts about this process.
 
     Args:
-        kind: "torchrun", "openmpi", "slurm", "sagemaker" (one process for each host, started by SageMaker itself) or
-            "plain" (a process by itself).
+        kind: "torchrun", "openmpi", "slurm", "sagemaker" (one process for each host,
+            started by SageMaker itself) or "plain" (a process by itself).
         rank: number of this process in the world, from 0.
         world_size: number of processes.
         local_rank: number of this process on its node, from 0.
-        local_world_size: number of processes on this node; None when the launcher does not tell.
+        local_world_size: number of processes on this node; None when the launcher does
+            not tell.
         master_addr: the host of rank 0.
         master_port: the port at which the processes meet.
 
@@ -49,21 +52,33 @@ class LaunchEnvironment:
     master_port: int
 
     def __post_init__(self) -> None:
-        local = self.world_size if self.local_world_size is None else self.local_world_size
+        local = (
+            self.world_size if self.local_world_size is None else self.local_world_size
+        )
         said = (
             f"{self.kind} says rank {self.rank} of {self.world_size}, local rank {self.local_rank} of "
             f"{'unknown' if self.local_world_size is None else local}"
         )
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"{said}: the rank has to be from 0 to {self.world_size - 1}; {_STALE}")
+            raise ValueError(
+                f"{said}: the rank has to be from 0 to {self.world_size - 1}; {_STALE}"
+            )
         if not 0 <= self.local_rank < local:
-            raise ValueError(f"{said}: the local rank has to be from 0 to {local - 1}; {_STALE}")
+            raise ValueError(
+                f"{said}: the local rank has to be from 0 to {local - 1}; {_STALE}"
+            )
         if local > self.world_size:
-            raise ValueError(f"{said}: more processes on this node than in the world; {_STALE}")
+            raise ValueError(
+                f"{said}: more processes on this node than in the world; {_STALE}"
+            )
         if self.local_rank > self.rank:
-            raise ValueError(f"{said}: the local rank cannot be larger than the rank; {_STALE}")
+            raise ValueError(
+                f"{said}: the local rank cannot be larger than the rank; {_STALE}"
+            )
         if not 0 < self.master_port < 65536:
-            raise ValueError(f"master port {self.master_port} is not allowed; allowed: 1 to 65535; set MASTER_PORT")
+            raise ValueError(
+                f"master port {self.master_port} is not allowed; allowed: 1 to 65535; set MASTER_PORT"
+            )
 
 
 _STALE = "variables of two launches may be mixed: unset those of the other one, or start anew with torchrun"
@@ -76,14 +91,16 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         environ: variables; default os.environ.
 
     Raises:
-        ValueError: a variable is missing, is not a number, or contradicts another one; it is named.
+        ValueError: a variable is missing, is not a number, or contradicts another one;
+            it is named.
     """
     environ = os.environ if environ is None else environ
     if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _openmpi(environ)
-    # SLURM_STEP_ID is there only in processes that srun started, not in a batch script or an interactive shell.
+    # SLURM_STEP_ID is there only in processes that srun started, not in a batch script
+    # or an interactive shell.
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     if "SLURM_NTASKS" in environ and environ["SLURM_NTASKS"] != "1":
@@ -99,18 +116,30 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not; "
             "start with torchrun, which sets both, or unset WORLD_SIZE"
         )
-    return LaunchEnvironment("plain", 0, 1, 0, 1, _master_addr(environ, "127.0.0.1"), _master_port(environ))
+    return LaunchEnvironment(
+        "plain", 0, 1, 0, 1, _master_addr(environ, "127.0.0.1"), _master_port(environ)
+    )
 
 
 def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     rank = _number(environ, "RANK")
     world = _number(environ, "WORLD_SIZE")
-    local_world = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
-    local = _number(environ, "LOCAL_RANK") if world > 1 or "LOCAL_RANK" in environ else 0
+    local_world = (
+        _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
+    )
+    local = (
+        _number(environ, "LOCAL_RANK") if world > 1 or "LOCAL_RANK" in environ else 0
+    )
     if world > 1 and "MASTER_ADDR" not in environ:
         raise _missing(environ, "MASTER_ADDR", "the host of rank 0")
     return LaunchEnvironment(
-        "torchrun", rank, world, local, local_world, _master_addr(environ, "127.0.0.1"), _master_port(environ)
+        "torchrun",
+        rank,
+        world,
+        local,
+        local_world,
+        _master_addr(environ, "127.0.0.1"),
+        _master_port(environ),
     )
 
 
@@ -140,11 +169,22 @@ def _openmpi(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
-    size_variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    nodes_variable = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    size_variable = (
+        "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    )
+    nodes_variable = (
+        "SLURM_STEP_NODELIST"
+        if "SLURM_STEP_NODELIST" in environ
+        else "SLURM_JOB_NODELIST"
+    )
     if "MASTER_ADDR" not in environ and nodes_variable not in environ:
-        raise _missing(environ, nodes_variable, "from which the host of rank 0 is read (or set MASTER_ADDR)")
-    # Jobs that share a host must not meet at the same port, and all ranks of one job must agree on it.
+        raise _missing(
+            environ,
+            nodes_variable,
+            "from which the host of rank 0 is read (or set MASTER_ADDR)",
+        )
+    # Jobs that share a host must not meet at the same port, and all ranks of one job
+    # must agree on it.
     job = environ.get("SLURM_JOB_ID", "0")
     port = 15000 + int(job) % 10000 if job.isdecimal() else DEFAULT_MASTER_PORT
     return LaunchEnvironment(
@@ -159,19 +199,26 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Count the tasks on this node, from `2(x3),1` (nodes 0-2 have two, node 3 has one) and the node's number."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    """Count the tasks on this node, from `2(x3),1` (nodes 0-2 have two, node 3 has one)
+    and the node's number."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get(
+        "SLURM_TASKS_PER_NODE"
+    )
     if text is None or "SLURM_NODEID" not in environ:
         return None
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ValueError(f"SLURM's tasks per node {text!r} cannot be read; expected a form such as '4(x2)'")
+            raise ValueError(
+                f"SLURM's tasks per node {text!r} cannot be read; expected a form such as '4(x2)'"
+            )
         tasks += [int(match[1])] * int(match[2] or 1)
     node = _number(environ, "SLURM_NODEID")
     if node >= len(tasks):
-        raise ValueError(f"SLURM_NODEID={node} but SLURM's tasks per node {text!r} list {len(tasks)} nodes; {_STALE}")
+        raise ValueError(
+            f"SLURM_NODEID={node} but SLURM's tasks per node {text!r} list {len(tasks)} nodes; {_STALE}"
+        )
     return tasks[node]
 
 
@@ -180,7 +227,9 @@ def _first_slurm_host(nodelist: str) -> str:
     match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
     host = "".join(match.groups("")) if match else ""
     if not host:
-        raise ValueError(f"SLURM's node list {nodelist!r} cannot be read; set MASTER_ADDR to the host of rank 0")
+        raise ValueError(
+            f"SLURM's node list {nodelist!r} cannot be read; set MASTER_ADDR to the host of rank 0"
+        )
     return host
 
 
@@ -189,7 +238,9 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnvironment:
     if "SM_CURRENT_HOST" not in environ:
         raise _missing(environ, "SM_CURRENT_HOST", "this host's name in SM_HOSTS")
     if environ["SM_CURRENT_HOST"] not in hosts:
-        raise ValueError(f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} is not one of SM_HOSTS={', '.join(hosts)}")
+        raise ValueError(
+            f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} is not one of SM_HOSTS={', '.join(hosts)}"
+        )
     devices = environ.get("SM_NUM_GPUS", "0")
     if devices.isdecimal() and int(devices) > 1:
         logger.warning(
@@ -199,7 +250,13 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnvironment:
         )
     rank = hosts.index(environ["SM_CURRENT_HOST"])
     return LaunchEnvironment(
-        "sagemaker", rank, len(hosts), 0, 1, _master_addr(environ, hosts[0]), _master_port(environ)
+        "sagemaker",
+        rank,
+        len(hosts),
+        0,
+        1,
+        _master_addr(environ, hosts[0]),
+        _master_port(environ),
     )
 
 
@@ -209,12 +266,20 @@ def _sagemaker_hosts(environ: Mapping[str, str]) -> list[str]:
         hosts = json.loads(text)
     except json.JSONDecodeError:
         hosts = None
-    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
-        raise ValueError(f"""SM_HOSTS={text} is not a JSON list of host names, such as '["algo-1", "algo-2"]'""")
+    if (
+        not isinstance(hosts, list)
+        or not hosts
+        or not all(isinstance(host, str) and host for host in hosts)
+    ):
+        raise ValueError(
+            f"""SM_HOSTS={text} is not a JSON list of host names, such as '["algo-1", "algo-2"]'"""
+        )
 
     def by_number(host: str) -> list[int | str]:
         """Return a sort key by which "algo-10" comes after "algo-9"."""
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", host)]
+        return [
+            int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", host)
+        ]
 
     return sorted(hosts, key=by_number)
 
@@ -237,8 +302,18 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
 
 
 def _missing(environ: Mapping[str, str], variable: str, meaning: str) -> ValueError:
-    stems = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_COMM_WORLD_", "SLURM_", "SM_")
-    found = ", ".join(f"{name}={environ[name]}" for name in sorted(environ) if name.startswith(stems))
+    stems = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "OMPI_COMM_WORLD_",
+        "SLURM_",
+        "SM_",
+    )
+    found = ", ".join(
+        f"{name}={environ[name]}" for name in sorted(environ) if name.startswith(stems)
+    )
     return ValueError(
         f"{variable} ({meaning}) is not set, but other variables of a launcher are ({found[:300]}); "
         "start with torchrun, srun or mpirun, which set all of them, or unset the others"

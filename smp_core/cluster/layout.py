@@ -1,8 +1,10 @@
-"""Layout: the named axes on which the ranks of a run are laid out. Pure arithmetic: no processes, no groups.
+"""Layout: the named axes on which the ranks of a run are laid out. Pure arithmetic: no
+processes, no groups.
 
-:class:`Axis` has their names, outer to inner, so that what talks most is closest together. Several axes together are
-named where they mean something: ``PARTITION`` is the MiCS partition group, ``DATA`` the ranks that read different
-samples, ``GRADIENTS`` those whose gradients are added up, ``SAME_MODEL`` those that compute the same layers.
+:class:`Axis` has their names, outer to inner, so that what talks most is closest
+together. Several axes together are named where they mean something: ``PARTITION`` is
+the MiCS partition group, ``DATA`` the ranks that read different samples, ``GRADIENTS``
+those whose gradients are added up, ``SAME_MODEL`` those that compute the same layers.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from smp_core.topology import Topology, divisors, listed
 
 
 class Axis(str, Enum):
-    """The axes of a layout, outer to inner. Members are texts: names of a DeviceMesh's dimensions, keys of logs.
+    """The axes of a layout, outer to inner. Members are texts: names of a DeviceMesh's
+    dimensions, keys of logs.
 
     Attributes:
         PIPELINE: stages of the model.
         REPLICATE: replicas of the model states (MiCS: replication group).
-        SHARD: ranks that each hold a part of the model states and read different samples.
-        CONTEXT: ranks that hold pieces of one sequence; they hold parts of the model states too.
+        SHARD: ranks that each hold a part of the model states and read different
+            samples.
+        CONTEXT: ranks that hold pieces of one sequence; they hold parts of the model
+            states too.
         TENSOR: ranks that hold parts of one layer.
     """
 
@@ -45,22 +50,30 @@ DEGREES = {
     Axis.TENSOR: "tensor_parallel_degree",
     Axis.CONTEXT: "context_parallel_degree",
 }
-"""The axes that a run has only if it is asked for them, and the knob with the size of each; ``shard_degree`` counts
-context ranks and no others of them."""
+"""The axes that a run has only if it is asked for them, and the knob with the size of
+each; ``shard_degree`` counts context ranks and no others of them."""
 
 PARTITION: Axes = (Axis.SHARD, Axis.CONTEXT)
 DATA: Axes = (Axis.REPLICATE, Axis.SHARD)
 GRADIENTS: Axes = (Axis.REPLICATE, Axis.SHARD, Axis.CONTEXT)
-"""Their size is what gradients are divided by; why, context ranks included, stands at the top of
-smp_core/sharding/gradients/accumulation.py."""
+"""Their size is what gradients are divided by; why, context ranks included, stands at
+the top of smp_core/sharding/gradients/accumulation.py."""
 SAME_MODEL: Axes = tuple(axis for axis in Axis if axis is not Axis.PIPELINE)
 
-GROUPS: tuple[Axes, ...] = (PARTITION, (Axis.REPLICATE,), GRADIENTS, DATA, SAME_MODEL, *((axis,) for axis in DEGREES))
-"""The groups of a run: along which axes collectives run. Groups of the same ranks are one."""
+GROUPS: tuple[Axes, ...] = (
+    PARTITION,
+    (Axis.REPLICATE,),
+    GRADIENTS,
+    DATA,
+    SAME_MODEL,
+    *((axis,) for axis in DEGREES),
+)
+"""The groups of a run: along which axes collectives run. Groups of the same ranks are
+one."""
 
 INNER: Axes = (Axis.TENSOR,)
-"""Axes inside of partition groups: ranks along them hold parts of one rank's shard, and count as one rank for what is
-decided about partition and replication groups."""
+"""Axes inside of partition groups: ranks along them hold parts of one rank's shard, and
+count as one rank for what is decided about partition and replication groups."""
 
 Ranks = tuple[int, ...]
 
@@ -71,13 +84,15 @@ def degrees_of(knobs: SmpConfig) -> dict[Axis, int]:
 
 
 def inner_degree(knobs: SmpConfig) -> int:
-    """Return how many ranks count as one for what is decided about partition groups (:data:`INNER`)."""
+    """Return how many ranks count as one for what is decided about partition groups
+    (:data:`INNER`)."""
     return math.prod(degrees_of(knobs)[axis] for axis in INNER)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The size of every axis, by its name. Rank 0 has coordinate 0 on all of them; the innermost axis counts first."""
+    """The size of every axis, by its name. Rank 0 has coordinate 0 on all of them; the
+    innermost axis counts first."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -86,15 +101,23 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def of_world(cls, world_size: int, shard_degree: int, degrees: Mapping[Axis, int] = MappingProxyType({})) -> Layout:
-        """Return the layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included.
+    def of_world(
+        cls,
+        world_size: int,
+        shard_degree: int,
+        degrees: Mapping[Axis, int] = MappingProxyType({}),
+    ) -> Layout:
+        """Return the layout of a world whose partition groups have ``shard_degree``
+        ranks, context ranks included.
 
         Args:
-            degrees: sizes of the axes of :data:`DEGREES`; one that is not named has one rank. Each divides the ranks
-                that are left by those before it, and context ranks the partition group.
+            degrees: sizes of the axes of :data:`DEGREES`; one that is not named has one
+                rank. Each divides the ranks that are left by those before it, and
+                context ranks the partition group.
 
         Raises:
-            ValueError: a degree that does not divide what it has to, with those that do.
+            ValueError: a degree that does not divide what it has to, with those that
+                do.
         """
         sizes = {axis: degrees.get(axis, 1) for axis in DEGREES}
         context, tensor = sizes[Axis.CONTEXT], sizes[Axis.TENSOR]
@@ -121,7 +144,10 @@ class Layout:
                 f"{DEGREES[Axis.CONTEXT]}={context} does not divide shard_degree={shard_degree}: context ranks "
                 f"are part of the partition group; allowed: {listed(divisors(shard_degree))}"
             )
-        sizes[Axis.REPLICATE], sizes[Axis.SHARD] = left // shard_degree, shard_degree // context
+        sizes[Axis.REPLICATE], sizes[Axis.SHARD] = (
+            left // shard_degree,
+            shard_degree // context,
+        )
         return cls(**{axis.value: size for axis, size in sizes.items()})
 
     @property
@@ -130,10 +156,11 @@ class Layout:
 
     @property
     def replicas_are_alone(self) -> bool:
-        """Return whether ranks that hold the same shard are all whose gradients are added up.
+        """Return whether ranks that hold the same shard are all whose gradients are
+        added up.
 
-        They have a communicator beside that of GRADIENTS then: they send a unit's sum before or after what all ranks
-        send in one order.
+        They have a communicator beside that of GRADIENTS then: they send a unit's sum
+        before or after what all ranks send in one order.
         """
         return self.size(*GRADIENTS) == self.replicate > 1
 
@@ -146,18 +173,23 @@ class Layout:
         return _size(self, axes)
 
     def coordinate(self, rank: int, *axes: Axis) -> int:
-        """Return where the rank stands on an axis; on several axes together, the outer ones first."""
+        """Return where the rank stands on an axis; on several axes together, the outer
+        ones first."""
         place = 0
         for axis in _in_order(axes):
-            place = place * self.size(axis) + rank // self._stride(axis) % self.size(axis)
+            place = place * self.size(axis) + rank // self._stride(axis) % self.size(
+                axis
+            )
         return place
 
     def ranks(self, rank: int, *axes: Axis) -> Ranks:
-        """Return the rank's group along these axes: all ranks that differ from it on these axes only, in order."""
+        """Return the rank's group along these axes: all ranks that differ from it on
+        these axes only, in order."""
         return _ranks(self, rank, axes)
 
     def groups(self, *axes: Axis) -> list[Ranks]:
-        """Return all groups along these axes. They tile the world, and are ordered by their first ranks."""
+        """Return all groups along these axes. They tile the world, and are ordered by
+        their first ranks."""
         firsts = self.ranks(0, *(axis for axis in Axis if axis not in axes))
         return [self.ranks(first, *axes) for first in firsts]
 
@@ -188,19 +220,27 @@ def _size(layout: Layout, axes: Axes) -> int:
 
 
 def split(groups: Sequence[Ranks], inner: int) -> tuple[list[Ranks], list[Ranks]]:
-    """Return every group as a grid of rows of ``inner`` neighbours: a view of an axis by two.
+    """Return every group as a grid of rows of ``inner`` neighbours: a view of an axis
+    by two.
 
     Returns:
         (columns, rows): ranks with one place in their rows, and neighbours.
     """
-    rows = [group[first : first + inner] for group in groups for first in range(0, len(group), inner)]
+    rows = [
+        group[first : first + inner]
+        for group in groups
+        for first in range(0, len(group), inner)
+    ]
     columns = [group[place::inner] for group in groups for place in range(inner)]
     return columns, rows
 
 
-def stages(groups: Sequence[Ranks], topology: Topology) -> tuple[list[Ranks], list[Ranks]] | None:
-    """Return every group by nodes: (its ranks on one node, its ranks with one place on their nodes). None where it lies
-    on one node, or has one rank on each: then there is only one stage."""
+def stages(
+    groups: Sequence[Ranks], topology: Topology
+) -> tuple[list[Ranks], list[Ranks]] | None:
+    """Return every group by nodes: (its ranks on one node, its ranks with one place on
+    their nodes). None where it lies on one node, or has one rank on each: then there is
+    only one stage."""
     on_first_node = sum(topology.same_node(groups[0][0], rank) for rank in groups[0])
     if on_first_node in (1, len(groups[0])):
         return None

@@ -1,15 +1,18 @@
-"""The speed of links: fits of measured collectives, stored, and the predicted times of gathers and sums.
+"""The speed of links: fits of measured collectives, stored, and the predicted times of
+gathers and sums.
 
-A collective of g ranks in which each of them sends n bytes in r rounds takes r x latency + n / bandwidth seconds: the
-alpha-beta model, with rounds and bytes of the ring algorithms (Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005,
-section 4). S is the whole tensor, the gathered one or the one to be reduced:
+A collective of g ranks in which each of them sends n bytes in r rounds takes r x
+latency + n / bandwidth seconds: the alpha-beta model, with rounds and bytes of the ring
+algorithms (Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, section 4). S is the
+whole tensor, the gathered one or the one to be reduced:
 
     all_gather, reduce_scatter    r = g - 1        n = (g - 1) / g x S
     all_reduce                    r = 2 (g - 1)    n = 2 (g - 1) / g x S
 
-Measured in three places (:mod:`smp_core.comm.measuring` does it): inside nodes, between nodes, and over all ranks as
-one group. Stages of two-stage collectives run in the first two, collectives in one stage in the third, so that one can
-be compared with the other whatever the backend's algorithm is.
+Measured in three places (:mod:`smp_core.comm.measuring` does it): inside nodes, between
+nodes, and over all ranks as one group. Stages of two-stage collectives run in the first
+two, collectives in one stage in the third, so that one can be compared with the other
+whatever the backend's algorithm is.
 """
 
 from __future__ import annotations
@@ -34,10 +37,15 @@ LINKS_VARIABLE = "SMP_LINKS"
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 Place = Literal["intra", "inter", "flat"]
-PLACES: dict[Place, str] = {"intra": "inside a node", "inter": "between nodes", "flat": "over all ranks"}
+PLACES: dict[Place, str] = {
+    "intra": "inside a node",
+    "inter": "between nodes",
+    "flat": "over all ranks",
+}
 
 LARGEST_ERROR = 0.5
-"""A fit that is further than this off one of its points, relative to the point, is pointed out."""
+"""A fit that is further than this off one of its points, relative to the point, is
+pointed out."""
 
 _VERSION = 2  # 1 had times of messages between neighbours
 
@@ -48,7 +56,8 @@ def rounds(kind: Kind, ranks: int) -> int:
 
 
 def ring_bytes(kind: Kind, ranks: int, n_bytes: float) -> float:
-    """Count the bytes that each of ``ranks`` sends in a ring for a tensor of ``n_bytes``."""
+    """Count the bytes that each of ``ranks`` sends in a ring for a tensor of
+    ``n_bytes``."""
     return rounds(kind, ranks) * n_bytes / ranks
 
 
@@ -61,7 +70,8 @@ class LinkFit:
         bandwidth: bytes per second that one rank sends while all others of its kind do.
         error: largest difference between the line and a point, relative to the point.
         points: (bytes that a rank sends, seconds), as measured.
-        by: the algorithm: "library" (the backend's own collective) or "messages" between all pairs of ranks.
+        by: the algorithm: "library" (the backend's own collective) or "messages"
+            between all pairs of ranks.
     """
 
     latency: float
@@ -75,12 +85,15 @@ class LinkFit:
         return messages * self.latency + n_bytes / self.bandwidth
 
     @classmethod
-    def through(cls, points: Sequence[tuple[float, float]], messages: int, by: str = "") -> LinkFit:
+    def through(
+        cls, points: Sequence[tuple[float, float]], messages: int, by: str = ""
+    ) -> LinkFit:
         """Fit a line through measured points, by least squares weighted by 1 / seconds.
 
-        The weights suit noise whose variance grows with the time. Without weights the largest size alone would count,
-        and the latency could be anything; with relative errors the large sizes, which models have, would be off by the
-        gain of small ones from buffers on the way. Neither latency nor bandwidth is negative.
+        The weights suit noise whose variance grows with the time. Without weights the
+        largest size alone would count, and the latency could be anything; with relative
+        errors the large sizes, which models have, would be off by the gain of small
+        ones from buffers on the way. Neither latency nor bandwidth is negative.
 
         Args:
             points: (bytes that a rank sends, seconds), two sizes or more.
@@ -89,7 +102,9 @@ class LinkFit:
         weights = [1 / seconds for _, seconds in points]
         sums = []
         for terms in _terms(points):
-            sums.append(sum(weight * term for weight, term in zip(weights, terms, strict=True)))
+            sums.append(
+                sum(weight * term for weight, term in zip(weights, terms, strict=True))
+            )
         one, n, nn, s, ns = sums
         slope = (one * ns - n * s) / (one * nn - n * n)
         alpha = (s - slope * n) / one
@@ -97,8 +112,16 @@ class LinkFit:
             alpha, slope = 0.0, ns / nn
         # A noisy machine may time a large tensor no longer than a small one.
         slope = max(slope, 1e-12)
-        error = max(abs((alpha + slope * n_bytes) / seconds - 1) for n_bytes, seconds in points)
-        return cls(alpha / messages, 1 / slope, error, tuple((float(n), float(s)) for n, s in points), by)
+        error = max(
+            abs((alpha + slope * n_bytes) / seconds - 1) for n_bytes, seconds in points
+        )
+        return cls(
+            alpha / messages,
+            1 / slope,
+            error,
+            tuple((float(n), float(s)) for n, s in points),
+            by,
+        )
 
 
 def _terms(points: Sequence[tuple[float, float]]) -> list[list[float]]:
@@ -131,7 +154,8 @@ class Links:
 
     Attributes:
         intra: the ranks of a node, on all nodes at once; None with one rank per node.
-        inter: ranks with the same place on their nodes, all places at once; None with one node.
+        inter: ranks with the same place on their nodes, all places at once; None with
+            one node.
         flat: all ranks as one group; None where it would be one of the two others.
         measured_with: backend, versions and machine, for people.
     """
@@ -145,14 +169,18 @@ class Links:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n",
+            encoding="utf-8",
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Links:
         """Read the file of :meth:`save`.
 
         Raises:
-            ValueError: no such file, or not one that :meth:`save` of this version wrote; the file is named.
+            ValueError: no such file, or not one that :meth:`save` of this version
+                wrote; the file is named.
         """
         try:
             values = read_json(path)
@@ -161,8 +189,16 @@ class Links:
             intra, inter, flat = (_collectives(values[place]) for place in PLACES)
             nodes = int(values["nodes"])
             ranks_per_node = int(values["ranks_per_node"])
-            return cls(nodes, ranks_per_node, intra, inter, flat, str(values["measured_with"]))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            return cls(
+                nodes, ranks_per_node, intra, inter, flat, str(values["measured_with"])
+            )
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise ValueError(
                 f"{LINKS_VARIABLE}={os.fspath(path)}: no measurement of links ({error}); make one on the cluster with "
                 "`torchrun ... -m smp_core.cli topology --measure --store FILE`"
@@ -170,16 +206,21 @@ class Links:
 
     @classmethod
     def stored(cls, topology: Topology) -> Links | None:
-        """Read the file that ``SMP_LINKS`` names, if it was measured on a cluster of this shape; else return None."""
+        """Read the file that ``SMP_LINKS`` names, if it was measured on a cluster of
+        this shape; else return None."""
         path = os.environ.get(LINKS_VARIABLE)
         if not path:
             return None
         links = cls.load(path)
-        fits = (links.nodes, links.ranks_per_node) == (topology.num_nodes, topology.ranks_per_node)
+        fits = (links.nodes, links.ranks_per_node) == (
+            topology.num_nodes,
+            topology.ranks_per_node,
+        )
         return links if fits else None
 
     def poor_fits(self) -> str | None:
-        """Return a sentence that names the fits whose points are far from them; None if there are none."""
+        """Return a sentence that names the fits whose points are far from them; None if
+        there are none."""
         poor = [
             f"{kind} {PLACES[place]} ({fit.error:.0%})"
             for place, kind, fit in self._fits()
@@ -197,9 +238,21 @@ class Links:
         from rich import box
         from rich.table import Table
 
-        title = f"{self.nodes} nodes x {self.ranks_per_node} ranks: {self.measured_with}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("where", "by", "latency", "per rank", "per node", "off", "up to"):
+        title = (
+            f"{self.nodes} nodes x {self.ranks_per_node} ranks: {self.measured_with}"
+        )
+        table = Table(
+            title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        for column in (
+            "where",
+            "by",
+            "latency",
+            "per rank",
+            "per node",
+            "off",
+            "up to",
+        ):
             left = column in ("where", "by")
             table.add_column(column, justify="left" if left else "right", no_wrap=True)
         place = None
@@ -207,10 +260,20 @@ class Links:
             if where != place:
                 table.add_row(f"[bold]{PLACES[where]}")
                 place = where
-            per_node = _rate(fit.bandwidth * self.ranks_per_node) if where == "inter" else ""
+            per_node = (
+                _rate(fit.bandwidth * self.ranks_per_node) if where == "inter" else ""
+            )
             largest = f"{max((n for n, _ in fit.points), default=0) / 2**20:.3g} MiB"
             latency = f"{fit.latency * 1e6:,.0f} us"
-            table.add_row(f"  {kind}", fit.by, latency, _rate(fit.bandwidth), per_node, f"{fit.error:.0%}", largest)
+            table.add_row(
+                f"  {kind}",
+                fit.by,
+                latency,
+                _rate(fit.bandwidth),
+                per_node,
+                f"{fit.error:.0%}",
+                largest,
+            )
         return table
 
     def _fits(self) -> list[tuple[Place, Kind, LinkFit]]:
@@ -229,7 +292,12 @@ def _collectives(values: dict[str, Any] | None) -> Collectives | None:
     for kind in KINDS:
         fit = dict(values[kind])
         points = tuple((_positive(n), _positive(s)) for n, s in fit.pop("points"))
-        fits[kind] = LinkFit(_positive(fit.pop("latency")), _positive(fit.pop("bandwidth")), points=points, **fit)
+        fits[kind] = LinkFit(
+            _positive(fit.pop("latency")),
+            _positive(fit.pop("bandwidth")),
+            points=points,
+            **fit,
+        )
     return Collectives(int(values["ranks"]), **fits)
 
 
@@ -241,15 +309,23 @@ def _positive(value: Any) -> float:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
+    return (
+        f"{bytes_per_second / 1e9:.3g} GB/s"
+        if bytes_per_second >= 1e9
+        else f"{bytes_per_second / 1e6:.3g} MB/s"
+    )
 
 
-# The times of partition and replication groups, in one stage and in two (MiCS, arXiv 2205.00119, 3.2). ``encoded`` is
-# the size of a compressed payload relative to its tensor; only bytes that cross nodes are compressed, in one stage all.
+# The times of partition and replication groups, in one stage and in two (MiCS, arXiv
+# 2205.00119, 3.2). ``encoded`` is the size of a compressed payload relative to its
+# tensor; only bytes that cross nodes are compressed, in one stage all.
 
 
-def gather_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
-    """Predict the time of an all-gather of ``n_bytes`` over a partition group of ``degree`` ranks that spans nodes.
+def gather_seconds(
+    links: Links, degree: int, n_bytes: float, encoded: float = 1.0
+) -> tuple[float, float]:
+    """Predict the time of an all-gather of ``n_bytes`` over a partition group of
+    ``degree`` ranks that spans nodes.
 
     Returns:
         (in one stage, in two: between nodes, then inside).
@@ -257,34 +333,50 @@ def gather_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1
     return _in_one_and_two_stages(links, "all_gather", degree, n_bytes, encoded)
 
 
-def reduce_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
-    """Predict the time of a reduce-scatter of ``n_bytes``: (in one stage, in two: inside nodes, then between them)."""
+def reduce_seconds(
+    links: Links, degree: int, n_bytes: float, encoded: float = 1.0
+) -> tuple[float, float]:
+    """Predict the time of a reduce-scatter of ``n_bytes``: (in one stage, in two:
+    inside nodes, then between them)."""
     return _in_one_and_two_stages(links, "reduce_scatter", degree, n_bytes, encoded)
 
 
 def _in_one_and_two_stages(
     links: Links, kind: Kind, degree: int, n_bytes: float, encoded: float
 ) -> tuple[float, float]:
-    assert links.intra is not None and links.inter is not None and links.flat is not None
+    assert (
+        links.intra is not None and links.inter is not None and links.flat is not None
+    )
     k = links.ranks_per_node
     between = links.inter.seconds(kind, degree // k, n_bytes / k * encoded)
-    return links.flat.seconds(kind, degree, n_bytes * encoded), between + links.intra.seconds(kind, k, n_bytes)
+    return links.flat.seconds(
+        kind, degree, n_bytes * encoded
+    ), between + links.intra.seconds(kind, k, n_bytes)
 
 
-def replica_sum_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
-    """Predict the time of the sum of ``n_bytes`` across replicas that have several ranks on each node.
+def replica_sum_seconds(
+    links: Links, degree: int, n_bytes: float, encoded: float = 1.0
+) -> tuple[float, float]:
+    """Predict the time of the sum of ``n_bytes`` across replicas that have several
+    ranks on each node.
 
     Args:
-        degree: less than the ranks of a node, which are then in ``degree`` replication groups.
+        degree: less than the ranks of a node, which are then in ``degree`` replication
+            groups.
 
     Returns:
-        (one all-reduce, whose ``degree`` rings share the node's link; in stages: inside, between nodes, inside).
+        (one all-reduce, whose ``degree`` rings share the node's link; in stages:
+        inside, between nodes, inside).
     """
-    assert links.intra is not None and links.inter is not None and links.flat is not None
+    assert (
+        links.intra is not None and links.inter is not None and links.flat is not None
+    )
     inside, m = links.ranks_per_node // degree, links.nodes
     held = n_bytes / degree
     one = links.flat.seconds("all_reduce", inside * m, held * degree * encoded)
     stages = 0.0
     for kind in ("reduce_scatter", "all_gather"):
-        stages += links.intra.seconds(kind, inside, held) + links.inter.seconds(kind, m, held / inside * encoded)
+        stages += links.intra.seconds(kind, inside, held) + links.inter.seconds(
+            kind, m, held / inside * encoded
+        )
     return one, stages

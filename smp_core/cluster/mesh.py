@@ -1,11 +1,14 @@
-"""SmpMesh: the process groups of one run, on the axes of its layout (:mod:`smp_core.cluster.layout`).
+"""SmpMesh: the process groups of one run, on the axes of its layout
+(:mod:`smp_core.cluster.layout`).
 
-Every group gives up when the default one does: by itself torch gives each new group its own default. How long that is
-says only ``options._timeout`` of the group's backend (``_get_backend``); there is no public way to ask.
+Every group gives up when the default one does: by itself torch gives each new group its
+own default. How long that is says only ``options._timeout`` of the group's backend
+(``_get_backend``); there is no public way to ask.
 
-Every group is used once when it is made, while all ranks are here. NCCL connects ranks in the first collective that
-needs them, and holds the host meanwhile; later ranks meet where replicas may differ in what comes next, and one that
-is held in a sum of a unit cannot tell the other, which has not used the unit, to join.
+Every group is used once when it is made, while all ranks are here. NCCL connects ranks
+in the first collective that needs them, and holds the host meanwhile; later ranks meet
+where replicas may differ in what comes next, and one that is held in a sum of a unit
+cannot tell the other, which has not used the unit, to join.
 """
 
 from __future__ import annotations
@@ -41,11 +44,13 @@ Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Column:
-    """The ranks that hold the pipeline stages of one model. All three groups have the same ranks.
+    """The ranks that hold the pipeline stages of one model. All three groups have the
+    same ranks.
 
     Attributes:
         forward: carries activations, from each stage to the next.
-        backward: carries their gradients, so that a receive of the one does not wait behind the other.
+        backward: carries their gradients, so that a receive of the one does not wait
+            behind the other.
         host: carries numbers and words from host to host; no device waits for them.
     """
 
@@ -56,12 +61,15 @@ class Column:
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The partition group as ranks that divide experts, and ranks that hold parts of the same ones.
+    """The partition group as ranks that divide experts, and ranks that hold parts of
+    the same ones.
 
     Attributes:
         mesh: "rest" x "experts", with tensor ranks "tensor" inside.
-        all: the ranks that divide experts; its communicator is used for tokens only, as those of ``stages``.
-        stages: those on this node, and those with this place on their nodes; None where there is one stage.
+        all: the ranks that divide experts; its communicator is used for tokens only, as
+            those of ``stages``.
+        stages: those on this node, and those with this place on their nodes; None where
+            there is one stage.
     """
 
     mesh: DeviceMesh
@@ -71,11 +79,13 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class SmpMesh:
-    """A layout with the groups this rank belongs to on its axes. Built once per run by :meth:`build`.
+    """A layout with the groups this rank belongs to on its axes. Built once per run by
+    :meth:`build`.
 
     Attributes:
         layout: the axes and their sizes.
-        device_mesh: axes "replicate" and "shard", with tensor ranks "tensor" inside, with stages "pipeline" outside.
+        device_mesh: axes "replicate" and "shard", with tensor ranks "tensor" inside,
+            with stages "pipeline" outside.
     """
 
     topology: Topology
@@ -102,7 +112,8 @@ class SmpMesh:
 
         Args:
             device: this rank's device.
-            secondary: ranks that hold a copy between forward and backward; None: no such copy.
+            secondary: ranks that hold a copy between forward and backward; None: no
+                such copy.
 
         Raises:
             ValueError: the topology is another world's.
@@ -115,9 +126,15 @@ class SmpMesh:
         # Context ranks hold shards too: to torch they are ranks of the shard axis.
         sizes = {axis: layout.size(axis) for axis in Axis if axis is not Axis.CONTEXT}
         sizes[Axis.SHARD] = layout.size(*PARTITION)
-        sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in DEGREES}
+        sizes = {
+            axis: size
+            for axis, size in sizes.items()
+            if size > 1 or axis not in DEGREES
+        }
         names = tuple(axis.value for axis in sizes)
-        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
+        device_mesh = init_device_mesh(
+            device.type, tuple(sizes.values()), mesh_dim_names=names
+        )
         groups = _Groups(rank, device)
         for known in (*map(device_mesh.get_group, names), _world_group()):
             groups.know(known)
@@ -131,7 +148,9 @@ class SmpMesh:
         column = None
         if layout.pipeline > 1:
             members = layout.groups(Axis.PIPELINE)
-            column = Column(by_axes[Axis.PIPELINE,], groups.make(members), groups.of_hosts(members))
+            column = Column(
+                by_axes[Axis.PIPELINE,], groups.make(members), groups.of_hosts(members)
+            )
         mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, column)
         groups.connect()
         if secondary is not None:
@@ -139,23 +158,25 @@ class SmpMesh:
         return mesh
 
     def secondary(self, degree: int) -> dist.ProcessGroup:
-        """Return the ``degree`` neighbours in the partition group that hold the unsharded parameters between forward
-        and backward, a part each. Collective over the world at its first use."""
+        """Return the ``degree`` neighbours in the partition group that hold the
+        unsharded parameters between forward and backward, a part each. Collective over
+        the world at its first use."""
         _, rows = split(self.layout.groups(*PARTITION), degree)
         holders = self._groups.own(rows)
         self._groups.connect()
         return holders
 
     def experts(self, degree: int, in_stages: bool) -> ExpertRanks:
-        """Return the groups of ``degree`` neighbours in the partition group that divide experts. Collective over the
-        world at its first use.
+        """Return the groups of ``degree`` neighbours in the partition group that divide
+        experts. Collective over the world at its first use.
 
         Args:
             in_stages: make groups for exchanges in two stages, where there are two.
         """
         if (degree, in_stages) not in self._expert_ranks:
             columns, rows = split(self.layout.groups(*PARTITION), degree)
-            # The mesh that each rank's experts are sharded over, with tensor ranks inside.
+            # The mesh that each rank's experts are sharded over, with tensor ranks
+            # inside.
             axes = [self._groups.own(columns), self._groups.own(rows)]
             shape = [-1, degree]
             names = ["rest", "experts"]
@@ -163,51 +184,79 @@ class SmpMesh:
                 axes.append(self.group(Axis.TENSOR))
                 shape.append(self.tensor_degree)
                 names.append(Axis.TENSOR.value)
-            ranks = torch.tensor(self.layout.ranks(self.rank, *PARTITION, Axis.TENSOR)).view(shape)
-            mesh = DeviceMesh.from_group(axes, self.device.type, ranks, mesh_dim_names=tuple(names))
+            ranks = torch.tensor(
+                self.layout.ranks(self.rank, *PARTITION, Axis.TENSOR)
+            ).view(shape)
+            mesh = DeviceMesh.from_group(
+                axes, self.device.type, ranks, mesh_dim_names=tuple(names)
+            )
             # The groups that tokens travel in.
             two = stages(rows, self.topology) if in_stages else None
-            pair = None if two is None else (self._groups.make(two[0]), self._groups.make(two[1]))
-            self._expert_ranks[degree, in_stages] = ExpertRanks(mesh, self._groups.make(rows), pair)
+            pair = (
+                None
+                if two is None
+                else (self._groups.make(two[0]), self._groups.make(two[1]))
+            )
+            self._expert_ranks[degree, in_stages] = ExpertRanks(
+                mesh, self._groups.make(rows), pair
+            )
             self._groups.connect()
         return self._expert_ranks[degree, in_stages]
 
     def holders(self) -> list[DeviceMesh]:
-        """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs.
+        """Return each pipeline stage's first partition group as a mesh, whose ranks say
+        to whom a parameter belongs.
 
-        No groups are made for them: where this rank is not in a mesh, its own partition group stands in, and torch
-        calls no collective there."""
-        partitions = [self.layout.ranks(first, *PARTITION) for first in self.layout.ranks(0, Axis.PIPELINE)]
+        No groups are made for them: where this rank is not in a mesh, its own partition
+        group stands in, and torch calls no collective there."""
+        partitions = [
+            self.layout.ranks(first, *PARTITION)
+            for first in self.layout.ranks(0, Axis.PIPELINE)
+        ]
         own, names = [self.shard_group], (Axis.SHARD.value,)
         return [
-            DeviceMesh.from_group(own, self.device.type, torch.tensor(ranks), mesh_dim_names=names)
+            DeviceMesh.from_group(
+                own, self.device.type, torch.tensor(ranks), mesh_dim_names=names
+            )
             for ranks in partitions
         ]
 
     def between_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the ranks of some pipeline stages that differ from this one in their stage only; None if this rank's
-        stage is none of them. Collective over the world at its first use."""
+        """Return the ranks of some pipeline stages that differ from this one in their
+        stage only; None if this rank's stage is none of them. Collective over the world
+        at its first use."""
         columns = self.layout.groups(Axis.PIPELINE)
-        # A group of each column's ranks on these stages; every other rank is one by itself.
+        # A group of each column's ranks on these stages; every other rank is one by
+        # itself.
         groups: list[tuple[int, ...]] = []
         for column in columns:
             groups.append(tuple(column[stage] for stage in stages))
-        groups += [(rank,) for column in columns for stage, rank in enumerate(column) if stage not in stages]
+        groups += [
+            (rank,)
+            for column in columns
+            for stage, rank in enumerate(column)
+            if stage not in stages
+        ]
         group = self._groups.own(groups)
         self._groups.connect()
         return group if self.stage in stages else None
 
     def group(self, *axes: Axis) -> dist.ProcessGroup:
-        """Return this rank's group along these axes of the layout: all ranks that differ from it on these axes only."""
+        """Return this rank's group along these axes of the layout: all ranks that
+        differ from it on these axes only."""
         return self._by_axes[axes]
 
     def stages(self, *axes: Axis) -> Stages | None:
-        """Return the same group's ranks on this node, and its ranks with this place on their nodes; None where its
-        collectives have one stage, because it lies on one node or has one rank on each. Collective over the world at
-        its first use."""
+        """Return the same group's ranks on this node, and its ranks with this place on
+        their nodes; None where its collectives have one stage, because it lies on one
+        node or has one rank on each. Collective over the world at its first use."""
         if axes not in self._stages:
             both = stages(self.layout.groups(*axes), self.topology)
-            self._stages[axes] = None if both is None else (self._groups.own(both[0]), self._groups.own(both[1]))
+            self._stages[axes] = (
+                None
+                if both is None
+                else (self._groups.own(both[0]), self._groups.own(both[1]))
+            )
             self._groups.connect()
         return self._stages[axes]
 
@@ -219,7 +268,8 @@ class SmpMesh:
 
     @property
     def communicators(self) -> list[int]:
-        """The ranks of each group that has several and that devices talk in: what NCCL takes memory for."""
+        """The ranks of each group that has several and that devices talk in: what NCCL
+        takes memory for."""
         return sorted(filter(lambda ranks: ranks > 1, self._groups.sizes))
 
     @property
@@ -264,23 +314,26 @@ class SmpMesh:
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same shard. Nothing but sums of gradients uses its communicator."""
+        """Ranks that hold the same shard. Nothing but sums of gradients uses its
+        communicator."""
         return self.group(Axis.REPLICATE)
 
     @property
     def model_group(self) -> dist.ProcessGroup:
-        """Ranks that compute the same layers, tensor ranks included: they begin with equal values."""
+        """Ranks that compute the same layers, tensor ranks included: they begin with
+        equal values."""
         return self.group(*SAME_MODEL)
 
     @property
     def gradient_group(self) -> dist.ProcessGroup:
-        """Ranks whose gradients are added up: they hold different tokens. Counts of tokens are added up over them."""
+        """Ranks whose gradients are added up: they hold different tokens. Counts of
+        tokens are added up over them."""
         return self.group(*GRADIENTS)
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks that read different samples, in the order of :attr:`data_rank`. Counts of samples are added up over
-        them."""
+        """Ranks that read different samples, in the order of :attr:`data_rank`. Counts
+        of samples are added up over them."""
         return self.group(*DATA)
 
     @property
@@ -316,7 +369,8 @@ class SmpMesh:
 
     @property
     def batch_degree(self) -> int:
-        """Ranks that read the same batch: neighbours, and the same ranks of other pipeline stages."""
+        """Ranks that read the same batch: neighbours, and the same ranks of other
+        pipeline stages."""
         return self.layout.world_size // self.data_size
 
     @property
@@ -335,7 +389,9 @@ def _world_group() -> dist.ProcessGroup:
 
 def _can_split(backend: Any) -> bool:
     """Return whether the default group can be split: NCCL can, once it is connected."""
-    return _world_group().bound_device_id is not None and bool(getattr(backend, "supports_splitting", False))
+    return _world_group().bound_device_id is not None and bool(
+        getattr(backend, "supports_splitting", False)
+    )
 
 
 class _Groups:
@@ -349,7 +405,9 @@ class _Groups:
         self.sizes: list[int] = []
         backend: Any = _world_group()._get_backend(device)
         # torch's fake groups have none.
-        self._limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        self._limit: timedelta | None = getattr(
+            getattr(backend, "options", None), "_timeout", None
+        )
         self._splits = _can_split(backend)
 
     def know(self, group: dist.ProcessGroup) -> None:
@@ -367,14 +425,16 @@ class _Groups:
         sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
         for group in self._unused:
             if dist.get_world_size(group) == 1:
-                continue  # nobody calls a collective in it, and NCCL may take half a GiB for its communicator
+                # Nobody calls a collective in it, and NCCL may take half a GiB for its
+                # communicator.
+                continue
             for size in sizes:
                 dist.all_reduce(torch.zeros(size, device=self._device), group=group)
         self._unused.clear()
 
     def own(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
-        """Return the one this rank is in. All are made, on every rank in the same order as torch.distributed wants
-        it."""
+        """Return the one this rank is in. All are made, on every rank in the same order
+        as torch.distributed wants it."""
         mine = next(ranks for ranks in groups if self._rank in ranks)
         if len({len(ranks) for ranks in groups}) > 1:
             # Some ranks may know theirs of another axis, and others not.
@@ -388,18 +448,29 @@ class _Groups:
     def make(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """Make the same, with a communicator of its own."""
         if self._splits:
-            own = dist.split_group(split_ranks=[list(ranks) for ranks in groups], timeout=self._limit)
+            own = dist.split_group(
+                split_ranks=[list(ranks) for ranks in groups], timeout=self._limit
+            )
             assert own is not None, "every rank is in one of the groups of an axis"
         else:
-            made = {ranks: dist.new_group(list(ranks), timeout=self._limit) for ranks in groups}
+            made = {
+                ranks: dist.new_group(list(ranks), timeout=self._limit)
+                for ranks in groups
+            }
             own = next(group for ranks, group in made.items() if self._rank in ranks)
         self._unused.append(own)
         self.sizes.append(dist.get_world_size(own))
         return own
 
     def of_hosts(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
-        """Return the same between hosts, which have one of their own where devices run behind them."""
+        """Return the same between hosts, which have one of their own where devices run
+        behind them."""
         if not streams.run_behind(self._device):
             return self.own(groups)
         mine = next(ranks for ranks in groups if self._rank in ranks)
-        return dist.new_group(list(mine), timeout=self._limit, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(
+            list(mine),
+            timeout=self._limit,
+            backend="gloo",
+            use_local_synchronization=True,
+        )

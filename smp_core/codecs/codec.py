@@ -1,12 +1,14 @@
-"""Payloads smaller than their tensors: bfloat16, and blocks of 256 elements that share a scale (int8, int4, fp8).
+"""Payloads smaller than their tensors: bfloat16, and blocks of 256 elements that share
+a scale (int8, int4, fp8).
 
-Blockwise quantisation as in ZeRO++ (arXiv 2306.10209, 3.1): every block of 256 elements is divided by a float32 scale,
-its largest magnitude over the largest code, and rounded to the nearest code. A payload is bytes: the scales first, then
-the codes, padded to a multiple of 16. A block that holds inf or nan gets a scale that is not finite, so that whoever
-decodes a payload sees it too.
+Blockwise quantisation as in ZeRO++ (arXiv 2306.10209, 3.1): every block of 256 elements
+is divided by a float32 scale, its largest magnitude over the largest code, and rounded
+to the nearest code. A payload is bytes: the scales first, then the codes, padded to a
+multiple of 16. A block that holds inf or nan gets a scale that is not finite, so that
+whoever decodes a payload sees it too.
 
-Error bound per element, with a = the block's largest magnitude: int8 a/254, int4 a/14, fp8 (e4m3) 2**-4 of the element
-or a * 2**-18, whichever is larger.
+Error bound per element, with a = the block's largest magnitude: int8 a/254, int4 a/14,
+fp8 (e4m3) 2**-4 of the element or a * 2**-18, whichever is larger.
 """
 
 from __future__ import annotations
@@ -37,23 +39,30 @@ class Codec(Protocol):
         """Compress ``values`` [n] into ``out`` uint8 [size(n)].
 
         Args:
-            rest: [n], what was rounded off before (error feedback). ``values`` become the sum of both, ``rest`` what is
-                rounded off that, or 0 where the payload cannot stand for its values.
+            rest: [n], what was rounded off before (error feedback). ``values`` become
+                the sum of both, ``rest`` what is rounded off that, or 0 where the
+                payload cannot stand for its values.
         """
 
     def decode(self, payloads: Tensor, out: Tensor) -> None:
-        """Decompress ``payloads`` uint8 [size(n)] or [rows, size(n)] into ``out`` [n] or [rows, n], in its dtype."""
+        """Decompress ``payloads`` uint8 [size(n)] or [rows, size(n)] into ``out`` [n]
+        or [rows, n], in its dtype."""
 
-    def sum_rows(self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
-        """Return the sum of rows in their order, in ``own``'s dtype: ``own`` [n] in the place ``me``, ``exact``'s in
-        theirs, the others decoded from ``payloads`` [rows, size(n)]."""
+    def sum_rows(
+        self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
+    ) -> Tensor:
+        """Return the sum of rows in their order, in ``own``'s dtype: ``own`` [n] in the
+        place ``me``, ``exact``'s in theirs, the others decoded from ``payloads`` [rows,
+        size(n)]."""
 
     def finite_in(self, payloads: Tensor, n: int) -> Tensor:
-        """Return whether payloads [..., size(n)] can stand for their values, bool [...]: not if a block had inf or
-        nan."""
+        """Return whether payloads [..., size(n)] can stand for their values, bool
+        [...]: not if a block had inf or nan."""
 
 
-def _sum_rows(codec: Codec, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
+def _sum_rows(
+    codec: Codec, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
+) -> Tensor:
     total, term = torch.zeros_like(own), torch.empty_like(own)
     for i, payload in enumerate(payloads):
         if i != me and i not in exact:
@@ -69,7 +78,8 @@ def _keep_rest(codec: Codec, values: Tensor, payload: Tensor, rest: Tensor) -> N
 
 
 def _drop_rest(codec: Codec, payload: Tensor, rest: Tensor) -> None:
-    """Keep nothing of values that cannot be compressed: they are sent exactly, or the sum is not finite."""
+    """Keep nothing of values that cannot be compressed: they are sent exactly, or the
+    sum is not finite."""
     finite = codec.finite_in(payload, rest.numel())
     if streams.run_behind(rest.device) or not finite:  # there asking would be waiting
         rest.masked_fill_(~finite, 0.0)
@@ -91,7 +101,9 @@ class Bfloat16:
     def decode(self, payloads: Tensor, out: Tensor) -> None:
         out.copy_(payloads.view(torch.bfloat16))
 
-    def sum_rows(self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
+    def sum_rows(
+        self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
+    ) -> Tensor:
         return _sum_rows(self, payloads, own, me, exact)
 
     def finite_in(self, payloads: Tensor, n: int) -> Tensor:
@@ -99,8 +111,9 @@ class Bfloat16:
 
 
 class Blockwise:
-    """Codes with one float32 scale per block: by one Triton kernel each way on CUDA, where Triton is there
-    (:mod:`smp_core.codecs.triton_codec`), by the formulas below everywhere else."""
+    """Codes with one float32 scale per block: by one Triton kernel each way on CUDA,
+    where Triton is there (:mod:`smp_core.codecs.triton_codec`), by the formulas below
+    everywhere else."""
 
     def __init__(self, name: Literal["int8", "int4", "fp8"]) -> None:
         self.name = name
@@ -133,7 +146,9 @@ class Blockwise:
             for payload, values in zip(payloads, out, strict=True):
                 self._decode(payload, values)
 
-    def sum_rows(self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]) -> Tensor:
+    def sum_rows(
+        self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
+    ) -> Tensor:
         kernels = self._kernels(own)
         if kernels is None or exact:
             return _sum_rows(self, payloads, own, me, exact)
@@ -142,11 +157,18 @@ class Blockwise:
         return total
 
     def finite_in(self, payloads: Tensor, n: int) -> Tensor:
-        return payloads[..., : 4 * self._blocks(n)].view(torch.float32).isfinite().all(-1)
+        return (
+            payloads[..., : 4 * self._blocks(n)].view(torch.float32).isfinite().all(-1)
+        )
 
     def _kernels(self, tensor: Tensor) -> Any:
         """Return the module of kernels, if they can do it: they compute in float32."""
-        if tensor.device.type != "cuda" or tensor.dtype == torch.float64 or not tensor.numel() or not has_triton():
+        if (
+            tensor.device.type != "cuda"
+            or tensor.dtype == torch.float64
+            or not tensor.numel()
+            or not has_triton()
+        ):
             return None
         if self.name == "fp8" and not device_multiplies_fp8(tensor.device):
             return None  # Triton knows E4M3 from the devices on that have it
@@ -163,17 +185,34 @@ class Blockwise:
         rows = values.view(blocks, BLOCK)
         low, high = rows.aminmax(dim=1)
         largest = torch.maximum(high, low.neg_())
-        # By a tensor: by a Python number CUDA multiplies with the reciprocal, which rounds once more.
+        # By a tensor: by a Python number CUDA multiplies with the reciprocal, which
+        # rounds once more.
         scales = (largest / largest.new_full((), _LARGEST[self.name])).to(torch.float32)
-        divisor = scales.clamp(min=torch.finfo(torch.float32).tiny).to(rows.dtype).unsqueeze(1)
+        divisor = (
+            scales.clamp(min=torch.finfo(torch.float32).tiny)
+            .to(rows.dtype)
+            .unsqueeze(1)
+        )
         out[: 4 * blocks].view(torch.float32).copy_(scales)
         scaled = rows / divisor
         if self.name == "fp8":
             limit = _LARGEST["fp8"]
-            codes = scaled.clamp_(-limit, limit).to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).flatten()
+            codes = (
+                scaled.clamp_(-limit, limit)
+                .to(torch.float32)
+                .to(torch.float8_e4m3fn)
+                .view(torch.uint8)
+                .flatten()
+            )
         else:
             limit = _LARGEST[self.name]
-            codes = scaled.round_().clamp_(-limit, limit).nan_to_num_(0.0).to(torch.int8).flatten()
+            codes = (
+                scaled.round_()
+                .clamp_(-limit, limit)
+                .nan_to_num_(0.0)
+                .to(torch.int8)
+                .flatten()
+            )
             if self.name == "int4":
                 codes = (codes[0::2] & 15) | (codes[1::2] << 4)
             codes = codes.view(torch.uint8)
@@ -193,9 +232,18 @@ class Blockwise:
         else:
             values = codes.view(torch.int8)
         whole = n - n % BLOCK
-        # Always the float32 product, rounded once, whatever dtype the caller wants: all decoders agree.
-        target = out if out.dtype == torch.float32 else torch.empty(n, dtype=torch.float32, device=out.device)
-        torch.mul(values[:whole].view(-1, BLOCK), scales[: whole // BLOCK, None], out=target[:whole].view(-1, BLOCK))
+        # Always the float32 product, rounded once, whatever dtype the caller wants: all
+        # decoders agree.
+        target = (
+            out
+            if out.dtype == torch.float32
+            else torch.empty(n, dtype=torch.float32, device=out.device)
+        )
+        torch.mul(
+            values[:whole].view(-1, BLOCK),
+            scales[: whole // BLOCK, None],
+            out=target[:whole].view(-1, BLOCK),
+        )
         if whole < n:
             torch.mul(values[whole:], scales[-1], out=target[whole:])
         if target is not out:

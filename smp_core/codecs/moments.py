@@ -1,11 +1,15 @@
-"""An optimizer's moments in 8 bits: a table of 256 values over seven decades, and one scale for each block of a row.
+"""An optimizer's moments in 8 bits: a table of 256 values over seven decades, and one
+scale for each block of a row.
 
-Dynamic quantisation of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861, sections 2.1
-and 2.2), with bitsandbytes' tables: each block of 256 elements is divided by its largest magnitude, and each element
-becomes the nearest value of the table. In one respect it follows Li et al., "Memory Efficient Optimizers with 4-bit
-States" (arXiv 2309.01507, section 4.1): a second moment above 0 is never rounded to 0, which an update is divided by.
+Dynamic quantisation of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+(arXiv 2110.02861, sections 2.1 and 2.2), with bitsandbytes' tables: each block of 256
+elements is divided by its largest magnitude, and each element becomes the nearest value
+of the table. In one respect it follows Li et al., "Memory Efficient Optimizers with
+4-bit States" (arXiv 2309.01507, section 4.1): a second moment above 0 is never rounded
+to 0, which an update is divided by.
 
-Blocks do not cross rows. A rank that holds some rows of a matrix therefore has the same codes as one that holds all.
+Blocks do not cross rows. A rank that holds some rows of a matrix therefore has the same
+codes as one that holds all.
 
 Error of an element x of a block with the largest magnitude a: for first moments 0.71 % of a, and 6.2 % of x where
 |x| > a/10 (11 % where |x| > a/100); for second moments about half of it. The smallest values are a * 5.5e-7 and
@@ -46,11 +50,14 @@ class MomentCodec:
         self._middles = torch.tensor(middles, dtype=torch.float32, device=device)
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes uint8 [n, row] and scales float32 [n, blocks] of rows [n, row]."""
+        """Return codes uint8 [n, row] and scales float32 [n, blocks] of rows [n,
+        row]."""
         row = rows.shape[1]
         blocks = _in_blocks(rows.float())
         scales = blocks.abs().amax(dim=-1)
-        blocks = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        blocks = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(
+            -1
+        )
         codes = torch.bucketize(blocks, self._middles, out_int32=True).to(torch.uint8)
         return codes.flatten(1)[:, :row], scales
 
@@ -59,12 +66,15 @@ class MomentCodec:
         row = codes.shape[1]
         blocks = _in_blocks(codes)
         # int32: half the memory of torch's usual index
-        decoded = self._values.index_select(0, blocks.flatten().int()).view(blocks.shape)
+        decoded = self._values.index_select(0, blocks.flatten().int()).view(
+            blocks.shape
+        )
         return decoded.mul_(scales.unsqueeze(-1)).flatten(1)[:, :row]
 
 
 def _in_blocks(rows: Tensor) -> Tensor:
-    """Return rows [n, row] as [n, blocks, block], with zeros behind a row that is no multiple of a block."""
+    """Return rows [n, row] as [n, blocks, block], with zeros behind a row that is no
+    multiple of a block."""
     n, row = rows.shape
     blocks = n_blocks(row)
     if blocks == 1:
@@ -76,8 +86,8 @@ def _in_blocks(rows: Tensor) -> Tensor:
 def _tables(signed: bool) -> tuple[list[float], list[float]]:
     """Return the 256 values, rising, and the 255 limits between them.
 
-    Each decade up to 1 has twice as many values as the one below, in the middles of equal stretches; besides there are
-    0 and 1.
+    Each decade up to 1 has twice as many values as the one below, in the middles of
+    equal stretches; besides there are 0 and 1.
     """
     values = [0.0, 1.0]
     for decade in range(_DECADES):

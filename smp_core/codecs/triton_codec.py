@@ -1,12 +1,14 @@
-"""Blockwise codes in one pass over memory each way, as Triton kernels: encoding (amax, scale, codes and what is rounded
-off), decoding, and decoding with the sum over peers.
+"""Blockwise codes in one pass over memory each way, as Triton kernels: encoding (amax,
+scale, codes and what is rounded off), decoding, and decoding with the sum over peers.
 
-A block is one row of a program: its largest magnitude, its scale and its codes come out of the same registers. The
-scale is the flag too: it is not finite where the block held inf or nan. Bytes and numbers are those of
-:class:`smp_core.codecs.codec.Blockwise`'s eager formulas (true divisions, ties to even, products and sums not fused),
-except for codes of blocks that are not finite, which nobody decodes.
+A block is one row of a program: its largest magnitude, its scale and its codes come out
+of the same registers. The scale is the flag too: it is not finite where the block held
+inf or nan. Bytes and numbers are those of :class:`smp_core.codecs.codec.Blockwise`'s
+eager formulas (true divisions, ties to even, products and sums not fused), except for
+codes of blocks that are not finite, which nobody decodes.
 
-Imported only where Triton is there. Shape letters: R payloads, N elements of each, B bytes of each.
+Imported only where Triton is there. Shape letters: R payloads, N elements of each, B
+bytes of each.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _KINDS = {"int8": 0, "int4": 1, "fp8": 2}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the blocks of this program [ROWS], and the places of their values [ROWS, BLOCK].
+    """Return the blocks of this program [ROWS], and the places of their values [ROWS,
+    BLOCK].
 
     64-bit: a unit may have more than 2^31 elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -62,7 +65,8 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
         back = numbers.to(tl.float32)
         codes = numbers.to(tl.uint8, bitcast=True)
     else:
-        # 1.5 * 2^23 leaves no bits behind the point: rounded to the nearest, ties to even.
+        # 1.5 * 2^23 leaves no bits behind the point: rounded to the nearest, ties to
+        # even.
         back = (scaled + 12582912.0) - 12582912.0
         codes = back.to(tl.int8).to(tl.uint8, bitcast=True)
     if KEEP:
@@ -77,13 +81,23 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decoded(scales_ptr, codes_ptr, row, N, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decoded(  # type: ignore[no-untyped-def]
+    scales_ptr,
+    codes_ptr,
+    row,
+    N,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Return the values [ROWS, BLOCK] of one payload, float32."""
     if KIND == 1:
         pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         pairs = tl.load(codes_ptr + pair, mask=2 * pair < N, other=0).to(tl.int32)
         # The upper bit of four is the sign.
-        numbers = tl.interleave(((pairs & 15) ^ 8) - 8, ((pairs >> 4) ^ 8) - 8).to(tl.float32)
+        numbers = tl.interleave(((pairs & 15) ^ 8) - 8, ((pairs >> 4) ^ 8) - 8).to(
+            tl.float32
+        )
     else:
         at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         codes = tl.load(codes_ptr + at, mask=at < N, other=0)
@@ -110,8 +124,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):
     row, at = _places(BLOCK, ROWS)
     r = tl.program_id(1).to(tl.int64)
-    values = _decoded(scales_ptr + r * scales_stride, codes_ptr + r * codes_stride, row, N, KIND, BLOCK, ROWS)
-    tl.store(out_ptr + r * out_stride + at, values.to(out_ptr.dtype.element_ty), mask=at < N)
+    values = _decoded(
+        scales_ptr + r * scales_stride,
+        codes_ptr + r * codes_stride,
+        row,
+        N,
+        KIND,
+        BLOCK,
+        ROWS,
+    )
+    tl.store(
+        out_ptr + r * out_stride + at, values.to(out_ptr.dtype.element_ty), mask=at < N
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -142,9 +166,17 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(total_ptr + at, total, mask=at < N)
 
 
-def encode(name: str, limit: float, block: int, values: Tensor, rest: Tensor | None, out: Tensor) -> None:
-    """Compress ``values`` [N] into ``out`` [B]. With ``rest`` [N] float32, ``values`` (float32) become the sum of both
-    and ``rest`` what is rounded off that, 0 in blocks that are not finite."""
+def encode(
+    name: str,
+    limit: float,
+    block: int,
+    values: Tensor,
+    rest: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Compress ``values`` [N] into ``out`` [B]. With ``rest`` [N] float32, ``values``
+    (float32) become the sum of both and ``rest`` what is rounded off that, 0 in blocks
+    that are not finite."""
     scales, codes = _split(out, values.numel(), block)
     _encode_kernel[_grid(values.numel(), block)](
         values,
@@ -159,7 +191,8 @@ def encode(name: str, limit: float, block: int, values: Tensor, rest: Tensor | N
 
 
 def decode(name: str, block: int, payloads_RB: Tensor, out_RN: Tensor) -> None:
-    """Decompress payloads into ``out_RN``, in its dtype; elements of a row are contiguous, rows may be anywhere."""
+    """Decompress payloads into ``out_RN``, in its dtype; elements of a row are
+    contiguous, rows may be anywhere."""
     count, n = out_RN.shape
     scales, codes = _split(payloads_RB, n, block)
     _decode_kernel[(*_grid(n, block), count)](
@@ -174,9 +207,11 @@ def decode(name: str, block: int, payloads_RB: Tensor, out_RN: Tensor) -> None:
     )
 
 
-def sum_rows(name: str, block: int, payloads_RB: Tensor, own_N: Tensor, me: int, total_N: Tensor) -> None:
-    """Write the sum of the decompressed payloads, in their order, into ``total_N``; ``own_N`` (float32) has the place
-    ``me``."""
+def sum_rows(
+    name: str, block: int, payloads_RB: Tensor, own_N: Tensor, me: int, total_N: Tensor
+) -> None:
+    """Write the sum of the decompressed payloads, in their order, into ``total_N``;
+    ``own_N`` (float32) has the place ``me``."""
     n = own_N.numel()
     scales, codes = _split(payloads_RB, n, block)
     _sum_kernel[_grid(n, block)](
@@ -204,4 +239,9 @@ def _grid(n: int, block: int) -> tuple[Any, ...]:
 
 
 def _options(name: str, block: int) -> dict[str, Any]:
-    return {"KIND": _KINDS[name], "BLOCK": block, "ROWS": _ROWS, "enable_fp_fusion": False}
+    return {
+        "KIND": _KINDS[name],
+        "BLOCK": block,
+        "ROWS": _ROWS,
+        "enable_fp_fusion": False,
+    }

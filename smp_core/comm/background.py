@@ -1,9 +1,10 @@
 """Work behind the computation: a thread on CPU, a stream of its own on an accelerator.
 
-A hop across replicas of several stages cannot be handed to a library as one asynchronous call, and running it where it
-is asked for could dead-lock: replicas may ask in the middle of a backward pass, or at its end, or only after they have
-heard from one another that there is something to send. So stages run behind the caller, one submission after another,
-in the order of submission, which is the same on all ranks.
+A hop across replicas of several stages cannot be handed to a library as one
+asynchronous call, and running it where it is asked for could dead-lock: replicas may
+ask in the middle of a backward pass, or at its end, or only after they have heard from
+one another that there is something to send. So stages run behind the caller, one
+submission after another, in the order of submission, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,24 +38,27 @@ class _Task:
 
 
 class _Recorded:
-    """Work on a stream. Holds what was launched, and with it the tensors it uses, until somebody has waited: memory of
-    theirs that is given up goes to whoever asks next on the stream it came from."""
+    """Work on a stream. Holds what was launched, and with it the tensors it uses, until
+    somebody has waited: memory of theirs that is given up goes to whoever asks next on
+    the stream it came from."""
 
     def __init__(self, event: torch.Event, run: Callable[[], None]) -> None:
         self.event = event
         self.run: Callable[[], None] | None = run
 
     def wait(self) -> None:
-        # Not torch.accelerator's stream: it waits for a torch.Event only, and passes by torch.cuda's without a word.
+        # Not torch.accelerator's stream: it waits for a torch.Event only, and passes by
+        # torch.cuda's without a word.
         self.event.wait()
         self.run = None
 
 
 class Background:
-    """Runs functions in order behind the caller. On CPU their errors are raised by ``wait``.
+    """Runs functions in order behind the caller. On CPU their errors are raised by
+    ``wait``.
 
-    The thread lives while there is work, so that none is left behind, and is a daemon, so that a rank whose peers are
-    gone can still end.
+    The thread lives while there is work, so that none is left behind, and is a daemon,
+    so that a rank whose peers are gone can still end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,11 +69,11 @@ class Background:
         self._running = False
 
     def submit(self, run: Callable[[], None]) -> Pending:
-        """Run ``run`` after everything submitted before it. Tensors it uses live at least until the returned object has
-        been waited for.
+        """Run ``run`` after everything submitted before it. Tensors it uses live at
+        least until the returned object has been waited for.
 
-        On an accelerator ``run`` is called at once and what it launches goes to the stream, behind what the caller's
-        stream has launched so far.
+        On an accelerator ``run`` is called at once and what it launches goes to the
+        stream, behind what the caller's stream has launched so far.
         """
         if streams.run_behind(self.device):
             return self._on_stream(run)
@@ -78,7 +82,9 @@ class Background:
             self._tasks.append(task)
             if not self._running:
                 self._running = True
-                threading.Thread(target=self._work, name="smp-background", daemon=True).start()
+                threading.Thread(
+                    target=self._work, name="smp-background", daemon=True
+                ).start()
         return task
 
     def _work(self) -> None:
@@ -94,7 +100,8 @@ class Background:
                     task.run()
                 except BaseException as error:  # raised where somebody waits
                     task.error = error
-                # Before anybody hears of it: who waited must find nothing of the work alive in this thread.
+                # Before anybody hears of it: who waited must find nothing of the work
+                # alive in this thread.
                 done = task.done
                 del task
                 done.set()
@@ -102,7 +109,8 @@ class Background:
     def _on_stream(self, run: Callable[[], None]) -> Pending:
         module = torch.get_device_module(self.device.type)
         if self._stream is None:
-            # As FSDP2's own: its small kernels are not to queue behind those of the pass.
+            # As FSDP2's own: its small kernels are not to queue behind those of the
+            # pass.
             self._stream = module.Stream(self.device, priority=-1)
         self._stream.wait_stream(module.current_stream())
         with module.stream(self._stream):

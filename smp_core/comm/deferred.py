@@ -1,11 +1,14 @@
-"""Asynchronous gathers made of messages, in one stage or several, for backends without streams.
+"""Asynchronous gathers made of messages, in one stage or several, for backends without
+streams.
 
-FSDP2 waits for the ``Work`` that a communication object returns when it needs the parameters. The first stage, over the
-slow link if the group has one, is under way by then; what is left, stages inside the node and decoding, runs in
-``wait``. All ranks of a partition group wait for the same gathers in the same order, so later stages need no thread of
-their own.
+FSDP2 waits for the ``Work`` that a communication object returns when it needs the
+parameters. The first stage, over the slow link if the group has one, is under way by
+then; what is left, stages inside the node and decoding, runs in ``wait``. All ranks of
+a partition group wait for the same gathers in the same order, so later stages need no
+thread of their own.
 
-FSDP2 tells a ``Work`` from nothing by its class, ``torch.distributed.distributed_c10d.Work``; there is no public base.
+FSDP2 tells a ``Work`` from nothing by its class,
+``torch.distributed.distributed_c10d.Work``; there is no public base.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ class Deferred(Work):
     """Runs ``finish`` once, when it is waited for.
 
     Attributes:
-        place: says in words what is waited for, to ranks that wait for this one; None: nobody is told.
+        place: says in words what is waited for, to ranks that wait for this one; None:
+            nobody is told.
     """
 
     __slots__ = ("_finish", "place")
@@ -44,11 +48,14 @@ class Deferred(Work):
         finish = self._finish
         if finish is None:
             return True
-        self._finish = _failed_before  # unless it comes to its end: messages are not waited for twice
+        # Unless it comes to its end: messages are not waited for twice.
+        self._finish = _failed_before
         place, outer = self.place, here.doing
-        if place is None or outer is not None:  # nobody is told, or of something that this is a part of
+        # Nobody is told, or of something that this is a part of.
+        if place is None or outer is not None:
             finish()
-        else:  # what `here.waiting` does is written out: its calls take longer than that
+        else:
+            # What `here.waiting` does is written out: its calls take longer than that.
             here.doing = place
             here.events += 1
             began = perf_counter()
@@ -62,7 +69,8 @@ class Deferred(Work):
 
 
 def finish_later(finish: Callable[[], None], later: bool) -> Deferred | None:
-    """Return something that runs ``finish`` when it is waited for; without ``later`` run it now, and return None."""
+    """Return something that runs ``finish`` when it is waited for; without ``later``
+    run it now, and return None."""
     if later:
         return Deferred(finish)
     finish()
@@ -70,4 +78,6 @@ def finish_later(finish: Callable[[], None], later: bool) -> Deferred | None:
 
 
 def _failed_before() -> None:
-    raise RuntimeError("this collective failed when it was waited for before: what it was to bring has not come")
+    raise RuntimeError(
+        "this collective failed when it was waited for before: what it was to bring has not come"
+    )

@@ -1,10 +1,13 @@
-"""Sums of parts that travel encoded: the one stage that quantised reductions and the replica hop share.
+"""Sums of parts that travel encoded: the one stage that quantised reductions and the
+replica hop share.
 
-Every rank of a group owns one of M parts and holds a term of each. Terms travel to their owners encoded; the owner adds
-up in float32 (float64 for float64) in group order, its own term exact. A term that holds inf or nan cannot be encoded
-blockwise: its scales say so to both ends, which is all the agreement that is needed, and it follows exactly on CPU. On
-accelerators its blocks that are not finite arrive as nan, which the sum would not be without them either: to send it
-exactly the host would have to ask the device, and wait for all that it was given, in the middle of a backward pass.
+Every rank of a group owns one of M parts and holds a term of each. Terms travel to
+their owners encoded; the owner adds up in float32 (float64 for float64) in group order,
+its own term exact. A term that holds inf or nan cannot be encoded blockwise: its scales
+say so to both ends, which is all the agreement that is needed, and it follows exactly
+on CPU. On accelerators its blocks that are not finite arrive as nan, which the sum
+would not be without them either: to send it exactly the host would have to ask the
+device, and wait for all that it was given, in the middle of a backward pass.
 
 Shape letters: M ranks of the group, S elements of one part.
 """
@@ -23,7 +26,9 @@ from smp_core.torch_facts import streams
 
 def wide_copy(parts: Tensor) -> Tensor:
     """Return the same numbers in the dtype in which sums are taken."""
-    return parts.to(torch.float64 if parts.dtype == torch.float64 else torch.float32, copy=True)
+    return parts.to(
+        torch.float64 if parts.dtype == torch.float64 else torch.float32, copy=True
+    )
 
 
 def sum_at_owners(
@@ -37,24 +42,34 @@ def sum_at_owners(
     residual_MS: Tensor | None = None,
     new_call: bool = False,
 ) -> Tensor | int:
-    """Sum the ranks' terms into the row ``parts_MS[me]``; other rows are sent, and become what was meant to be sent.
+    """Sum the ranks' terms into the row ``parts_MS[me]``; other rows are sent, and
+    become what was meant to be sent.
 
     Args:
         parts_MS: this rank's terms, float32 or float64.
-        residual_MS: what was rounded off the terms sent before; it is added to these and then holds what was rounded
-            off them (error feedback, arXiv 1901.09847). None: without.
+        residual_MS: what was rounded off the terms sent before; it is added to these
+            and then holds what was rounded off them (error feedback, arXiv 1901.09847).
+            None: without.
         kind, new_call: how the meter counts it.
 
     Returns:
         how many terms of this rank held inf or nan; on an accelerator a 0-d tensor.
     """
-    ranks, me, (m, s) = dist.get_process_group_ranks(group), dist.get_rank(group), parts_MS.shape
+    ranks, me, (m, s) = (
+        dist.get_process_group_ranks(group),
+        dist.get_rank(group),
+        parts_MS.shape,
+    )
     others = [i for i in range(m) if i != me]
     sent = parts_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
     for i in others:
-        codec.encode(parts_MS[i], sent[i], None if residual_MS is None else residual_MS[i])
+        codec.encode(
+            parts_MS[i], sent[i], None if residual_MS is None else residual_MS[i]
+        )
     got = torch.empty_like(sent)
-    with meter.point_to_point(kind, [(ranks[i], sent.shape[1]) for i in others], "inter", new_call=new_call):
+    with meter.point_to_point(
+        kind, [(ranks[i], sent.shape[1]) for i in others], "inter", new_call=new_call
+    ):
         all_to_all(got, sent, group, tag)
     if streams.run_behind(parts_MS.device):
         parts_MS[me] = codec.sum_rows(got, parts_MS[me], me, {})

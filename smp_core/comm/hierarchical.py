@@ -1,15 +1,19 @@
-"""All-gather and reduce-scatter in two stages for partition groups that span nodes (MiCS, arXiv 2205.00119, 3.2).
+"""All-gather and reduce-scatter in two stages for partition groups that span nodes
+(MiCS, arXiv 2205.00119, 3.2).
 
-A partition group of P = M * K ranks covers M nodes with K ranks each, in node order. A flat ring over it carries
-(P - 1) / P of the tensor across every node's link; in two stages it is (P - K) / P:
+A partition group of P = M * K ranks covers M nodes with K ranks each, in node order. A
+flat ring over it carries (P - 1) / P of the tensor across every node's link; in two
+stages it is (P - K) / P:
 
     all-gather       1. between nodes: K gathers side by side, each over the M ranks of equal local rank;
                      2. inside a node: M gathers, each straight into its node's contiguous part of the output.
     reduce-scatter   1. inside a node: M reduce-scatters, one for each node's part of the input;
                      2. between nodes: the M partial sums of this local rank's slot are added up.
 
-On gloo each stage is made of messages into their final place (see :mod:`smp_core.comm.exchange`); elsewhere of the
-library's collectives. The reduce-scatter adds in another order than a flat one, so it agrees to rounding, not bitwise.
+On gloo each stage is made of messages into their final place (see
+:mod:`smp_core.comm.exchange`); elsewhere of the library's collectives. The
+reduce-scatter adds in another order than a flat one, so it agrees to rounding, not
+bitwise.
 
 Shape letters: M nodes, K ranks per node, N elements of one shard.
 """
@@ -35,7 +39,11 @@ from smp_core.comm.exchange import (
 )
 from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
-from smp_core.torch_facts import all_gather_single, prefers_messages, reduce_scatter_single
+from smp_core.torch_facts import (
+    all_gather_single,
+    prefers_messages,
+    reduce_scatter_single,
+)
 
 
 class _TwoStage(CommObject):
@@ -46,11 +54,22 @@ class _TwoStage(CommObject):
         inter_group: the M ranks of the partition group with this rank's local rank.
     """
 
-    def __init__(self, meter: CommMeter, intra_group: dist.ProcessGroup, inter_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        meter: CommMeter,
+        intra_group: dist.ProcessGroup,
+        inter_group: dist.ProcessGroup,
+    ) -> None:
         super().__init__(meter)
         self.intra_group, self.inter_group = intra_group, inter_group
-        self.nodes, self.local_ranks = dist.get_world_size(inter_group), dist.get_world_size(intra_group)
-        self.node, self.local_rank = dist.get_rank(inter_group), dist.get_rank(intra_group)
+        self.nodes, self.local_ranks = (
+            dist.get_world_size(inter_group),
+            dist.get_world_size(intra_group),
+        )
+        self.node, self.local_rank = (
+            dist.get_rank(inter_group),
+            dist.get_rank(intra_group),
+        )
 
     def _check(self, group: dist.ProcessGroup) -> None:
         if dist.get_world_size(group) != self.nodes * self.local_ranks:
@@ -61,12 +80,14 @@ class _TwoStage(CommObject):
 
 
 class HierarchicalAllGather(_TwoStage):
-    """Bit-identical to the flat all-gather: ``output[M * K * N]`` from ``input[N]`` of every rank.
+    """Bit-identical to the flat all-gather: ``output[M * K * N]`` from ``input[N]`` of
+    every rank.
 
     Over a smaller group, which a secondary shard is gathered over, it has one stage.
 
     Args:
-        deferred: on gloo, return a handle as soon as the stage between nodes is under way.
+        deferred: on gloo, return a handle as soon as the stage between nodes is under
+            way.
     """
 
     def __init__(
@@ -122,8 +143,16 @@ class HierarchicalAllGather(_TwoStage):
             # Stage 2, inside the node: the shards of all nodes to the other ranks here.
             peers = [k for k in range(self.local_ranks) if k != me]
             sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
-            sends = [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)]
-            receives = [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)]
+            sends = [
+                (output_MKN[m, me], local_ranks[k])
+                for k in peers
+                for m in range(self.nodes)
+            ]
+            receives = [
+                (output_MKN[m, k], local_ranks[k])
+                for k in peers
+                for m in range(self.nodes)
+            ]
             with self.meter.point_to_point("all_gather", sent, "intra", new_call=False):
                 exchange(sends, receives, self.intra_group, GATHER)
 
@@ -132,15 +161,24 @@ class HierarchicalAllGather(_TwoStage):
     def _by_collectives(self, output_MKN: Tensor, input_N: Tensor) -> None:
         shard_bytes = input_N.numel() * input_N.element_size()
         column_MN = input_N.new_empty(self.nodes, input_N.numel())
-        with self.meter.ring("all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes):
+        with self.meter.ring(
+            "all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes
+        ):
             all_gather_single(column_MN.view(-1), input_N, group=self.inter_group)
         node_bytes = shard_bytes * self.local_ranks * self.nodes
-        with self.meter.ring("all_gather", self.ranks_of(self.intra_group), node_bytes, new_call=False):
-            gather_each([node_KN.view(-1) for node_KN in output_MKN], list(column_MN), self.intra_group)
+        with self.meter.ring(
+            "all_gather", self.ranks_of(self.intra_group), node_bytes, new_call=False
+        ):
+            gather_each(
+                [node_KN.view(-1) for node_KN in output_MKN],
+                list(column_MN),
+                self.intra_group,
+            )
 
 
 class HierarchicalReduceScatter(_TwoStage):
-    """A reduce-scatter in two stages: ``output[N]`` is this rank's slot of the reduced ``input[M * K * N]``.
+    """A reduce-scatter in two stages: ``output[N]`` is this rank's slot of the reduced
+    ``input[M * K * N]``.
 
     ``op`` is SUM or AVG."""
 
@@ -154,28 +192,49 @@ class HierarchicalReduceScatter(_TwoStage):
     ) -> dist.Work | None:
         self._check(group)
         divisor = average_divisor(op, self.nodes * self.local_ranks)
-        partial_MN = self.sum_inside(input_tensor.view(self.nodes, self.local_ranks, -1))
+        partial_MN = self.sum_inside(
+            input_tensor.view(self.nodes, self.local_ranks, -1)
+        )
         self._sum_between(output_tensor, partial_MN)
         if divisor != 1:
             output_tensor /= divisor
         return None
 
     def sum_inside(self, input_MKN: Tensor) -> Tensor:
-        """Return the sums over this node for the slots of this rank's peers between nodes [M, N]."""
+        """Return the sums over this node for the slots of this rank's peers between
+        nodes [M, N]."""
         if not prefers_messages(self.intra_group, input_MKN.device):
             partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
             n_bytes = input_MKN.numel() * input_MKN.element_size()
-            with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
-                reduce_each(list(partial_MN), [node_KN.view(-1) for node_KN in input_MKN], self.intra_group)
+            with self.meter.ring(
+                "reduce_scatter", self.ranks_of(self.intra_group), n_bytes
+            ):
+                reduce_each(
+                    list(partial_MN),
+                    [node_KN.view(-1) for node_KN in input_MKN],
+                    self.intra_group,
+                )
             return partial_MN
-        # By messages: each peer sends what is this rank's, which is summed in the order of ranks.
+        # By messages: each peer sends what is this rank's, which is summed in the order
+        # of ranks.
         local_ranks, me = self.ranks_of(self.intra_group), self.local_rank
-        received_KMN = input_MKN.new_empty(self.local_ranks, self.nodes, input_MKN.shape[2])
+        received_KMN = input_MKN.new_empty(
+            self.local_ranks, self.nodes, input_MKN.shape[2]
+        )
         received_KMN[me] = input_MKN[:, me]
         peers = [k for k in range(self.local_ranks) if k != me]
-        sent = [(local_ranks[k], received_KMN[k].numel() * received_KMN.element_size()) for k in peers]
-        sends = [(input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)]
-        receives = [(received_KMN[k, m], local_ranks[k]) for k in peers for m in range(self.nodes)]
+        sent = [
+            (local_ranks[k], received_KMN[k].numel() * received_KMN.element_size())
+            for k in peers
+        ]
+        sends = [
+            (input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)
+        ]
+        receives = [
+            (received_KMN[k, m], local_ranks[k])
+            for k in peers
+            for m in range(self.nodes)
+        ]
         with self.meter.point_to_point("reduce_scatter", sent, "intra"):
             exchange(sends, receives, self.intra_group, REDUCE)
             partial_MN = received_KMN[0]
@@ -187,8 +246,14 @@ class HierarchicalReduceScatter(_TwoStage):
         if not prefers_messages(self.inter_group, partial_MN.device):
             n_bytes = partial_MN.numel() * partial_MN.element_size()
             with self.meter.ring("reduce_scatter", node_ranks, n_bytes, new_call=False):
-                reduce_scatter_single(output_N, partial_MN.view(-1), group=self.inter_group)
+                reduce_scatter_single(
+                    output_N, partial_MN.view(-1), group=self.inter_group
+                )
             return
-        sent = [(rank, output_N.numel() * output_N.element_size()) for rank in node_ranks if rank != self.meter.rank]
+        sent = [
+            (rank, output_N.numel() * output_N.element_size())
+            for rank in node_ranks
+            if rank != self.meter.rank
+        ]
         with self.meter.point_to_point("reduce_scatter", sent, "inter", new_call=False):
             sum_rows(output_N, partial_MN, self.inter_group, REDUCE)

@@ -1,9 +1,11 @@
-"""IssuedCollectives: what this rank issued on its partition group since all ranks last compared, in order.
+"""IssuedCollectives: what this rank issued on its partition group since all ranks last
+compared, in order.
 
-Collectives are matched by order alone. Where ranks of a partition group take different branches through units of one
-shape, each takes the other's values for its own: no error, wrong numbers. So every gather and reduction of a unit is
-noted by a number (unit, kind, direction), and a checksum of the numbers is compared when the accumulation window
-closes. Noting one takes about a microsecond and asks nothing of a device.
+Collectives are matched by order alone. Where ranks of a partition group take different
+branches through units of one shape, each takes the other's values for its own: no
+error, wrong numbers. So every gather and reduction of a unit is noted by a number
+(unit, kind, direction), and a checksum of the numbers is compared when the accumulation
+window closes. Noting one takes about a microsecond and asks nothing of a device.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from smp_core.comm.secondary import SecondaryGather
 from smp_core.watch import here, ranks_in_words, went_apart
 
 _MICRO_BATCH_ENDED = 0
-# Numbers that are kept to name the first difference; an evaluation may issue millions between two comparisons.
+# Numbers that are kept to name the first difference; an evaluation may issue millions
+# between two comparisons.
 _KEPT = 1 << 16
 _DIRECTIONS = ("forward", "backward")
 
@@ -38,8 +41,9 @@ class IssuedCollectives:
     Attributes:
         backward_pass: returns the number of the backward pass that runs, -1 outside.
         windows: how often all ranks began anew: the number of the window that runs.
-        numbers: of the collectives issued, in order: the odd number of a unit and kind, the next one in a backward
-            pass, and 0 at the end of a micro-batch. The same array at all times.
+        numbers: of the collectives issued, in order: the odd number of a unit and kind,
+            the next one in a backward pass, and 0 at the end of a micro-batch. The same
+            array at all times.
     """
 
     def __init__(self, peers: Sequence[int]) -> None:
@@ -50,16 +54,25 @@ class IssuedCollectives:
         self.numbers = array("i")
         self._older = 0  # checksum of what is not kept any more
 
-    def noting(self, made: CommObject | SecondaryGather, kind: str, unit: str) -> NotedCollective:
-        """Return ``made``, a unit's communication object, such that its calls are noted. Every rank has to ask for the
-        same units in the same order."""
+    def noting(
+        self, made: CommObject | SecondaryGather, kind: str, unit: str
+    ) -> NotedCollective:
+        """Return ``made``, a unit's communication object, such that its calls are
+        noted. Every rank has to ask for the same units in the same order."""
         self._names.append((kind, unit))
-        # A window may reduce what it holds behind its last pass; that belongs to backward all the same.
-        return NotedCollective(self, made, 2 * len(self._names) - 1, only_backward=kind != "all_gather")
+        # A window may reduce what it holds behind its last pass; that belongs to
+        # backward all the same.
+        return NotedCollective(
+            self, made, 2 * len(self._names) - 1, only_backward=kind != "all_gather"
+        )
 
     def show(self) -> None:
         """Show these collectives, from here on, to ranks that wait for this one."""
-        here.recent, here.describe, here.peers = self.numbers.tolist, self.describe, self.peers
+        here.recent, here.describe, here.peers = (
+            self.numbers.tolist,
+            self.describe,
+            self.peers,
+        )
         here.end_window(measured=False)
 
     def drop_details(self) -> None:
@@ -77,13 +90,15 @@ class IssuedCollectives:
         return zlib.crc32(self.numbers, self._older) >> 1
 
     def forget(self) -> None:
-        """Begin anew, on all ranks alike: they have compared, or what they did is dropped."""
+        """Begin anew, on all ranks alike: they have compared, or what they did is
+        dropped."""
         self._older = 0
         del self.numbers[:]
         self.windows += 1
 
     def recent(self) -> tuple[int, array[int]]:
-        """Return the checksum of what is not kept, and the numbers of what is: a copy."""
+        """Return the checksum of what is not kept, and the numbers of what is: a
+        copy."""
         return self._older, self.numbers[:]
 
     def describe(self, number: int | None) -> str:
@@ -97,17 +112,31 @@ class IssuedCollectives:
 
 
 class NotedCollective:
-    """A unit's collective of one kind, noted before it is made. Called, it says in words what this rank waits for.
+    """A unit's collective of one kind, noted before it is made. Called, it says in
+    words what this rank waits for.
 
     Args:
-        number: that its calls in a forward pass are noted by; those in a backward pass by the next one.
+        number: that its calls in a forward pass are noted by; those in a backward pass
+            by the next one.
         only_backward: note calls that come behind the last pass as part of it.
     """
 
-    __slots__ = ("_call", "_issued", "_number", "_only_backward", "_recent", "_under_way", "made")
+    __slots__ = (
+        "_call",
+        "_issued",
+        "_number",
+        "_only_backward",
+        "_recent",
+        "_under_way",
+        "made",
+    )
 
     def __init__(
-        self, issued: IssuedCollectives, made: CommObject | SecondaryGather, number: int, only_backward: bool
+        self,
+        issued: IssuedCollectives,
+        made: CommObject | SecondaryGather,
+        number: int,
+        only_backward: bool,
     ) -> None:
         self.made = made
         self._call: Callable[..., Any] = made.__call__  # type: ignore[operator,union-attr]
@@ -117,8 +146,9 @@ class NotedCollective:
         self._under_way = number
 
     def for_fsdp2(self) -> Any:
-        """Return what FSDP2 takes for a communication object. It is a function, as is what that calls: a call of an
-        object with a ``__call__`` takes Python longer than all notes do."""
+        """Return what FSDP2 takes for a communication object. It is a function, as is
+        what that calls: a call of an object with a ``__call__`` takes Python longer
+        than all notes do."""
         issue = functools.partial(NotedCollective.issue, self)
         issue.allocate = self.made.allocate  # type: ignore[attr-defined]
         return issue
@@ -136,7 +166,8 @@ class NotedCollective:
         async_op: bool = False,
     ) -> Deferred | None:
         """Note and make the collective; a gather has no ``op``."""
-        # A step comes here a hundred times. What `here.waiting` does is written out: its calls take longer than that.
+        # A step comes here a hundred times. What `here.waiting` does is written out:
+        # its calls take longer than that.
         in_backward = self._only_backward or self._issued.backward_pass() != -1
         self._under_way = number = self._number + in_backward
         recent = self._recent
@@ -160,8 +191,11 @@ class NotedCollective:
         return work
 
 
-def first_to_differ(issued: IssuedCollectives, by_rank: Mapping[int, tuple[int, Sequence[int]]]) -> str:
-    """Say where the ranks of one partition group first issued something else, and which; "" if nowhere.
+def first_to_differ(
+    issued: IssuedCollectives, by_rank: Mapping[int, tuple[int, Sequence[int]]]
+) -> str:
+    """Say where the ranks of one partition group first issued something else, and
+    which; "" if nowhere.
 
     Args:
         issued: of any rank, for the names of units.
@@ -169,4 +203,6 @@ def first_to_differ(issued: IssuedCollectives, by_rank: Mapping[int, tuple[int, 
     """
     if len({older for older, _ in by_rank.values()}) > 1:
         return f"{ranks_in_words(by_rank)}, more than {_KEPT} collectives ago"
-    return went_apart({rank: numbers for rank, (_, numbers) in by_rank.items()}, issued.describe)
+    return went_apart(
+        {rank: numbers for rank, (_, numbers) in by_rank.items()}, issued.describe
+    )

@@ -1,15 +1,17 @@
 """Bytes and seconds per kind of collective and class of link.
 
-Owns the accounting only; the communication objects in this package call it. Bytes are those that *leave this
-rank*: exact for point-to-point stages, and for a library's own collective the bytes of the ring algorithm over the
-group's rank order (NCCL's and gloo's default for large messages), where every rank sends to its right neighbour:
+Owns the accounting only; the communication objects in this package call it. Bytes are
+those that *leave this rank*: exact for point-to-point stages, and for a library's own
+collective the bytes of the ring algorithm over the group's rank order (NCCL's and
+gloo's default for large messages), where every rank sends to its right neighbour:
 
     all-gather, reduce-scatter: (g - 1) / g * M      all-reduce: 2 (g - 1) / g * M      broadcast: M (all but the last)
 
-with g ranks and M bytes of the full tensor. A link class is "intra" (both ends on one node) or "inter".
-Seconds are wall time on the CPU and time between two recorded events on an accelerator; the events are read only when
-somebody asks, so that counting never waits for the device. Of a collective that is started and waited for apart, they
-are those of starting it and of waiting: what it took beyond the work done in between.
+with g ranks and M bytes of the full tensor. A link class is "intra" (both ends on one
+node) or "inter". Seconds are wall time on the CPU and time between two recorded events
+on an accelerator; the events are read only when somebody asks, so that counting never
+waits for the device. Of a collective that is started and waited for apart, they are
+those of starting it and of waiting: what it took beyond the work done in between.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ Events = tuple[torch.Event, torch.Event]
 class _Tally:
     calls: int = 0
     seconds: float = 0.0
-    bytes_: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINK_CLASSES, 0.0))
+    bytes_: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(LINK_CLASSES, 0.0)
+    )
     # (start, end) events of an accelerator, not read yet
     events: list[Events] = field(default_factory=list)
 
@@ -74,7 +78,14 @@ class CommMeter:
         enabled: with ``False`` every call is a no-op and all figures stay empty.
     """
 
-    def __init__(self, topology: Topology, rank: int, device_type: str = "cpu", *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        device_type: str = "cpu",
+        *,
+        enabled: bool = True,
+    ) -> None:
         self.topology = topology
         self.rank = rank
         self.enabled = enabled
@@ -89,14 +100,18 @@ class CommMeter:
         self._rings: dict[int, tuple[Sequence[int], LinkClass, LinkClass]] = {}
 
     @contextlib.contextmanager
-    def ring(self, kind: str, ranks: Sequence[int], full_bytes: int, *, new_call: bool = True) -> Iterator[None]:
-        """Count one collective that the library runs as a ring over ``ranks`` (global, in group order).
+    def ring(
+        self, kind: str, ranks: Sequence[int], full_bytes: int, *, new_call: bool = True
+    ) -> Iterator[None]:
+        """Count one collective that the library runs as a ring over ``ranks`` (global,
+        in group order).
 
         Args:
-            kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"context_gather"`` or
-                ``"context_reduce"``.
+            kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``,
+                ``"context_gather"`` or ``"context_reduce"``.
             full_bytes: bytes of the unsharded tensor (gathered, or to be reduced).
-            new_call: ``False`` for the second stage of one collective, so that it counts as one call.
+            new_call: ``False`` for the second stage of one collective, so that it
+                counts as one call.
         """
         if not self.enabled or len(ranks) == 1:
             yield
@@ -108,12 +123,15 @@ class CommMeter:
         self._current[kind, to_right].bytes_[to_right] += sent
 
     def _links_of(self, ranks: Sequence[int]) -> tuple[LinkClass, LinkClass]:
-        """Return the class of a ring's slowest link, to which its time belongs on every rank, and of the link that this
-        rank sends over. Asked in every collective, and found once for each group's list of ranks."""
+        """Return the class of a ring's slowest link, to which its time belongs on every
+        rank, and of the link that this rank sends over. Asked in every collective, and
+        found once for each group's list of ranks."""
         known = self._rings.get(id(ranks))
         if known is None or known[0] is not ranks:
             right = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
-            slowest: LinkClass = "inter" if self.topology.spans_nodes(ranks) else "intra"
+            slowest: LinkClass = (
+                "inter" if self.topology.spans_nodes(ranks) else "intra"
+            )
             known = ranks, slowest, self._link(right)
             if len(self._rings) < _MANY:
                 self._rings[id(ranks)] = known
@@ -121,14 +139,20 @@ class CommMeter:
 
     @contextlib.contextmanager
     def point_to_point(
-        self, kind: str, sends: Sequence[tuple[int, int]], link: LinkClass, *, new_call: bool = True
+        self,
+        kind: str,
+        sends: Sequence[tuple[int, int]],
+        link: LinkClass,
+        *,
+        new_call: bool = True,
     ) -> Iterator[None]:
         """Count one stage made of messages.
 
         Args:
             sends: (destination's global rank, bytes) of every message this rank sends.
             link: the class the stage's time belongs to.
-            new_call: ``False`` for the second stage of one collective, so that it counts as one call.
+            new_call: ``False`` for the second stage of one collective, so that it
+                counts as one call.
         """
         if not self.enabled:
             yield
@@ -136,10 +160,13 @@ class CommMeter:
         with self._timed(kind, link, new_call):
             yield
         for destination, n_bytes in sends:
-            self._current[kind, self._link(destination)].bytes_[self._link(destination)] += n_bytes
+            self._current[kind, self._link(destination)].bytes_[
+                self._link(destination)
+            ] += n_bytes
 
     def close_step(self) -> None:
-        """End the present step: what was counted since the last call becomes :meth:`per_step`'s answer."""
+        """End the present step: what was counted since the last call becomes
+        :meth:`per_step`'s answer."""
         for tally in self._last.values():  # nobody has asked for their seconds
             self._spare += tally.events
         self._last = dict(self._step)
@@ -150,8 +177,8 @@ class CommMeter:
 
     def per_step(self) -> dict[str, float]:
         """Return the figures of the last closed step: ``{"all_gather/inter_bytes": ...,
-        "all_gather/inter_seconds": ..., "all_gather/calls": ..., "inter_bytes": ..., "intra_bytes": ...}``; bytes sent
-        by this rank, seconds."""
+        "all_gather/inter_seconds": ..., "all_gather/calls": ..., "inter_bytes": ...,
+        "intra_bytes": ...}``; bytes sent by this rank, seconds."""
         return self._figures(self._last)
 
     def unfinished(self) -> dict[str, float]:
@@ -160,8 +187,8 @@ class CommMeter:
 
     @contextlib.contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Count what is sent inside as no part of an optimizer step: for an evaluation, also in the middle of a
-        step."""
+        """Count what is sent inside as no part of an optimizer step: for an evaluation,
+        also in the middle of a step."""
         before, self._current = self._current, self._outside
         try:
             yield
@@ -169,7 +196,8 @@ class CommMeter:
             self._current = before
 
     def outside(self) -> dict[str, float]:
-        """Return the figures, as those of :meth:`per_step`, of all that was sent inside :meth:`outside_steps`."""
+        """Return the figures, as those of :meth:`per_step`, of all that was sent inside
+        :meth:`outside_steps`."""
         return self._figures(self._outside)
 
     def totals(self) -> dict[str, float]:
@@ -180,7 +208,11 @@ class CommMeter:
         """Return the bytes of all closed steps: ``{"intra": ..., "inter": ...}``."""
         totals: dict[LinkClass, float] = {}
         for link in LINK_CLASSES:
-            totals[link] = sum(sent for name, sent in self._total.items() if name.endswith(f"/{link}_bytes"))
+            totals[link] = sum(
+                sent
+                for name, sent in self._total.items()
+                if name.endswith(f"/{link}_bytes")
+            )
         return totals
 
     def _figures(self, tallies: Mapping[tuple[str, str], _Tally]) -> dict[str, float]:
@@ -194,7 +226,8 @@ class CommMeter:
         return figures
 
     def _read(self, tally: _Tally, wait: bool) -> None:
-        """Add up the seconds of a tally's events, oldest first, as far as they are over."""
+        """Add up the seconds of a tally's events, oldest first, as far as they are
+        over."""
         over = list(tally.events)
         if not wait:
             over = list(itertools.takewhile(lambda events: events[1].query(), over))

@@ -1,14 +1,16 @@
 """All-gathers with 8-bit payloads (ZeRO++, arXiv 2306.10209, 3.1: qwZ).
 
-Every rank encodes its shard once; whoever receives it, the owner included, computes with the decoded values, so that
-all ranks hold the same weights. Master weights are not touched. With ``everywhere=False`` only the stage between nodes
-is encoded; inside a node decoded values travel.
+Every rank encodes its shard once; whoever receives it, the owner included, computes
+with the decoded values, so that all ranks hold the same weights. Master weights are not
+touched. With ``everywhere=False`` only the stage between nodes is encoded; inside a
+node decoded values travel.
 
-Whether a unit is gathered encoded at all is decided by :class:`GatherPolicy`, once per optimizer step and together by
-all ranks of the partition group: nothing is asked of the device in between.
+Whether a unit is gathered encoded at all is decided by :class:`GatherPolicy`, once per
+optimizer step and together by all ranks of the partition group: nothing is asked of the
+device in between.
 
-Shape letters: P ranks of the group, M nodes, K ranks per node, N elements of one shard, B bytes of its payload, R some
-of the ranks.
+Shape letters: P ranks of the group, M nodes, K ranks per node, N elements of one shard,
+B bytes of its payload, R some of the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ Layout = Sequence[tuple[str, int]]
 
 
 class GatherPolicy:
-    """The choice of units that are gathered compressed: none in the first steps, none whose weights are not finite.
+    """The choice of units that are gathered compressed: none in the first steps, none
+    whose weights are not finite.
 
     Args:
         after_steps: optimizer steps that gather exactly.
@@ -63,19 +66,23 @@ class GatherPolicy:
         self._shards: list[tuple[str, Callable[[], Iterable[Tensor]]]] = []
         self._finite: list[bool] | None = None
         self.fallbacks: dict[str, int] = {}
-        """Unit -> how many of its gathers were uncompressed because a weight was inf or nan."""
+        """Unit -> how many of its gathers were uncompressed because a weight was inf or
+        nan."""
 
     def add_unit(self, name: str, shards: Callable[[], Iterable[Tensor]]) -> int:
-        """Take part in the decision; ``shards`` gives this rank's weights. Returns the unit's number."""
+        """Take part in the decision; ``shards`` gives this rank's weights. Returns the
+        unit's number."""
         self._shards.append((name, shards))
         return len(self._shards) - 1
 
     def weights_changed(self) -> None:
-        """Look at the weights again before the next gather. To be called on all ranks."""
+        """Look at the weights again before the next gather. To be called on all
+        ranks."""
         self._finite = None
 
     def is_encoded(self, number: int) -> bool:
-        """Return whether this unit's next gather is compressed. Collective over the group when weights have changed."""
+        """Return whether this unit's next gather is compressed. Collective over the
+        group when weights have changed."""
         if self._steps() < self._after_steps:
             return False
         if self._finite is None:
@@ -85,17 +92,21 @@ class GatherPolicy:
         name = self._shards[number][0]
         if name not in self.fallbacks and dist.get_rank(self._group) == 0:
             unit = f"unit {name!r}" if name else "the root unit"
-            logger.warning("inf or nan in weights of %s: it is gathered uncompressed", unit)
+            logger.warning(
+                "inf or nan in weights of %s: it is gathered uncompressed", unit
+            )
         self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
         return False
 
     @torch.no_grad()
     def _look(self) -> list[bool]:
-        # Phase 1: the largest magnitude of every shard. torch._foreach_norm is one kernel for all of them and has no
-        # public name.
+        # Phase 1: the largest magnitude of every shard. torch._foreach_norm is one
+        # kernel for all of them and has no public name.
         held = []
         for _, shards in self._shards:
-            held.append([each for each in shards() if each.numel() and each.is_floating_point()])
+            held.append(
+                [each for each in shards() if each.numel() and each.is_floating_point()]
+            )
         every_shard = [shard for of_unit in held for shard in of_unit]
         norms = iter(torch._foreach_norm(every_shard, torch.inf) if every_shard else ())
         # Phase 2: whether all of a unit's are finite, here and on the other ranks.
@@ -103,7 +114,12 @@ class GatherPolicy:
         for of_unit in held:
             fine = torch.ones((), dtype=torch.bool, device=self._device)
             if of_unit:
-                fine = torch.stack([next(norms).float() for _ in of_unit]).isfinite().all().to(self._device)
+                fine = (
+                    torch.stack([next(norms).float() for _ in of_unit])
+                    .isfinite()
+                    .all()
+                    .to(self._device)
+                )
             finite.append(fine)
         flags = (~torch.stack(finite)).to(torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
@@ -114,9 +130,11 @@ class QuantizedAllGather(CommObject):
     """One unit's all-gather, encoded when the policy says so and exact otherwise.
 
     Args:
-        exact: carries exact gathers, and those over another group (a secondary shard's, inside the node).
+        exact: carries exact gathers, and those over another group (a secondary shard's,
+            inside the node).
         group: the partition group.
-        stages: (its ranks on this node, its ranks with this local rank); None: one stage.
+        stages: (its ranks on this node, its ranks with this local rank); None: one
+            stage.
         layout: names and elements of the parameters in a shard, in order.
         everywhere: whether the stage inside the node is encoded too.
         deferred: whether stages may run when the caller waits (on gloo).
@@ -153,7 +171,10 @@ class QuantizedAllGather(CommObject):
         async_op: bool = False,
     ) -> dist.Work | None:
         plain: Any = self._exact
-        if self.ranks_of(group) != self.ranks_of(self._group) or not input_tensor.is_floating_point():
+        if (
+            self.ranks_of(group) != self.ranks_of(self._group)
+            or not input_tensor.is_floating_point()
+        ):
             return plain(output_tensor, input_tensor, group, async_op)
         encoded, exact = self._split(input_tensor.numel())
         if not encoded or not self._policy.is_encoded(self._number):
@@ -162,16 +183,21 @@ class QuantizedAllGather(CommObject):
         if self._stages is None:
             finish = self._in_one_stage(output_tensor, own, encoded, exact)
         else:
-            finish = self._in_two_stages(output_tensor, own, encoded, exact, self._stages)
+            finish = self._in_two_stages(
+                output_tensor, own, encoded, exact, self._stages
+            )
         return finish_later(finish, self._deferred)
 
     def _split(self, n: int) -> tuple[list[slice], list[slice]]:
-        """Return which elements of a shard are compressed and which are sent exactly."""
+        """Return which elements of a shard are compressed and which are sent
+        exactly."""
         if self._parts is None:
             found: tuple[list[slice], list[slice]] = ([], [])
             start, last = 0, -1
             for name, size in self._layout():
-                side = int(any(fnmatchcase(name, pattern) for pattern in self._policy.exclude))
+                side = int(
+                    any(fnmatchcase(name, pattern) for pattern in self._policy.exclude)
+                )
                 if side == last:
                     found[side][-1] = slice(found[side][-1].start, start + size)
                 elif size:
@@ -179,35 +205,57 @@ class QuantizedAllGather(CommObject):
                     last = side
                 start += size
             if start != n:
-                raise AssertionError(f"a shard of {n} elements fits no layout of {start}")
+                raise AssertionError(
+                    f"a shard of {n} elements fits no layout of {start}"
+                )
             self._parts = found
         return self._parts
 
-    def _encode(self, shard_N: Tensor, encoded: list[slice], exact: list[slice]) -> Tensor:
-        """Return the codec's payload, then the bytes of what is sent exactly, padded: in a row of payloads each starts
-        where scales may be read."""
+    def _encode(
+        self, shard_N: Tensor, encoded: list[slice], exact: list[slice]
+    ) -> Tensor:
+        """Return the codec's payload, then the bytes of what is sent exactly, padded:
+        in a row of payloads each starts where scales may be read."""
         values = _join(shard_N, encoded)
         kept = _join(shard_N, exact).contiguous().view(torch.uint8)
         n_codes = self._policy.codec.size(values.numel())
-        payload_B = shard_N.new_empty(n_codes + -(-kept.numel() // ALIGN) * ALIGN, dtype=torch.uint8)
+        payload_B = shard_N.new_empty(
+            n_codes + -(-kept.numel() // ALIGN) * ALIGN, dtype=torch.uint8
+        )
         self._policy.codec.encode(values, payload_B[:n_codes])
         payload_B[n_codes : n_codes + kept.numel()] = kept
         return payload_B
 
-    def _decode(self, payloads_RB: Tensor, shards_RN: Tensor, encoded: list[slice], exact: list[slice]) -> None:
+    def _decode(
+        self,
+        payloads_RB: Tensor,
+        shards_RN: Tensor,
+        encoded: list[slice],
+        exact: list[slice],
+    ) -> None:
         """Decompress R payloads [R, B] into R shards [R, N]."""
         n = sum(part.stop - part.start for part in encoded)
         n_codes = self._policy.codec.size(n)
         if len(encoded) == 1:
-            self._policy.codec.decode(payloads_RB[:, :n_codes], shards_RN[:, encoded[0]])
+            self._policy.codec.decode(
+                payloads_RB[:, :n_codes], shards_RN[:, encoded[0]]
+            )
         else:
             values = shards_RN.new_empty(len(shards_RN), n)
             self._policy.codec.decode(payloads_RB[:, :n_codes], values)
             _spread(values, shards_RN, encoded)
         if exact:
-            n_bytes = sum(part.stop - part.start for part in exact) * shards_RN.element_size()
+            n_bytes = (
+                sum(part.stop - part.start for part in exact) * shards_RN.element_size()
+            )
             # A copy, because the dtype is read from rows without gaps.
-            _spread(payloads_RB[:, n_codes : n_codes + n_bytes].clone().view(shards_RN.dtype), shards_RN, exact)
+            _spread(
+                payloads_RB[:, n_codes : n_codes + n_bytes]
+                .clone()
+                .view(shards_RN.dtype),
+                shards_RN,
+                exact,
+            )
 
     def _in_one_stage(
         self, output: Tensor, own_B: Tensor, encoded: list[slice], exact: list[slice]
@@ -216,7 +264,9 @@ class QuantizedAllGather(CommObject):
         payloads_PB = own_B.new_empty(len(ranks), own_B.numel())
         payloads_PB[me] = own_B
         with self.meter.ring("all_gather", ranks, payloads_PB.numel()):
-            work = all_gather_single(payloads_PB.view(-1), payloads_PB[me], group=self._group, async_op=True)
+            work = all_gather_single(
+                payloads_PB.view(-1), payloads_PB[me], group=self._group, async_op=True
+            )
 
         def finish() -> None:
             with self.meter.ring("all_gather", ranks, 0, new_call=False):
@@ -226,7 +276,12 @@ class QuantizedAllGather(CommObject):
         return finish
 
     def _in_two_stages(
-        self, output: Tensor, own_B: Tensor, encoded: list[slice], exact: list[slice], stages: Stages
+        self,
+        output: Tensor,
+        own_B: Tensor,
+        encoded: list[slice],
+        exact: list[slice],
+        stages: Stages,
     ) -> Callable[[], None]:
         intra, inter = stages
         m, k, here, me = (
@@ -257,9 +312,16 @@ class QuantizedAllGather(CommObject):
         return finish
 
     def _start(
-        self, rows: Tensor, group: dist.ProcessGroup, link: Any, *, dim: int = 0, new_call: bool = False
+        self,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        link: Any,
+        *,
+        dim: int = 0,
+        new_call: bool = False,
     ) -> list[dist.Work]:
-        """All-gather in place: along ``dim`` of ``rows`` every rank of the group has filled its own place."""
+        """All-gather in place: along ``dim`` of ``rows`` every rank of the group has
+        filled its own place."""
         ranks, me = self.ranks_of(group), dist.get_rank(group)
         pieces = [rows] if dim == 0 else list(rows)
         row_bytes = sum(piece[me].numel() * piece.element_size() for piece in pieces)
@@ -268,7 +330,12 @@ class QuantizedAllGather(CommObject):
         with self.meter.point_to_point("all_gather", sent, link, new_call=new_call):
             if not prefers_messages(group, rows.device):
                 return [
-                    all_gather_single(piece.view(-1), piece[me].reshape(-1), group=group, async_op=True)
+                    all_gather_single(
+                        piece.view(-1),
+                        piece[me].reshape(-1),
+                        group=group,
+                        async_op=True,
+                    )
                     for piece in pieces
                 ]
             sends = [(piece[me], ranks[i]) for i in others for piece in pieces]

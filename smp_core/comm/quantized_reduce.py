@@ -1,7 +1,8 @@
 """Reduce-scatters that cross nodes in 8 or 4 bits (ZeRO++, arXiv 2306.10209, 3.3: qgZ).
 
-The stage inside a node is exact. Between nodes every term travels encoded to its owner, which adds up in float32
-(:mod:`smp_core.comm.encoded_sum`): one encoding per step of the way, whatever the number of nodes.
+The stage inside a node is exact. Between nodes every term travels encoded to its owner,
+which adds up in float32 (:mod:`smp_core.comm.encoded_sum`): one encoding per step of
+the way, whatever the number of nodes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from smp_core.comm.meter import CommMeter
 
 
 class QuantizedReduceScatter(CommObject):
-    """One unit's ``output[N]``, this rank's slot of the reduced ``input[P * N]``; ``op`` is SUM or AVG.
+    """One unit's ``output[N]``, this rank's slot of the reduced ``input[P * N]``;
+    ``op`` is SUM or AVG.
 
     Args:
         group: the partition group.
-        stages: (its ranks on this node, its ranks with this local rank); None: one stage, all of it encoded.
-        error_feedback: whether what was rounded off is added to the next micro-batch's terms.
+        stages: (its ranks on this node, its ranks with this local rank); None: one
+            stage, all of it encoded.
+        error_feedback: whether what was rounded off is added to the next micro-batch's
+            terms.
     """
 
     def __init__(
@@ -40,12 +44,16 @@ class QuantizedReduceScatter(CommObject):
     ) -> None:
         super().__init__(meter)
         self._codec, self._error_feedback = codec, error_feedback
-        self._inside = None if stages is None else HierarchicalReduceScatter(meter, *stages)
+        self._inside = (
+            None if stages is None else HierarchicalReduceScatter(meter, *stages)
+        )
         self._between = group if stages is None else stages[1]
         self.residual: Tensor | None = None
-        """What was rounded off the terms sent last [M, N]; None: without error feedback, or nothing was sent yet."""
+        """What was rounded off the terms sent last [M, N]; None: without error
+        feedback, or nothing was sent yet."""
         self.fallbacks: Tensor | int = 0
-        """Terms that held inf or nan, as :attr:`smp_core.comm.replica_hop.ReplicaHop.fallbacks`."""
+        """Terms that held inf or nan, as
+        :attr:`smp_core.comm.replica_hop.ReplicaHop.fallbacks`."""
 
     def __call__(
         self,
@@ -60,10 +68,14 @@ class QuantizedReduceScatter(CommObject):
         if self._inside is None:
             partial_MN = input_tensor.view(dist.get_world_size(group), -1)
         else:
-            partial_MN = self._inside.sum_inside(input_tensor.view(self._inside.nodes, self._inside.local_ranks, -1))
+            partial_MN = self._inside.sum_inside(
+                input_tensor.view(self._inside.nodes, self._inside.local_ranks, -1)
+            )
         # Stage 2, between nodes, in codes.
         parts_MN = wide_copy(partial_MN)
-        if self._error_feedback and (self.residual is None or self.residual.shape != parts_MN.shape):
+        if self._error_feedback and (
+            self.residual is None or self.residual.shape != parts_MN.shape
+        ):
             self.residual = torch.zeros_like(parts_MN)
         self.fallbacks = self.fallbacks + sum_at_owners(
             parts_MN,

@@ -1,9 +1,10 @@
 """What error feedback has rounded off and not made up for yet, in checkpoints.
 
-Every rank has its own remainders, of equal sizes inside a pipeline stage, so that each of them is saved as one tensor
-sharded over the world. Stages have other units: with several of them a rank's remainders are saved one behind the other
-in one tensor, filled up to the length of the longest, and a table of each stage says which they are. A run on another
-number of ranks, or with other degrees, has no use for them and starts without.
+Every rank has its own remainders, of equal sizes inside a pipeline stage, so that each
+of them is saved as one tensor sharded over the world. Stages have other units: with
+several of them a rank's remainders are saved one behind the other in one tensor, filled
+up to the length of the longest, and a table of each stage says which they are. A run on
+another number of ranks, or with other degrees, has no use for them and starts without.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _Table = list[tuple[str, int, str]]
 
 
 def remainder_state(traffic: Traffic) -> dict[str, Any]:
-    """Return ``{KEY: ...}`` to be saved with the rest of the state, or nothing. Collective."""
+    """Return ``{KEY: ...}`` to be saved with the rest of the state, or nothing.
+    Collective."""
     if not traffic.keeps_remainders:
         return {}
     remainders, tables = traffic.error_feedback(), None
@@ -41,12 +43,16 @@ def remainder_state(traffic: Traffic) -> dict[str, Any]:
     if not remainders:
         return {}
     mesh = _world_mesh(traffic)
-    tensors = {name: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for name, t in remainders.items()}
+    tensors = {
+        name: DTensor.from_local(t, mesh, [Shard(0)], run_check=False)
+        for name, t in remainders.items()
+    }
     return {KEY: {"layout": traffic.layout(), "tables": tables, "remainders": tensors}}
 
 
 def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None:
-    """Take up what a checkpoint folder has of them, if it was saved on the same layout. Collective."""
+    """Take up what a checkpoint folder has of them, if it was saved on the same layout.
+    Collective."""
     if not traffic.keeps_remainders:
         return
     path = open_checkpoint(path)
@@ -54,7 +60,10 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
         return
     saved = read_rest(path, KEY)
     if saved["layout"] != traffic.layout():
-        logger.warning("%s: remainders of error feedback are of another layout of ranks and are left out", path.address)
+        logger.warning(
+            "%s: remainders of error feedback are of another layout of ranks and are left out",
+            path.address,
+        )
         return
     # Each rank reads its own part of the joined tensors.
     index, world = read_index(path), dist.get_world_size()
@@ -63,8 +72,12 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
     for place, name in index.by_path().items():
         if place[:2] == (KEY, "remainders"):
             record = index.record(name)
-            local = torch.zeros(record.shape[0] // world, dtype=record.dtype, device=traffic.device)
-            template[place[2]] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            local = torch.zeros(
+                record.shape[0] // world, dtype=record.dtype, device=traffic.device
+            )
+            template[place[2]] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False
+            )
     load_checkpoint(path, {KEY: {"remainders": template}}, strict=False, verify="sizes")
     remainders = {name: tensor.to_local() for name, tensor in template.items()}
     if saved["tables"] is not None:
@@ -76,10 +89,16 @@ def _world_mesh(traffic: Traffic) -> DeviceMesh:
     return DeviceMesh.from_group(traffic.mesh.world_group, traffic.device.type)
 
 
-def _joined(remainders: dict[str, Tensor], traffic: Traffic) -> tuple[dict[str, Tensor], list[_Table]]:
-    """Join this rank's remainders; the tables are those of all stages. Collective over the stages."""
+def _joined(
+    remainders: dict[str, Tensor], traffic: Traffic
+) -> tuple[dict[str, Tensor], list[_Table]]:
+    """Join this rank's remainders; the tables are those of all stages. Collective over
+    the stages."""
     tables: list[Any] = [None] * traffic.mesh.pipeline_degree
-    own = [(name, tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for name, tensor in remainders.items()]
+    own = [
+        (name, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in remainders.items()
+    ]
     dist.all_gather_object(tables, own, group=traffic.mesh.column.host)
     longest = 0
     for table in tables:
@@ -96,4 +115,7 @@ def _joined(remainders: dict[str, Tensor], traffic: Traffic) -> tuple[dict[str, 
 def _split(joined: Tensor, table: _Table) -> dict[str, Tensor]:
     sizes = [size for _, size, _ in table]
     parts = joined[: sum(sizes)].split(sizes)
-    return {name: part.to(getattr(torch, dtype)) for (name, _, dtype), part in zip(table, parts, strict=True)}
+    return {
+        name: part.to(getattr(torch, dtype))
+        for (name, _, dtype), part in zip(table, parts, strict=True)
+    }

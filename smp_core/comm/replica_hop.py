@@ -1,21 +1,27 @@
-"""The hop across replicas: sums over a replication group, once per unit and optimizer step (MiCS, 2205.00119, 3.4).
+"""The hop across replicas: sums over a replication group, once per unit and optimizer
+step (MiCS, 2205.00119, 3.4).
 
-A group with one rank per node and nothing to compress is one all-reduce of the library. Otherwise the hop has stages:
+A group with one rank per node and nothing to compress is one all-reduce of the library.
+Otherwise the hop has stages:
 
     1. where the group has K > 1 ranks on a node: reduce-scatter inside the node, exact;
-    2. between nodes: every rank owns one of M parts of what it holds; the others' parts go to their owners, the owner
-       adds up in float32 (float64 for float64) in node order, and sends the sum to all;
+    2. between nodes: every rank owns one of M parts of what it holds; the others' parts
+       go to their owners, the owner adds up in float32 (float64 for float64) in node
+       order, and sends the sum to all;
     3. all-gather inside the node.
 
-With a codec (bfloat16, int8, int4) what travels in stage 2 is encoded, and every rank, the owner included, goes on with
-the decoded sum, so that replicas stay bit-equal. A part that holds inf or nan cannot be encoded blockwise; sender and
-receiver both see that from the payload's scales, and on CPU the part follows exactly. On accelerators its blocks that
-are not finite become nan (:mod:`smp_core.comm.encoded_sum` says why).
+With a codec (bfloat16, int8, int4) what travels in stage 2 is encoded, and every rank,
+the owner included, goes on with the decoded sum, so that replicas stay bit-equal. A
+part that holds inf or nan cannot be encoded blockwise; sender and receiver both see
+that from the payload's scales, and on CPU the part follows exactly. On accelerators its
+blocks that are not finite become nan (:mod:`smp_core.comm.encoded_sum` says why).
 
-Bytes that leave a node for n elements of e bytes that each rank of the group holds: 2 (M-1)/M x n e, and one stage
-sends the same for K = 1, 2 (g-1)/g x n e with g = K M ranks otherwise. With a codec e is the codec's.
+Bytes that leave a node for n elements of e bytes that each rank of the group holds: 2
+(M-1)/M x n e, and one stage sends the same for K = 1, 2 (g-1)/g x n e with g = K M
+ranks otherwise. With a codec e is the codec's.
 
-Shape letters: K ranks of the group on this node, M nodes of the group, S elements of one owner's part.
+Shape letters: K ranks of the group on this node, M nodes of the group, S elements of
+one owner's part.
 """
 
 from __future__ import annotations
@@ -41,9 +47,11 @@ class ReplicaHop(CommObject):
 
     Args:
         group: the ranks whose tensors are added up.
-        stages: (its ranks on this node, its ranks with this place on their nodes); None: one stage.
+        stages: (its ranks on this node, its ranks with this place on their nodes);
+            None: one stage.
         codec: payload between nodes; None: as it is.
-        error_feedback: whether what a codec rounded off is added to the next sum sent under the same key.
+        error_feedback: whether what a codec rounded off is added to the next sum sent
+            under the same key.
     """
 
     def __init__(
@@ -64,16 +72,20 @@ class ReplicaHop(CommObject):
         self._background = background
         self._error_feedback = error_feedback and codec is not None
         self.residuals: dict[str, tuple[Tensor, Tensor]] = {}
-        """Per key: what was rounded off on the way to owners [M, S], and by the owner [S]."""
+        """Per key: what was rounded off on the way to owners [M, S], and by the owner
+        [S]."""
         self.fallbacks: Tensor | int = 0
-        """Parts that held inf or nan; on CPU they were sent exactly. On an accelerator a 0-d tensor."""
+        """Parts that held inf or nan; on CPU they were sent exactly. On an accelerator
+        a 0-d tensor."""
         self._all_reduce = FlatAllReduce(meter)
 
     def __call__(self, flat: Tensor, key: str | None = None) -> Pending | None:
-        """Start summing ``flat`` in place; it is complete after ``wait``. None: there is nobody to add up with.
+        """Start summing ``flat`` in place; it is complete after ``wait``. None: there
+        is nobody to add up with.
 
         Args:
-            key: names the tensor among those of one step, for error feedback; None: none.
+            key: names the tensor among those of one step, for error feedback; None:
+                none.
         """
         if dist.get_world_size(self.group) == 1 or not flat.numel():
             return None
@@ -84,20 +96,27 @@ class ReplicaHop(CommObject):
             def all_reduce() -> None:
                 self._all_reduce(flat, self.group)
 
-            return self._background.submit(all_reduce)  # on a stream of its own, where events see how long it takes
+            # On a stream of its own, where events see how long it takes.
+            return self._background.submit(all_reduce)
         return self._background.submit(lambda: self._in_stages(flat, key))
 
     def connect(self, dtype: torch.dtype) -> None:
-        """Send once, small and large, what sums of ``dtype`` will send, while all ranks are here
-        (:mod:`smp_core.cluster.mesh` says why). Collective.
+        """Send once, small and large, what sums of ``dtype`` will send, while all ranks
+        are here (:mod:`smp_core.cluster.mesh` says why). Collective.
 
-        Nothing else: on eight H100 NCCL took 3.3 GB a rank for its first all-to-all (NVIDIA/nccl#1685), which sums in
-        float32 do not need.
+        Nothing else: on eight H100 NCCL took 3.3 GB a rank for its first all-to-all
+        (NVIDIA/nccl#1685), which sums in float32 do not need.
         """
         device = self._background.device
-        for group in [self.between] if self._inside is None else [self._inside, self.between]:
+        for group in (
+            [self.between] if self._inside is None else [self._inside, self.between]
+        ):
             ranks = dist.get_world_size(group)
-            for size in (1, 2**22 // ranks) if ranks > 1 and streams.run_behind(device) else (1,):
+            for size in (
+                (1, 2**22 // ranks)
+                if ranks > 1 and streams.run_behind(device)
+                else (1,)
+            ):
                 rows_PN = torch.zeros(ranks, size, dtype=dtype, device=device)
                 if self.codec is not None and group is self.between:
                     all_to_all(torch.empty_like(rows_PN), rows_PN, group, HOP)
@@ -105,18 +124,20 @@ class ReplicaHop(CommObject):
                     sum_rows(rows_PN[dist.get_rank(group)], rows_PN, group, HOP)
                 gather_rows(rows_PN, group, HOP)
 
-    # One sum in three verbs, for whoever keeps and updates only its own part in between.
+    # One sum in three verbs, for whoever keeps and updates only its own part in
+    # between.
 
     def own_part(self, n: int) -> tuple[int, int]:
-        """Return where this rank's part of ``n`` elements starts, and how long a part is: one for each rank of the
-        group. The last parts may reach beyond ``n``."""
+        """Return where this rank's part of ``n`` elements starts, and how long a part
+        is: one for each rank of the group. The last parts may reach beyond ``n``."""
         k, m = self._counts()
         inside = 0 if self._inside is None else dist.get_rank(self._inside)
         size = -(-n // (k * m))
         return (inside * m + dist.get_rank(self.between)) * size, size
 
     def scatter(self, flat: Tensor, part: Tensor, key: str | None = None) -> Pending:
-        """Start summing ``flat`` [n] into ``part``, this rank's own; ``flat`` is used up."""
+        """Start summing ``flat`` [n] into ``part``, this rank's own; ``flat`` is used
+        up."""
 
         def run() -> None:
             _, mine_MS = self._sum_to_columns(flat)
@@ -131,7 +152,9 @@ class ReplicaHop(CommObject):
         rows_KMS = part.new_empty(k, m, part.numel())
         mine_MS = rows_KMS[0 if self._inside is None else dist.get_rank(self._inside)]
         mine_MS[dist.get_rank(self.between)] = part
-        with self._counted(self.between, part, "inter", new_call=True, kind="all_gather"):
+        with self._counted(
+            self.between, part, "inter", new_call=True, kind="all_gather"
+        ):
             gather_rows(mine_MS, self.between, HOP)
         if self._inside is not None:
             with self._counted(self._inside, mine_MS, "intra", kind="all_gather"):
@@ -139,7 +162,9 @@ class ReplicaHop(CommObject):
         return rows_KMS.view(-1)[:n]
 
     def _counts(self) -> tuple[int, int]:
-        return 1 if self._inside is None else dist.get_world_size(self._inside), dist.get_world_size(self.between)
+        return 1 if self._inside is None else dist.get_world_size(
+            self._inside
+        ), dist.get_world_size(self.between)
 
     def _in_stages(self, flat: Tensor, key: str | None) -> None:
         work, mine_MS = self._sum_to_columns(flat)
@@ -158,13 +183,17 @@ class ReplicaHop(CommObject):
             flat.copy_(work[: flat.numel()])
 
     def _sum_to_columns(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``flat`` padded to equal parts, and the view of it that is this rank's column [M, S], summed over the
-        node."""
+        """Return ``flat`` padded to equal parts, and the view of it that is this rank's
+        column [M, S], summed over the node."""
         k, m = self._counts()
         short = -flat.numel() % (k * m)
         work = F.pad(flat, (0, short)) if short else flat
         rows_KN = work.view(k, -1)
-        mine = rows_KN[0] if self._inside is None else self._sum_inside(rows_KN, self._inside)
+        mine = (
+            rows_KN[0]
+            if self._inside is None
+            else self._sum_inside(rows_KN, self._inside)
+        )
         return work, mine.view(m, -1)
 
     def _sum_inside(self, rows_KN: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -173,9 +202,11 @@ class ReplicaHop(CommObject):
             sum_rows(mine, rows_KN, group, HOP)
         return mine
 
-    def _sum_to_owners(self, mine_MS: Tensor, key: str | None) -> tuple[Tensor, Tensor | None]:
-        """Sum over nodes into ``mine_MS[me]``. Returns the sums in the dtype they were taken in, and what the owner
-        rounded off the last time it sent one."""
+    def _sum_to_owners(
+        self, mine_MS: Tensor, key: str | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum over nodes into ``mine_MS[me]``. Returns the sums in the dtype they were
+        taken in, and what the owner rounded off the last time it sent one."""
         me = dist.get_rank(self.between)
         new_call = self._inside is None
         if self.codec is None:
@@ -197,12 +228,17 @@ class ReplicaHop(CommObject):
         mine_MS[me] = sums_MS[me]
         return sums_MS, from_owner
 
-    def _residuals_of(self, key: str | None, sums_MS: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _residuals_of(
+        self, key: str | None, sums_MS: Tensor
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if not self._error_feedback or key is None:
             return None, None
         kept = self.residuals.get(key)
         if kept is None or kept[0].shape != sums_MS.shape:
-            kept = self.residuals[key] = (torch.zeros_like(sums_MS), torch.zeros_like(sums_MS[0]))
+            kept = self.residuals[key] = (
+                torch.zeros_like(sums_MS),
+                torch.zeros_like(sums_MS[0]),
+            )
         return kept
 
     def _from_owners(self, sums_MS: Tensor, residual: Tensor | None) -> None:
@@ -217,7 +253,11 @@ class ReplicaHop(CommObject):
             codec.decode(payloads, sums_MS)
             return
         # Every rank holds all payloads, so all agree about which owners send again.
-        refused = [i for i, finite in enumerate(codec.finite_in(payloads, s).tolist()) if not finite]
+        refused = [
+            i
+            for i, finite in enumerate(codec.finite_in(payloads, s).tolist())
+            if not finite
+        ]
         if refused:
             others = [i for i in range(m) if i != me]
             sends = dict.fromkeys(others, sums_MS[me]) if me in refused else {}
@@ -228,12 +268,16 @@ class ReplicaHop(CommObject):
         else:
             codec.decode(payloads, sums_MS)
 
-    def _send_exactly(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        """Exchange uncompressed parts between nodes, by place in the group between nodes, and count them as
-        fallbacks."""
+    def _send_exactly(
+        self, sends: dict[int, Tensor], receives: dict[int, Tensor]
+    ) -> None:
+        """Exchange uncompressed parts between nodes, by place in the group between
+        nodes, and count them as fallbacks."""
         self.fallbacks += len(sends)
         ranks = self.ranks_of(self.between)
-        n_bytes = [(ranks[i], part.numel() * part.element_size()) for i, part in sends.items()]
+        n_bytes = [
+            (ranks[i], part.numel() * part.element_size()) for i, part in sends.items()
+        ]
         sent = [(part, ranks[i]) for i, part in sends.items()]
         received = [(part, ranks[i]) for i, part in receives.items()]
         with self.meter.point_to_point("all_reduce", n_bytes, "inter", new_call=False):
@@ -250,5 +294,9 @@ class ReplicaHop(CommObject):
     ) -> AbstractContextManager[None]:
         """Count one row to each other rank of ``group``."""
         row_bytes = row.numel() * row.element_size()
-        sends = [(rank, row_bytes) for rank in self.ranks_of(group) if rank != self.meter.rank]
+        sends = [
+            (rank, row_bytes)
+            for rank in self.ranks_of(group)
+            if rank != self.meter.rank
+        ]
         return self.meter.point_to_point(kind, sends, link, new_call=new_call)

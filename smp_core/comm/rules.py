@@ -1,20 +1,24 @@
-"""Rules for what is sent: compressed how, over which stages, and how many units are in flight. A knob that can save
-nothing here (nothing to gather, no link between nodes to spare) is set to the value that is in effect.
+"""Rules for what is sent: compressed how, over which stages, and how many units are in
+flight. A knob that can save nothing here (nothing to gather, no link between nodes to
+spare) is set to the value that is in effect.
 
-``collectives.hierarchical="auto"``, with measured links (``SMP_LINKS``): the predicted times of a model's units are
-added up (:mod:`smp_core.cluster.links`), for the ways its gradients and parameters go: gathers and reductions of a
-partition group that spans nodes, or the sum across replicas that share nodes. Without a measurement two stages, which
-send fewer bytes over the slow link, stay.
+``collectives.hierarchical="auto"``, with measured links (``SMP_LINKS``): the predicted
+times of a model's units are added up (:mod:`smp_core.cluster.links`), for the ways its
+gradients and parameters go: gathers and reductions of a partition group that spans
+nodes, or the sum across replicas that share nodes. Without a measurement two stages,
+which send fewer bytes over the slow link, stay.
 
-``forward_prefetch``, ``backward_prefetch``, ``reduce_scatter_buffers`` of ``collectives``: while a message of n bytes
-is on its way, the link of latency L and bandwidth B has room for L x B bytes, so that ``ceil(L x B / n)`` units in
-flight keep it busy, at least one and at most ``MOST_IN_FLIGHT``, since each takes memory. n is the message of the
-median unit: the shard of one rank, as it travels. The link is what was measured for gathers (prefetching) or reductions
-(buffers): between nodes where the partition group spans them in two stages, over all ranks where it does so in one,
-inside a node otherwise. Without a measurement the depth is FSDP2's own.
+``forward_prefetch``, ``backward_prefetch``, ``reduce_scatter_buffers`` of
+``collectives``: while a message of n bytes is on its way, the link of latency L and
+bandwidth B has room for L x B bytes, so that ``ceil(L x B / n)`` units in flight keep
+it busy, at least one and at most ``MOST_IN_FLIGHT``, since each takes memory. n is the
+message of the median unit: the shard of one rank, as it travels. The link is what was
+measured for gathers (prefetching) or reductions (buffers): between nodes where the
+partition group spans them in two stages, over all ranks where it does so in one, inside
+a node otherwise. Without a measurement the depth is FSDP2's own.
 
-Newer torch versions have more of FSDP2's options than others; what this torch, this device or the group's communication
-objects cannot do is refused by name.
+Newer torch versions have more of FSDP2's options than others; what this torch, this
+device or the group's communication objects cannot do is refused by name.
 """
 
 from __future__ import annotations
@@ -43,7 +47,15 @@ from smp_core.cluster import (
 )
 from smp_core.codecs import CodeName
 from smp_core.config import SmpConfig
-from smp_core.plan import Cluster, Finding, ModelDraft, Shapes, Subject, compression, dtype_of
+from smp_core.plan import (
+    Cluster,
+    Finding,
+    ModelDraft,
+    Shapes,
+    Subject,
+    compression,
+    dtype_of,
+)
 from smp_core.torch_facts import FSDP_METHODS
 
 MOST_IN_FLIGHT = 4
@@ -60,10 +72,12 @@ class Communication(Subject):
     knobs = ("compression", "collectives")
 
     def settle(self, draft: ModelDraft) -> None:
-        """Resolve what is sent, in which form and over which stages, and how much is in flight.
+        """Resolve what is sent, in which form and over which stages, and how much is in
+        flight.
 
         Raises:
-            ValueError: an option that this torch, device or configuration does not have.
+            ValueError: an option that this torch, device or configuration does not
+                have.
         """
         draft.replica_payload = _settle_compression(draft)
         settle_stages(draft)
@@ -72,15 +86,22 @@ class Communication(Subject):
             asked = draft.knobs.collectives.context_head_groups
             set_to = draft.settle if asked in ("auto", 1) else draft.drop
             set_to("collectives.context_head_groups", 1, "context_parallel_degree=1")
-        if draft.knobs.expert_parallel_degree == 1 and draft.knobs.collectives.expert_transport != "all_to_all":
-            draft.drop("collectives.expert_transport", "all_to_all", "expert_parallel_degree=1")
+        if (
+            draft.knobs.expert_parallel_degree == 1
+            and draft.knobs.collectives.expert_transport != "all_to_all"
+        ):
+            draft.drop(
+                "collectives.expert_transport", "all_to_all", "expert_parallel_degree=1"
+            )
 
     def machine(self) -> Iterator[Finding]:
         """Look whether measured links are known."""
         stored = os.environ.get(LINKS_VARIABLE)
         if stored and not Path(stored).is_file():
             fix = f"unset {LINKS_VARIABLE}, or measure again"
-            yield Finding("links", "problem", f"{LINKS_VARIABLE}={stored}: no such file", fix)
+            yield Finding(
+                "links", "problem", f"{LINKS_VARIABLE}={stored}: no such file", fix
+            )
         elif stored:
             yield Finding("links", "ok", stored)
         else:
@@ -106,14 +127,20 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
     # Gathers.
     if asked.gather is not None:
         if degree == 1:
-            draft.drop("compression.gather", None, "shard_degree=1: nothing is gathered")
+            draft.drop(
+                "compression.gather", None, "shard_degree=1: nothing is gathered"
+            )
         elif not gathers_cross and not asked.gather_inside_nodes:
             why = "the partition group lies inside one node; gather_inside_nodes=true encodes there too"
             draft.drop("compression.gather", None, why)
     # Sums of gradients.
     if asked.reduce == "bf16" and not sums_cross:
         several = layout.replicate > 1
-        why = "replicas are on one node" if several else "there is one replica: no sums across"
+        why = (
+            "replicas are on one node"
+            if several
+            else "there is one replica: no sums across"
+        )
         draft.drop("compression.reduce", None, why)
     if asked.reduce_codes is not None and not gathers_cross and not sums_cross:
         draft.drop("compression.reduce", None, "no gradients cross between nodes")
@@ -129,21 +156,29 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
 
 
 def units_in_flight(link: LinkFit, message_bytes: float) -> int:
-    """Return how many messages of this size cover latency x bandwidth of the link: between 1 and ``MOST_IN_FLIGHT``."""
+    """Return how many messages of this size cover latency x bandwidth of the link:
+    between 1 and ``MOST_IN_FLIGHT``."""
     if message_bytes <= 0:
         return 1
-    return min(max(math.ceil(link.latency * link.bandwidth / message_bytes), 1), MOST_IN_FLIGHT)
+    return min(
+        max(math.ceil(link.latency * link.bandwidth / message_bytes), 1), MOST_IN_FLIGHT
+    )
 
 
 def settle_stages(draft: ModelDraft) -> None:
-    """Resolve what ``collectives.hierarchical="auto"`` means for this model, where links were measured."""
+    """Resolve what ``collectives.hierarchical="auto"`` means for this model, where
+    links were measured."""
     knobs = draft.knobs
     shapes = draft.shapes
     cluster = draft.groups
     links, degree = cluster.links, draft.of_groups.size(*PARTITION)
     of_partition = cluster.topology.has_two_stages(degree)
     several = of_partition or cluster.topology.replicas_share_nodes(degree)
-    if knobs.asked("collectives.hierarchical") != "auto" or not several or not shapes.unit_elements:
+    if (
+        knobs.asked("collectives.hierarchical") != "auto"
+        or not several
+        or not shapes.unit_elements
+    ):
         return
     if links is None or links.flat is None:
         return
@@ -153,32 +188,47 @@ def settle_stages(draft: ModelDraft) -> None:
     one = two = 0.0
     for elements in shapes.unit_elements:
         if of_partition:
-            found = _partition_seconds(links, degree, knobs, elements, gathered, reduced)
+            found = _partition_seconds(
+                links, degree, knobs, elements, gathered, reduced
+            )
         else:
             compressed = compression(draft.replica_payload, reduced, elements)
-            found = [replica_sum_seconds(links, degree, elements * reduced.itemsize, compressed)]
+            found = [
+                replica_sum_seconds(
+                    links, degree, elements * reduced.itemsize, compressed
+                )
+            ]
         one += sum(in_one for in_one, _ in found)
         two += sum(in_two for _, in_two in found)
-    what = "gathers and sums of a micro-batch" if of_partition else "sums across replicas"
+    what = (
+        "gathers and sums of a micro-batch" if of_partition else "sums across replicas"
+    )
     why = f"by {LINKS_VARIABLE}, {what} take {1e3 * one:.3g} ms in one stage and {1e3 * two:.3g} ms in two"
     draft.settle("collectives.hierarchical", two <= one, why)
 
 
 def _partition_seconds(
-    links: Links, degree: int, knobs: SmpConfig, elements: int, gathered: torch.dtype, reduced: torch.dtype
+    links: Links,
+    degree: int,
+    knobs: SmpConfig,
+    elements: int,
+    gathered: torch.dtype,
+    reduced: torch.dtype,
 ) -> list[tuple[float, float]]:
-    """Return a unit's gathers over the partition group, and its reduction: (in one stage, in two) of each."""
+    """Return a unit's gathers over the partition group, and its reduction: (in one
+    stage, in two) of each."""
     compressed = compression(knobs.compression.gather, gathered, elements)
     gather = gather_seconds(links, degree, elements * gathered.itemsize, compressed)
     compressed = compression(knobs.compression.reduce_codes, reduced, elements)
     sums = reduce_seconds(links, degree, elements * reduced.itemsize, compressed)
-    # Backward gathers over the whole group again only where nothing is kept after forward.
+    # Backward gathers over the whole group again only where nothing is kept after
+    # forward.
     return [gather, *([gather] if knobs.reshard_after_forward is True else []), sums]
 
 
 def settle_prefetch(draft: ModelDraft) -> None:
-    """Resolve how many units are in flight, and FSDP2's other options about communication. What was asked for by value
-    is checked first; "auto" follows.
+    """Resolve how many units are in flight, and FSDP2's other options about
+    communication. What was asked for by value is checked first; "auto" follows.
 
     Raises:
         ValueError: an option that this torch, device or configuration does not have.
@@ -208,18 +258,27 @@ def settle_prefetch(draft: ModelDraft) -> None:
     # Those that are left open.
     for knob in _OWN:
         if getattr(draft.knobs.collectives, knob) == "auto":
-            draft.settle(f"collectives.{knob}", *_by_links(knob, draft.knobs, shapes, layout, cluster))
+            draft.settle(
+                f"collectives.{knob}",
+                *_by_links(knob, draft.knobs, shapes, layout, cluster),
+            )
 
 
-def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, cluster: Cluster) -> tuple[int, str]:
+def _by_links(
+    knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, cluster: Cluster
+) -> tuple[int, str]:
     topology, degree = cluster.topology, layout.size(*PARTITION)
     if degree == 1:
         return _OWN[knob], "shard_degree=1: nothing is gathered"
     between = topology.spans_nodes(layout.ranks(0, *PARTITION))
-    measured = _link_of(knobs, between, degree, cluster) if shapes.unit_elements else None
+    measured = (
+        _link_of(knobs, between, degree, cluster) if shapes.unit_elements else None
+    )
     if measured is None:
         nodes, k = topology.num_nodes, topology.ranks_per_node
-        return _OWN[knob], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
+        return _OWN[
+            knob
+        ], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
     # The link, and the message of the median unit on it.
     place, link = measured[0], measured[1].all_gather
     elements = statistics.median_low(shapes.unit_elements)
@@ -232,7 +291,12 @@ def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, clust
         link = measured[1].reduce_scatter
         dtype = dtype_of(knobs.reduce_dtype) or dtype
         payload = knobs.compression.reduce_codes
-    message = elements * dtype.itemsize * compression(payload if between else None, dtype, elements) / degree
+    message = (
+        elements
+        * dtype.itemsize
+        * compression(payload if between else None, dtype, elements)
+        / degree
+    )
     count = units_in_flight(link, message)
     at_most = f"; at most {MOST_IN_FLIGHT}" if count == MOST_IN_FLIGHT else ""
     return count, (
@@ -241,12 +305,17 @@ def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, clust
     )
 
 
-def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> tuple[Place, Collectives] | None:
-    """Return the slowest link that a gather over the partition group uses, where it was measured."""
+def _link_of(
+    knobs: SmpConfig, between: bool, degree: int, cluster: Cluster
+) -> tuple[Place, Collectives] | None:
+    """Return the slowest link that a gather over the partition group uses, where it was
+    measured."""
     links = cluster.links
     if links is None:
         return None
-    in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(degree)
+    in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(
+        degree
+    )
     place: Place = "inter"
     if not between:
         place = "intra"
@@ -256,10 +325,14 @@ def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> 
     return None if measured is None else (place, measured)
 
 
-def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster) -> str | None:
+def missing_option(
+    knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster
+) -> str | None:
     """Return why FSDP2's option can do nothing here; None: it can."""
     method, degree = FSDP_METHODS[knob], layout.size(*PARTITION)
-    in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(degree)
+    in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(
+        degree
+    )
     if method not in cluster.fsdp_methods:
         return f"torch {torch.__version__} has no FSDPModule.{method}"
     if cluster.device != "cuda":
@@ -267,7 +340,9 @@ def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster
     if knob == "separate_reduce_scatter_group":
         if in_stages:
             return "collectives in two stages have groups of their own; collectives.hierarchical=false has one stage"
-        if knobs.compression.reduce_codes and cluster.topology.spans_nodes(layout.ranks(0, *PARTITION)):
+        if knobs.compression.reduce_codes and cluster.topology.spans_nodes(
+            layout.ranks(0, *PARTITION)
+        ):
             return "compression.reduce does not reduce over FSDP2's group"
     if knob == "symmetric_memory":
         if in_stages:
@@ -277,7 +352,8 @@ def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster
             )
         if type(knobs.reshard_after_forward) is int:
             return (
-                f"reshard_after_forward={knobs.reshard_after_forward} keeps copies that gathers of torch-smp's own make"
+                f"reshard_after_forward={knobs.reshard_after_forward} keeps copies "
+                "that gathers of torch-smp's own make"
             )
         for other in ("gather", "reduce_codes"):
             if getattr(knobs.compression, other):

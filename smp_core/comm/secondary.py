@@ -1,11 +1,14 @@
-"""Secondary shards: between forward and backward a smaller group holds the unsharded parameters, a part each.
+"""Secondary shards: between forward and backward a smaller group holds the unsharded
+parameters, a part each.
 
-What ``reshard_after_forward=<int>`` of FSDP2 and hpZ of ZeRO++ (arXiv 2306.10209) do, as a communication object: the
-gather of a forward leaves this rank's part of its output behind, and the gather of the backward that follows goes over
-the smaller group (the ranks of a node, say) from these parts. Parts are stretches of what was gathered, in whatever
-form the parameters are sent and however their layers are split.
+What ``reshard_after_forward=<int>`` of FSDP2 and hpZ of ZeRO++ (arXiv 2306.10209) do,
+as a communication object: the gather of a forward leaves this rank's part of its output
+behind, and the gather of the backward that follows goes over the smaller group (the
+ranks of a node, say) from these parts. Parts are stretches of what was gathered, in
+whatever form the parameters are sent and however their layers are split.
 
-Shape letters: P ranks of the partition group, K of the smaller one, N elements of one shard.
+Shape letters: P ranks of the partition group, K of the smaller one, N elements of one
+shard.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ class Gathers(Protocol):
     """The unit whose gathers these are, as far as it has to be known.
 
     Attributes:
-        leaves_parts: whether the gather that begins is of a forward that a backward pass may follow.
-        reads_parts: whether it may read what the forward before left: it is of a backward pass, or of a forward that
-            runs ahead of one, with the same weights.
+        leaves_parts: whether the gather that begins is of a forward that a backward
+            pass may follow.
+        reads_parts: whether it may read what the forward before left: it is of a
+            backward pass, or of a forward that runs ahead of one, with the same
+            weights.
     """
 
     @property
@@ -39,11 +44,13 @@ class SecondaryGather:
     """Gathers a unit with ``made``, and from the parts that it left behind.
 
     Args:
-        made: the communication object of the unit's gathers, over any group that it is given.
+        made: the communication object of the unit's gathers, over any group that it is
+            given.
         holders: the K neighbours in the partition group that hold the parts.
 
     Attributes:
-        part: this rank's, between forward and backward: 1-D, of the dtype that is gathered. None: there is none.
+        part: this rank's, between forward and backward: 1-D, of the dtype that is
+            gathered. None: there is none.
     """
 
     def __init__(self, made: Any, holders: dist.ProcessGroup, unit: Gathers) -> None:
@@ -62,10 +69,14 @@ class SecondaryGather:
         self.part = None
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather ``output[P * N]`` from ``input[N]`` of every rank of ``group``, or from ``[P * N / K]`` of the
-        holders."""
+        """Gather ``output[P * N]`` from ``input[N]`` of every rank of ``group``, or
+        from ``[P * N / K]`` of the holders."""
         part, leaves = self.part, self._unit.leaves_parts
         work: dist.Work | None
         if part is not None and self._unit.reads_parts:
@@ -77,7 +88,9 @@ class SecondaryGather:
         work = self._made(output_tensor, input_tensor, group, async_op)
         return self._left_behind(work, output_tensor) if leaves else work
 
-    def _left_behind(self, work: dist.Work | None, output_tensor: Tensor) -> dist.Work | None:
+    def _left_behind(
+        self, work: dist.Work | None, output_tensor: Tensor
+    ) -> dist.Work | None:
         """Keep this rank's part of the output as soon as that is there."""
 
         def keep() -> None:

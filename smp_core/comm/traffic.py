@@ -46,12 +46,13 @@ class Unit(Protocol):
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a gradient from this rank's sum to ``.grad``: added up over a group, in stages and compressed as its
-    ``hop`` does it, then divided once.
+    """The way of a gradient from this rank's sum to ``.grad``: added up over a group,
+    in stages and compressed as its ``hop`` does it, then divided once.
 
     Attributes:
         group: the ranks to add up over.
-        divisor: ranks whose gradients are in the sum, those that were added up before included.
+        divisor: ranks whose gradients are in the sum, those that were added up before
+            included.
         make_hop: makes what adds up over the group.
     """
 
@@ -61,7 +62,8 @@ class Route:
 
     @cached_property
     def hop(self) -> ReplicaHop:
-        """The object that adds up over the group, made when it is first asked for: often there is nothing to add up."""
+        """The object that adds up over the group, made when it is first asked for:
+        often there is nothing to add up."""
         return self.make_hop()
 
     @property
@@ -74,7 +76,8 @@ class Traffic:
     """Makes the communication objects of one model.
 
     Attributes:
-        of_replicated: that of parameters that every rank holds whole, over all ranks whose gradients are added up.
+        of_replicated: that of parameters that every rank holds whole, over all ranks
+            whose gradients are added up.
         steps: optimizer steps so far.
         issued: what was asked of the objects that it has made.
     """
@@ -101,14 +104,16 @@ class Traffic:
         keep = knobs.reshard_after_forward
         self._holders = mesh.secondary(keep) if type(keep) is int else None
         self._secondary: list[SecondaryGather] = []
-        # Experts that ranks divide are units over the rest of the partition group, as they are and in one stage.
+        # Experts that ranks divide are units over the rest of the partition group, as
+        # they are and in one stage.
         dealt = plan.shapes.experts if knobs.expert_parallel_degree != 1 else ()
         self._experts = {site.name for site in dealt}
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         self._add_routes(plan)
 
     def _add_routes(self, plan: Plan) -> None:
-        """Make the routes of gradients, and connect those that do not send by one all-reduce of the library."""
+        """Make the routes of gradients, and connect those that do not send by one
+        all-reduce of the library."""
         mesh, knobs = self.mesh, plan.knobs
         over_world = knobs.optimizer_shard == "world"
         in_stages = bool(knobs.collectives.hierarchical)
@@ -124,30 +129,47 @@ class Traffic:
         # Units: over replicas.
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
         stages = mesh.stages(Axis.REPLICATE) if in_stages else None
-        self._of_units = route(mesh.replicate_group, stages, payload, bool(self._form.error_feedback))
+        self._of_units = route(
+            mesh.replicate_group, stages, payload, bool(self._form.error_feedback)
+        )
         self.of_replicated = self._of_units
-        connected = [self._of_units] if over_world or stages is not None or payload is not None else []
-        # 0-d and shared parameters, over all ranks, not in codes: few, and gradients of what is shared matter most.
+        connected = (
+            [self._of_units]
+            if over_world or stages is not None or payload is not None
+            else []
+        )
+        # 0-d and shared parameters, over all ranks, not in codes: few, and gradients of
+        # what is shared matter most.
         if mesh.shard_degree > 1:
             has_any = any(plan.replicated_parameters)
             stages = mesh.stages(*GRADIENTS) if in_stages and has_any else None
             self.of_replicated = route(mesh.gradient_group, stages)
             if has_any and (over_world or stages is not None):
                 connected.append(self.of_replicated)
-        # Of frozen parameters too, which may be trained later; but nobody adds up integers, or numbers of eight bits.
-        reduced = {plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters} if connected else set()
-        summed = sorted((each for each in reduced if each.is_floating_point and each.itemsize > 1), key=str)
+        # Of frozen parameters too, which may be trained later; but nobody adds up
+        # integers, or numbers of eight bits.
+        reduced = (
+            {plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters}
+            if connected
+            else set()
+        )
+        summed = sorted(
+            (each for each in reduced if each.is_floating_point and each.itemsize > 1),
+            key=str,
+        )
         for each in connected:
             for dtype in summed:
                 each.hop.connect(dtype)
 
     def route_of(self, unit: Unit) -> Route:
-        """Return the route of a unit's sums: over the replication group, since FSDP2 has added up inside the partition
-        group. The same for all units; what is kept of them for checkpoints is that of this one route."""
+        """Return the route of a unit's sums: over the replication group, since FSDP2
+        has added up inside the partition group. The same for all units; what is kept of
+        them for checkpoints is that of this one route."""
         return self._of_units
 
     def gather_exactly(self, names: Iterable[str]) -> None:
-        """Let these parameters travel as they are, also where others are gathered in codes."""
+        """Let these parameters travel as they are, also where others are gathered in
+        codes."""
         if self._policy is not None:
             self._policy.exclude += tuple(names)
 
@@ -156,12 +178,18 @@ class Traffic:
         return self.issued.noting(self._all_gather(unit), "all_gather", unit.name)
 
     def reduce_scatter(self, unit: Unit) -> NotedCollective:
-        """Return the object that reduces this unit's gradients inside the partition group."""
-        return self.issued.noting(self._reduce_scatter(unit), "reduce_scatter", unit.name)
+        """Return the object that reduces this unit's gradients inside the partition
+        group."""
+        return self.issued.noting(
+            self._reduce_scatter(unit), "reduce_scatter", unit.name
+        )
 
     def _all_gather(self, unit: Unit) -> CommObject | SecondaryGather:
         if unit.name in self._experts:
-            return FlatAllGather(self._meter, deferred=prefers_messages(self.mesh.shard_group, self.mesh.device))
+            return FlatAllGather(
+                self._meter,
+                deferred=prefers_messages(self.mesh.shard_group, self.mesh.device),
+            )
         made = self._primary_all_gather(unit)
         if self._holders is None or unit.is_root:  # roots stay unsharded after forward
             return made
@@ -207,8 +235,13 @@ class Traffic:
         return FlatReduceScatter(self._meter)
 
     def parts(self) -> list[Tensor]:
-        """List the parts of unsharded parameters that this rank holds between forward and backward."""
-        return [secondary.part for secondary in self._secondary if secondary.part is not None]
+        """List the parts of unsharded parameters that this rank holds between forward
+        and backward."""
+        return [
+            secondary.part
+            for secondary in self._secondary
+            if secondary.part is not None
+        ]
 
     @property
     def keeps_remainders(self) -> bool:
@@ -216,7 +249,8 @@ class Traffic:
         return bool(self._form.error_feedback)
 
     def step_done(self) -> None:
-        """Note that an optimizer step's gradients are complete: its weights are about to change."""
+        """Note that an optimizer step's gradients are complete: its weights are about
+        to change."""
         self.steps += 1
         self.weights_changed()
 
@@ -228,10 +262,13 @@ class Traffic:
             secondary.forget()
 
     def fallbacks(self) -> dict[str, int]:
-        """Return how often something held inf or nan and could not be compressed, on this rank: gathers by unit, and
-        ``"reductions"``, ``"replica hop"``. Empty where nothing was. Waits for the device."""
+        """Return how often something held inf or nan and could not be compressed, on
+        this rank: gathers by unit, and ``"reductions"``, ``"replica hop"``. Empty where
+        nothing was. Waits for the device."""
         found = dict(self._policy.fallbacks) if self._policy is not None else {}
-        found["reductions"] = sum(int(reduction.fallbacks) for reduction in self._reductions.values())
+        found["reductions"] = sum(
+            int(reduction.fallbacks) for reduction in self._reductions.values()
+        )
         found["replica hop"] = int(self._of_units.hop.fallbacks)
         return {name: count for name, count in found.items() if count}
 
@@ -240,39 +277,62 @@ class Traffic:
         return self.mesh.device
 
     def layout(self) -> list[int]:
-        """Return what remainders depend on: the number of ranks, the shard degree, whether collectives have two stages,
-        and the pipeline stages."""
+        """Return what remainders depend on: the number of ranks, the shard degree,
+        whether collectives have two stages, and the pipeline stages."""
         mesh = self.mesh
-        return [mesh.topology.world_size, mesh.shard_degree, int(self._stages is not None), mesh.pipeline_degree]
+        return [
+            mesh.topology.world_size,
+            mesh.shard_degree,
+            int(self._stages is not None),
+            mesh.pipeline_degree,
+        ]
 
     # What was rounded off and not made up for yet is part of a training's state.
 
     def error_feedback(self) -> dict[str, Tensor]:
-        """Return this rank's rounded-off remainders, flat, by name: equal names and sizes on all ranks of a pipeline
-        stage. Collective over these."""
+        """Return this rank's rounded-off remainders, flat, by name: equal names and
+        sizes on all ranks of a pipeline stage. Collective over these."""
         if not self.keeps_remainders:
             return {}
-        own = {f"reduce {name}": made.residual for name, made in self._reductions.items() if made.residual is not None}
+        own = {
+            f"reduce {name}": made.residual
+            for name, made in self._reductions.items()
+            if made.residual is not None
+        }
         for key, (to_owners, from_owner) in self._of_units.hop.residuals.items():
-            own[f"hop {key}, to owners"], own[f"hop {key}, from owner"] = to_owners, from_owner
+            own[f"hop {key}, to owners"], own[f"hop {key}, from owner"] = (
+                to_owners,
+                from_owner,
+            )
         group = self.mesh.model_group
         everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}, group=group)
+        dist.all_gather_object(
+            everyone,
+            {name: (tuple(t.shape), t.dtype) for name, t in own.items()},
+            group=group,
+        )
         found = {}
-        for name, (shape, dtype) in sorted({name: what for ranks in everyone for name, what in ranks.items()}.items()):
+        for name, (shape, dtype) in sorted(
+            {name: what for ranks in everyone for name, what in ranks.items()}.items()
+        ):
             # A replica that never used a unit has nothing of it.
             tensor = own.get(name)
-            found[name] = (torch.zeros(shape, dtype=dtype, device=self.mesh.device) if tensor is None else tensor).view(
-                -1
-            )
+            found[name] = (
+                torch.zeros(shape, dtype=dtype, device=self.mesh.device)
+                if tensor is None
+                else tensor
+            ).view(-1)
         return found
 
     def load_error_feedback(self, saved: Mapping[str, Tensor]) -> None:
-        """Take up what :meth:`error_feedback` gave; names of units that are not here are left out."""
+        """Take up what :meth:`error_feedback` gave; names of units that are not here
+        are left out."""
         if not self.keeps_remainders:
             return
         m = dist.get_world_size(self._of_units.hop.between)
-        columns = dist.get_world_size(self.mesh.shard_group if self._stages is None else self._stages[1])
+        columns = dist.get_world_size(
+            self.mesh.shard_group if self._stages is None else self._stages[1]
+        )
         for name, tensor in saved.items():
             kind, _, rest = name.partition(" ")
             if kind == "reduce" and rest in self._reductions:
@@ -280,4 +340,7 @@ class Traffic:
             elif kind == "hop" and rest.endswith(", to owners"):
                 key = rest.removesuffix(", to owners")
                 from_owner = saved[f"hop {key}, from owner"].clone()
-                self._of_units.hop.residuals[key] = (tensor.clone().view(m, -1), from_owner)
+                self._of_units.hop.residuals[key] = (
+                    tensor.clone().view(m, -1),
+                    from_owner,
+                )

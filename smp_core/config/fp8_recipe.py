@@ -1,6 +1,8 @@
-"""Fp8Recipe: the products that run in FP8, and the rule for their scales. Plain values; no torch here.
+"""Fp8Recipe: the products that run in FP8, and the rule for their scales. Plain values;
+no torch here.
 
-The names follow Transformer Engine's ``DelayedScaling`` (which SageMaker SMP drives) where they mean the same.
+The names follow Transformer Engine's ``DelayedScaling`` (which SageMaker SMP drives)
+where they mean the same.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 Backend = Literal["native", "torchao", "transformer_engine"]
 
 # The usual names of output heads; their logits feed the loss and need full precision.
-HEADS = ("lm_head", "*.lm_head", "head", "*.head", "output", "embed_out", "*.embed_out", "score", "*.score")
+HEADS = (
+    "lm_head",
+    "*.lm_head",
+    "head",
+    "*.head",
+    "output",
+    "embed_out",
+    "*.embed_out",
+    "score",
+    "*.score",
+)
 
 
 _BOOLEAN = read.boolean()
@@ -30,23 +42,31 @@ class Fp8Recipe(Recipe):
     """The settings of matrix products in FP8.
 
     Args:
-        scaling: ``"delayed"`` (scales from the largest magnitudes of earlier steps) or ``"dynamic"`` (every tensor by
-            its own present one, which reads it twice).
-        fp8_format: ``"hybrid"`` (E4M3 forward, E5M2 for gradients) or ``"e4m3"`` for both.
+        scaling: ``"delayed"`` (scales from the largest magnitudes of earlier steps) or
+            ``"dynamic"`` (every tensor by its own present one, which reads it twice).
+        fp8_format: ``"hybrid"`` (E4M3 forward, E5M2 for gradients) or ``"e4m3"`` for
+            both.
         amax_history_len: optimizer steps that a scale remembers, >= 1.
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
-        margin: scales are divided by 2 ** margin: room for values larger than any seen. An integer >= 0.
-        reduce_amax: whether ranks agree on the scales of inputs and gradients (one MAX all-reduce per optimizer step).
-            False: each rank has its own; weights always share theirs.
+        margin: scales are divided by 2 ** margin: room for values larger than any seen.
+            An integer >= 0.
+        reduce_amax: whether ranks agree on the scales of inputs and gradients (one MAX
+            all-reduce per optimizer step). False: each rank has its own; weights always
+            share theirs.
         include: globs over names of modules to convert; default all that can be.
-        exclude: globs over names of modules to leave out; default the output head by its usual names (``HEADS``).
-        calibration_steps: first optimizer steps in which delayed scaling uses present magnitudes, >= 1.
-        fp8_all_gather: whether sharded weights are gathered as FP8 bytes (default) or in the parameters' dtype.
-        backend: ``"native"``, or another library's FP8 layers by name, with ``fp8_all_gather=False``: ``"torchao"``
-            (with ``scaling="dynamic"``) or ``"transformer_engine"`` (CUDA only).
+        exclude: globs over names of modules to leave out; default the output head by
+            its usual names (``HEADS``).
+        calibration_steps: first optimizer steps in which delayed scaling uses present
+            magnitudes, >= 1.
+        fp8_all_gather: whether sharded weights are gathered as FP8 bytes (default) or
+            in the parameters' dtype.
+        backend: ``"native"``, or another library's FP8 layers by name, with
+            ``fp8_all_gather=False``: ``"torchao"`` (with ``scaling="dynamic"``) or
+            ``"transformer_engine"`` (CUDA only).
 
     Raises:
-        ValueError: a value that is not allowed; the message names it and the allowed ones.
+        ValueError: a value that is not allowed; the message names it and the allowed
+            ones.
     """
 
     KNOB: ClassVar[str] = "fp8"
@@ -63,7 +83,9 @@ class Fp8Recipe(Recipe):
     scaling: Scaling = setting("delayed", read.word(*get_args(Scaling)))
     fp8_format: Fp8Format = setting("hybrid", read.word(*get_args(Fp8Format)))
     amax_history_len: int = setting(1024, read.integer(minimum=1))
-    amax_compute_algo: AmaxAlgorithm = setting("max", read.word(*get_args(AmaxAlgorithm)))
+    amax_compute_algo: AmaxAlgorithm = setting(
+        "max", read.word(*get_args(AmaxAlgorithm))
+    )
     margin: int = setting(0, read.integer(minimum=0))
     reduce_amax: bool = setting(True, _BOOLEAN)
     include: tuple[str, ...] = setting(("*",), _GLOBS)
@@ -84,7 +106,9 @@ class Fp8Recipe(Recipe):
 
 
 # Per backend and scaling: (field, the only value there is, why).
-_SUBCLASSES = "its FP8 all-gather makes parameters tensor subclasses, which state dicts show"
+_SUBCLASSES = (
+    "its FP8 all-gather makes parameters tensor subclasses, which state dicts show"
+)
 _TORCHAO = (
     ("scaling", "dynamic", "it dropped delayed scaling"),
     ("fp8_format", "hybrid", "gradients are E5M2 there"),
@@ -101,5 +125,8 @@ _LIMITS: dict[tuple[str, str], tuple[tuple[str, Any, str], ...]] = {
     ("torchao", "delayed"): _TORCHAO,
     ("torchao", "dynamic"): _TORCHAO,
     ("transformer_engine", "delayed"): _TRANSFORMER_ENGINE,
-    ("transformer_engine", "dynamic"): (*_TRANSFORMER_ENGINE, ("margin", 0, "its current scaling has no margin")),
+    ("transformer_engine", "dynamic"): (
+        *_TRANSFORMER_ENGINE,
+        ("margin", 0, "its current scaling has no margin"),
+    ),
 }

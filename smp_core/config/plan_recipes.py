@@ -1,4 +1,5 @@
-"""The recipes of the knobs that say how other knobs are planned: `plan` and `planner`. Plain values; no torch here."""
+"""The recipes of the knobs that say how other knobs are planned: `plan` and `planner`.
+Plain values; no torch here."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any, ClassVar
 from smp_core.config import values as read
 from smp_core.config.recipe import Recipe, setting
 
-_COUNT_OR_NONE = read.either(read.nothing(), read.integer(minimum=1), allowed="an integer of at least 1, none")
+_COUNT_OR_NONE = read.either(
+    read.nothing(), read.integer(minimum=1), allowed="an integer of at least 1, none"
+)
 _GIB = read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none")
 
 # Those of smp_core.plan.optimizers, which stands above this file.
@@ -21,16 +24,22 @@ _OPTIMIZERS = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AutoPlan(Recipe):
-    """Settings of a plan that is made when training starts: what a step is, and on what it runs.
+    """Settings of a plan that is made when training starts: what a step is, and on what
+    it runs.
 
     Args:
-        sequence: Tokens of a sample. Integer >= 2, or None (default; those of the model's example_input_array).
-        micro_batch: Samples of a micro-batch on each rank that reads samples of its own: the batch of the data loader.
-            Integer >= 1, or None (default; those of the model's example_input_array).
-        global_batch: Samples of an optimizer step over all ranks. With it tensor and context degrees are chosen too, of
-            those with which it stays so. Integer >= 1, or None (default; these degrees are as they were given).
-        cluster: The machines, as `smp plan --cluster` takes them ("4x8:a100-40g@400gbps"), or None (default; the device
-            by its name, and links as measured (SMP_LINKS) or of the machines that the device is sold in).
+        sequence: Tokens of a sample. Integer >= 2, or None (default; those of the
+            model's example_input_array).
+        micro_batch: Samples of a micro-batch on each rank that reads samples of its
+            own: the batch of the data loader. Integer >= 1, or None (default; those of
+            the model's example_input_array).
+        global_batch: Samples of an optimizer step over all ranks. With it tensor and
+            context degrees are chosen too, of those with which it stays so. Integer >=
+            1, or None (default; these degrees are as they were given).
+        cluster: The machines, as `smp plan --cluster` takes them
+            ("4x8:a100-40g@400gbps"), or None (default; the device by its name, and
+            links as measured (SMP_LINKS) or of the machines that the device is sold
+            in).
     """
 
     KNOB: ClassVar[str] = "plan"
@@ -40,13 +49,22 @@ class AutoPlan(Recipe):
     EXAMPLE: ClassVar[str] = '{"sequence": 2048, "micro_batch": 4}'
 
     sequence: int | None = setting(
-        None, read.either(read.nothing(), read.integer(minimum=2), allowed="an integer of at least 2, none")
+        None,
+        read.either(
+            read.nothing(),
+            read.integer(minimum=2),
+            allowed="an integer of at least 2, none",
+        ),
     )
     micro_batch: int | None = setting(None, _COUNT_OR_NONE)
     global_batch: int | None = setting(None, _COUNT_OR_NONE)
     cluster: str | None = setting(
         None,
-        read.either(read.nothing(), read.pattern(r"\S+"), allowed="'4xp5', '2x8:h200@400gbps', a YAML file"),
+        read.either(
+            read.nothing(),
+            read.pattern(r"\S+"),
+            allowed="'4xp5', '2x8:h200@400gbps', a YAML file",
+        ),
     )
 
 
@@ -55,13 +73,15 @@ class Planner(Recipe):
     """Settings that shard_degree="auto" plans with.
 
     Args:
-        memory_headroom: Share of device memory that is left to activations and buffers. A number in [0, 1); default
-            0.35.
-        device_memory_gib: Device memory in GiB. A number > 0, or None (default; the device is asked).
-        optimizer: "adamw", "adamw-amsgrad", "adamw8bit", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion",
-            "sgd-momentum", "sgd" or "auto" (default; the one that is prepared together with the model, as under
-            Accelerate; otherwise AdamW, and a warning if Lightning's configure_optimizers makes one for which another
-            degree would have been chosen).
+        memory_headroom: Share of device memory that is left to activations and buffers.
+            A number in [0, 1); default 0.35.
+        device_memory_gib: Device memory in GiB. A number > 0, or None (default; the
+            device is asked).
+        optimizer: "adamw", "adamw-amsgrad", "adamw8bit", "adam", "adam-amsgrad",
+            "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd" or "auto" (default; the
+            one that is prepared together with the model, as under Accelerate; otherwise
+            AdamW, and a warning if Lightning's configure_optimizers makes one for which
+            another degree would have been chosen).
     """
 
     KNOB: ClassVar[str] = "planner"

@@ -1,8 +1,10 @@
-"""Recipe: what a knob with fields of its own holds, as `compression`, `activations` and `fp8` do.
+"""Recipe: what a knob with fields of its own holds, as `compression`, `activations` and
+`fp8` do.
 
-A recipe is a small frozen dataclass. Each of its fields is made by :func:`setting`, which gives the field's default and
-the strict reader of its value. The knob itself takes a recipe, a mapping of its fields (in text a JSON object), or a
-word for what is asked for most.
+A recipe is a small frozen dataclass. Each of its fields is made by :func:`setting`,
+which gives the field's default and the strict reader of its value. The knob itself
+takes a recipe, a mapping of its fields (in text a JSON object), or a word for what is
+asked for most.
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ class Recipe:
     Attributes:
         KNOB: the knob that holds it; complaints begin with it.
         WORDS: word -> the fields that it means.
-        MAIN: the field that a value by itself is read as, where there is one; its words need no line in ``WORDS``.
-        OPTIONAL: whether the knob may be off (None, False) or on with all defaults (True).
+        MAIN: the field that a value by itself is read as, where there is one; its words
+            need no line in ``WORDS``.
+        OPTIONAL: whether the knob may be off (None, False) or on with all defaults
+            (True).
         ALLOWED: what the knob takes besides fields and recipes, for complaints.
         EXAMPLE: fields as they may be written, for complaints.
     """
@@ -58,36 +62,51 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, reader in self.readers().items():
-            object.__setattr__(self, name, reader(f"{self.KNOB}.{name}", getattr(self, name)))
+            object.__setattr__(
+                self, name, reader(f"{self.KNOB}.{name}", getattr(self, name))
+            )
 
     def __repr__(self) -> str:
         """Show the fields that differ from their defaults."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        changed = [f"{name}={value!r}" for name, value in self.items().items() if value != defaults[name]]
+        changed = [
+            f"{name}={value!r}"
+            for name, value in self.items().items()
+            if value != defaults[name]
+        ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
     @classmethod
     def readers(cls) -> dict[str, read.Reader]:
         """Return field -> the strict reader of its value, in the fields' order."""
-        return {field.name: field.metadata["reader"] for field in dataclasses.fields(cls)}
+        return {
+            field.name: field.metadata["reader"] for field in dataclasses.fields(cls)
+        }
 
     def items(self) -> dict[str, Any]:
         """Return field -> value."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields in types that YAML and JSON have, for :meth:`read`."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in self.items().items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self.items().items()
+        }
 
     @classmethod
     def read(cls: type[R], value: Any) -> R | None:
-        """Read the knob's value: a recipe, a mapping of fields, a word, or text that holds one of these.
+        """Read the knob's value: a recipe, a mapping of fields, a word, or text that
+        holds one of these.
 
         Returns:
             the recipe; None only where the knob may be off, and is.
 
         Raises:
-            ValueError: none of these, an unknown field (with the nearest one), or a bad value of one.
+            ValueError: none of these, an unknown field (with the nearest one), or a bad
+                value of one.
         """
         if isinstance(value, cls):
             return value
@@ -107,7 +126,9 @@ class Recipe:
                 fields: Mapping[str, Any] = json.loads(text)
             except json.JSONDecodeError as error:
                 example = f"{cls.KNOB}='{json.dumps(_example(cls))}'"
-                raise ValueError(f"{cls.KNOB}={value!r} is no JSON ({error}); write for example {example}") from None
+                raise ValueError(
+                    f"{cls.KNOB}={value!r} is no JSON ({error}); write for example {example}"
+                ) from None
             return fields
         if cls.OPTIONAL and _is_on(value):
             return {}
@@ -125,8 +146,14 @@ class Recipe:
         near = read.nearest_name(text, words, cutoff=0.6) if text else None
         known = ", ".join(cls.readers())
         also = f"a mapping of fields ({known}), {cls.__name__}(...)"
-        fix = f"did you mean {near!r}?" if near else f"write for example {cls.KNOB}={_example(cls)}"
-        raise read.refusal(cls.KNOB, value, f"{cls.ALLOWED}, {also}" if cls.ALLOWED else also, fix)
+        fix = (
+            f"did you mean {near!r}?"
+            if near
+            else f"write for example {cls.KNOB}={_example(cls)}"
+        )
+        raise read.refusal(
+            cls.KNOB, value, f"{cls.ALLOWED}, {also}" if cls.ALLOWED else also, fix
+        )
 
     @classmethod
     def _require_known(cls, fields: Mapping[str, Any]) -> None:
@@ -134,12 +161,15 @@ class Recipe:
         for name in fields:
             if name not in known:
                 near = read.nearest_name(str(name), known)
-                hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+                hint = (
+                    f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+                )
                 raise ValueError(f"unknown field {name!r} of {cls.KNOB}; {hint}")
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted names ("compression.gather") as knobs, with a mapping for those of one recipe."""
+    """Return settings by dotted names ("compression.gather") as knobs, with a mapping
+    for those of one recipe."""
     knobs: dict[str, Any] = {}
     for name, value in settings.items():
         knob, _, field = name.partition(".")
@@ -151,7 +181,11 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_off(value: Any) -> bool:
-    return value is None or _flag(value) is False or (isinstance(value, str) and value.strip().lower() in read.NONE)
+    return (
+        value is None
+        or _flag(value) is False
+        or (isinstance(value, str) and value.strip().lower() in read.NONE)
+    )
 
 
 def _is_on(value: Any) -> bool:

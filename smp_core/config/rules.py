@@ -17,13 +17,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Clash(Generic[T]):
-    """One respect in which a subject does not go together with another yet, for errors and for pages.
+    """One respect in which a subject does not go together with another yet, for errors
+    and for pages.
 
     Attributes:
         other: the name of the other subject.
-        words: the part of the other subject that is meant, as docs/combinations.md shows it.
-        found: returns what was asked for, with its value; None: nothing of the kind. Takes a configuration, or the
-            draft of a plan.
+        words: the part of the other subject that is meant, as docs/combinations.md
+            shows it.
+        found: returns what was asked for, with its value; None: nothing of the kind.
+            Takes a configuration, or the draft of a plan.
         instead: what to write.
     """
 
@@ -34,7 +36,8 @@ class Clash(Generic[T]):
 
 
 def contradictions(asked: Any) -> Iterator[str]:
-    """Yield what is wrong with knobs of a configuration (as asked for) that are fine by themselves and not together."""
+    """Yield what is wrong with knobs of a configuration (as asked for) that are fine by
+    themselves and not together."""
     # Degrees.
     degree = asked.shard_degree
     context = asked.context_parallel_degree
@@ -74,7 +77,11 @@ def _of_memory(asked: Any) -> Iterator[str]:
             "them in host memory; write state_offload='optimizer', or optimizer_shard='shard'"
         )
     needs = {"optimizer_shard": "world", "state_offload": "optimizer"}
-    for knob in [knob for knob, value in needs.items() if getattr(asked, knob) == value and not asked.master_dtype]:
+    for knob in [
+        knob
+        for knob, value in needs.items()
+        if getattr(asked, knob) == value and not asked.master_dtype
+    ]:
         yield (
             f"master_dtype=None: {knob}={needs[knob]!r} steps float32 masters of half precision parameters; leave "
             f"master_dtype out, or leave {knob} out"
@@ -101,7 +108,10 @@ def _of_fp8(asked: Any) -> Iterator[str]:
 
 
 def _recomputes_in_transformer_engine(asked: Any) -> str | None:
-    if asked.fp8.backend != "transformer_engine" or asked.activations.checkpoint == "none":
+    if (
+        asked.fp8.backend != "transformer_engine"
+        or asked.activations.checkpoint == "none"
+    ):
         return None
     return "fp8.backend='transformer_engine' has other scales when it recomputes activations"
 
@@ -142,13 +152,17 @@ def _of_compression(asked: Compression) -> Iterator[str]:
             )
 
 
-def unknown_knob(name: str, known: Iterable[str], *, arguments: Iterable[str] = ()) -> ValueError:
-    """Return the complaint about a name that is not a knob, with what to write: the knob that it is a field of, the
-    nearest knob, the way to read an option of SMP, or what stands in the place of another strategy's argument.
+def unknown_knob(
+    name: str, known: Iterable[str], *, arguments: Iterable[str] = ()
+) -> ValueError:
+    """Return the complaint about a name that is not a knob, with what to write: the
+    knob that it is a field of, the nearest knob, the way to read an option of SMP, or
+    what stands in the place of another strategy's argument.
 
     Args:
         known: the knobs.
-        arguments: what else could have been meant where the name was written: the other arguments of a class.
+        arguments: what else could have been meant where the name was written: the other
+            arguments of a class.
     """
     if other := argument_of_another(name):
         return other
@@ -162,4 +176,6 @@ def unknown_knob(name: str, known: Iterable[str], *, arguments: Iterable[str] = 
         spelled = " or ".join(f"{knob}={{{name!r}: ...}}" for knob in holders)
         return ValueError(f"{name!r} is a field of a knob; write {spelled}")
     what = "argument" if arguments else "knob"
-    return read.unknown_name(what, name, (*known, *arguments), listed_in="docs/configuration.md")
+    return read.unknown_name(
+        what, name, (*known, *arguments), listed_in="docs/configuration.md"
+    )

@@ -1,8 +1,10 @@
 """The `parameters` block of SageMaker SMP v1 and v2 in the words of SmpConfig.
 
-Owns the list of SMP's options (`SMP_OPTIONS`) and what each becomes here: a knob, nothing (with the sentence that says
-why there is nothing to set), or a refusal that says what to use instead. Options and their meaning: the SageMaker
-Python SDK's `smd_model_parallel_general` page (v1), AWS's "distributed-model-parallel-v2-reference" page (v2).
+Owns the list of SMP's options (`SMP_OPTIONS`) and what each becomes here: a knob,
+nothing (with the sentence that says why there is nothing to set), or a refusal that
+says what to use instead. Options and their meaning: the SageMaker Python SDK's
+`smd_model_parallel_general` page (v1), AWS's "distributed-model-parallel-v2-reference"
+page (v2).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _SHARDING_STRATEGIES: dict[str, tuple[int | str, bool]] = {
     "_HYBRID_SHARD_ZERO2": ("node", False),
     "NO_SHARD": (1, True),
 }
-# Key under which the handlers find the sharding strategy; not an identifier, so that no option can have this name.
+# Key under which the handlers find the sharding strategy; not an identifier, so that no
+# option can have this name.
 _STRATEGY = "sharding strategy"
 
 
@@ -42,8 +45,11 @@ class Translation:
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def set(self, option: str, asked: Any, knob: str, value: Any, note: str = "") -> None:
-        """Record `knob` = `value` for the option; two options that disagree about a knob are an error."""
+    def set(
+        self, option: str, asked: Any, knob: str, value: Any, note: str = ""
+    ) -> None:
+        """Record `knob` = `value` for the option; two options that disagree about a
+        knob are an error."""
         origin = f"{option}={asked!r}"
         if knob in self.settings and self.settings[knob] != value:
             raise ValueError(
@@ -71,16 +77,20 @@ def _boolean(option: str, value: Any) -> bool:
     return bool(read.boolean()(option, bool(value) if value in (0, 1) else value))
 
 
-def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy: str | None = None) -> Translation:
+def translate_smp_parameters(
+    parameters: Mapping[str, Any], *, sharding_strategy: str | None = None
+) -> Translation:
     """Translate a `parameters` block.
 
     Args:
         parameters: SMP option -> value.
-        sharding_strategy: FSDP's strategy in the training script, a key of `_SHARDING_STRATEGIES` in any case. It
-            gives the shard degree when `hybrid_shard_degree` is 0 or missing.
+        sharding_strategy: FSDP's strategy in the training script, a key of
+            `_SHARDING_STRATEGIES` in any case. It gives the shard degree when
+            `hybrid_shard_degree` is 0 or missing.
 
     Raises:
-        ValueError: an option is unknown, refused, contradicts another, or has a value that is not allowed.
+        ValueError: an option is unknown, refused, contradicts another, or has a value
+            that is not allowed.
     """
     # Whether it is such a block.
     for wrapper in ("smdistributed", "modelparallel", "parameters"):
@@ -92,7 +102,10 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
     for option in parameters:
         if option not in SMP_OPTIONS:
             raise read.unknown_name(
-                "SageMaker SMP option", str(option), tuple(SMP_OPTIONS), "docs/migrating-from-smp.md"
+                "SageMaker SMP option",
+                str(option),
+                tuple(SMP_OPTIONS),
+                "docs/migrating-from-smp.md",
             )
     translation = Translation()
     # FSDP's strategy comes beside it, and is translated as one more option.
@@ -100,10 +113,14 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
     if sharding_strategy is not None:
         strategy = sharding_strategy.upper()
         if strategy not in _SHARDING_STRATEGIES:
-            raise read.refusal("sharding_strategy", sharding_strategy, ", ".join(_SHARDING_STRATEGIES))
+            raise read.refusal(
+                "sharding_strategy", sharding_strategy, ", ".join(_SHARDING_STRATEGIES)
+            )
         options = {"hybrid_shard_degree": 0, **options, _STRATEGY: strategy}
         if not _SHARDING_STRATEGIES[strategy][1]:
-            translation.set("sharding_strategy", strategy, "reshard_after_forward", False)
+            translation.set(
+                "sharding_strategy", strategy, "reshard_after_forward", False
+            )
     # Each option, and what their absence means.
     for option, value in options.items():
         if option != _STRATEGY:
@@ -118,14 +135,18 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
 
 
 def _knob(knob: str, reader: read.Reader) -> Handler:
-    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    def handle(
+        option: str, value: Any, options: Mapping[str, Any], to: Translation
+    ) -> None:
         to.set(option, value, knob, reader(option, value))
 
     return handle
 
 
 def _no_effect(reader: read.Reader, why: str) -> Handler:
-    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    def handle(
+        option: str, value: Any, options: Mapping[str, Any], to: Translation
+    ) -> None:
         reader(option, value)
         to.without_effect(option, value, why)
 
@@ -133,9 +154,12 @@ def _no_effect(reader: read.Reader, why: str) -> Handler:
 
 
 def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
-    """Accept the one value that is the case here anyway; refuse any other with what to use instead."""
+    """Accept the one value that is the case here anyway; refuse any other with what to
+    use instead."""
 
-    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    def handle(
+        option: str, value: Any, options: Mapping[str, Any], to: Translation
+    ) -> None:
         if reader(option, value) != allowed:
             raise ValueError(f"{option}={value!r} cannot be had here; {instead}")
         to.without_effect(option, value, why)
@@ -151,18 +175,29 @@ def _half_precision(dtype: str) -> Handler:
     }[short]
     flag = f"set the trainer's precision to match: Lightning {trainer}; HF TrainingArguments({short}=True)"
 
-    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    def handle(
+        option: str, value: Any, options: Mapping[str, Any], to: Translation
+    ) -> None:
         if _boolean(option, value):
-            masters = "master_dtype='float32', as SMP steps a float32 copy of the weights"
+            masters = (
+                "master_dtype='float32', as SMP steps a float32 copy of the weights"
+            )
             to.set(option, value, "param_dtype", dtype, f"{masters}; {flag}")
-            to.settings["master_dtype"], to.origins["master_dtype"] = "float32", f"SMP {option}={value!r}"
+            to.settings["master_dtype"], to.origins["master_dtype"] = (
+                "float32",
+                f"SMP {option}={value!r}",
+            )
         else:
-            to.without_effect(option, value, "param_dtype follows the trainer's precision")
+            to.without_effect(
+                option, value, "param_dtype follows the trainer's precision"
+            )
 
     return handle
 
 
-def _hybrid_shard_degree(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _hybrid_shard_degree(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     degree = read.integer(0)(option, value)
     strategy = options.get(_STRATEGY)
     if degree == 0 and strategy is None:
@@ -172,40 +207,86 @@ def _hybrid_shard_degree(option: str, value: Any, options: Mapping[str, Any], to
             'shard_degree="world", "HYBRID_SHARD" for shard_degree="node", "NO_SHARD" for shard_degree=1'
         )
     if degree == 0 and strategy is not None:
-        to.set(option, value, "shard_degree", _SHARDING_STRATEGIES[strategy][0], f"FSDP's {strategy}")
+        to.set(
+            option,
+            value,
+            "shard_degree",
+            _SHARDING_STRATEGIES[strategy][0],
+            f"FSDP's {strategy}",
+        )
     else:
-        to.set(option, value, "shard_degree", degree, "plain replicas, nothing is sharded" if degree == 1 else "")
+        to.set(
+            option,
+            value,
+            "shard_degree",
+            degree,
+            "plain replicas, nothing is sharded" if degree == 1 else "",
+        )
 
 
-def _offload_activations(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _offload_activations(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     offload = _boolean(option, value)
     if offload:
-        note = "SMP offloads what the script checkpoints; here that is every wrapped block"
-        if option == "offload_activations" and "activation_loading_horizon" not in options:
+        note = (
+            "SMP offloads what the script checkpoints; here that is every wrapped block"
+        )
+        if (
+            option == "offload_activations"
+            and "activation_loading_horizon" not in options
+        ):
             note += "; activations.loading_horizon is 2 here where it is left out, SMP v1 has 4"
         to.set(option, value, "activations.checkpoint", "full", note)
     to.set(option, value, "activations.offload", offload)
 
 
-def _horizon(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _horizon(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     blocks = read.integer(1)(option, value)
-    asked = [name for name in ("offload_activations", "sm_activation_offloading") if name in options]
+    asked = [
+        name
+        for name in ("offload_activations", "sm_activation_offloading")
+        if name in options
+    ]
     if any(_boolean(name, options[name]) for name in asked):
         to.set(option, value, "activations.loading_horizon", blocks)
     else:
-        to.without_effect(option, value, "nothing is offloaded unless offload_activations or sm_activation_offloading")
+        to.without_effect(
+            option,
+            value,
+            "nothing is offloaded unless offload_activations or sm_activation_offloading",
+        )
 
 
-def _shard_optimizer_state(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _shard_optimizer_state(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     if not _boolean(option, value):
-        to.without_effect(option, value, "optimizer states are sharded exactly like their parameters (shard_degree)")
+        to.without_effect(
+            option,
+            value,
+            "optimizer states are sharded exactly like their parameters (shard_degree)",
+        )
         return
-    if "sharded_data_parallel_degree" not in options and "hybrid_shard_degree" not in options:
+    if (
+        "sharded_data_parallel_degree" not in options
+        and "hybrid_shard_degree" not in options
+    ):
         to.set(option, value, "shard_degree", 1, "parameters stay whole on each rank")
-    to.set(option, value, "optimizer_shard", "world", "optimizer states sharded over all ranks")
+    to.set(
+        option,
+        value,
+        "optimizer_shard",
+        "world",
+        "optimizer states sharded over all ranks",
+    )
 
 
-def _gradient_clipping(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _gradient_clipping(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     clip = read.number(0.0, include_lowest=True)(option, value)
     if clip:
         raise ValueError(
@@ -213,13 +294,23 @@ def _gradient_clipping(option: str, value: Any, options: Mapping[str, Any], to: 
             f"Trainer(gradient_clip_val={clip:g}), or TrainingArguments(max_grad_norm={clip:g}) with HF: the norm is "
             "taken over all shards"
         )
-    to.without_effect(option, value, "gradients are clipped only where the trainer is told to")
+    to.without_effect(
+        option, value, "gradients are clipped only where the trainer is told to"
+    )
 
 
-def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _microbatches(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     count = read.integer(1)(option, value)
     if _stages_of(options) > 1:
-        to.set(option, value, "pipeline.microbatches", count, "parts of a batch that goes through pipeline stages")
+        to.set(
+            option,
+            value,
+            "pipeline.microbatches",
+            count,
+            "parts of a batch that goes through pipeline stages",
+        )
         return
     if count > 1:
         raise ValueError(
@@ -227,25 +318,49 @@ def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Trans
             f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
             f"loader's batch size by {count}"
         )
-    to.without_effect(option, value, "a batch is one micro-batch unless accumulate_grad_batches says otherwise")
+    to.without_effect(
+        option,
+        value,
+        "a batch is one micro-batch unless accumulate_grad_batches says otherwise",
+    )
 
 
 def _stages_of(options: Mapping[str, Any]) -> int:
-    asked = [options[name] for name in ("partitions", "pipeline_parallel_degree") if name in options]
+    asked = [
+        options[name]
+        for name in ("partitions", "pipeline_parallel_degree")
+        if name in options
+    ]
     return max((_DEGREE("partitions", value) for value in asked), default=1)
 
 
-def _schedule(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _schedule(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     kind = read.word("interleaved", "simple")(option, value)
     if _stages_of(options) == 1:
         to.without_effect(option, value, _STAGES)
     elif kind == "simple":
-        to.set(option, value, "pipeline.schedule", "gpipe", "all forwards before all backwards")
+        to.set(
+            option,
+            value,
+            "pipeline.schedule",
+            "gpipe",
+            "all forwards before all backwards",
+        )
     else:
-        to.set(option, value, "pipeline.schedule", "1f1b", "SMP's interleaved takes backwards between forwards")
+        to.set(
+            option,
+            value,
+            "pipeline.schedule",
+            "1f1b",
+            "SMP's interleaved takes backwards between forwards",
+        )
 
 
-def _deepspeed_json(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _deepspeed_json(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     raise ValueError(
         f"{option}={value!r} names a private JSON file of SMP v1; remove it and write what it sets as knobs of "
         "SmpConfig (shard_degree, collectives.hierarchical, ...)"
@@ -269,18 +384,28 @@ def _fp8(option: str, value: Any, options: Mapping[str, Any], to: Translation) -
         to.set(option, value, "fp8", True, note)
 
 
-def _fp8_field(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _fp8_field(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     field_of_recipe, reader = _FP8_FIELDS[option]
     read_value = reader(option, value)
     if "fp8" in options and _boolean("fp8", options["fp8"]):
         to.set(option, value, f"fp8.{field_of_recipe}", read_value)
     else:
-        to.without_effect(option, value, "it is a field of the FP8 recipe, which `fp8` switches on")
+        to.without_effect(
+            option, value, "it is a field of the FP8 recipe, which `fp8` switches on"
+        )
 
 
-def _loss_scale(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _loss_scale(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     if value is None or (option == "dynamic_loss_scale" and _boolean(option, value)):
-        to.without_effect(option, value, 'the trainer scales losses by itself: Trainer(precision="16-mixed")')
+        to.without_effect(
+            option,
+            value,
+            'the trainer scales losses by itself: Trainer(precision="16-mixed")',
+        )
         return
     scaler = {
         "static_loss_scale": f"init_scale={value}, growth_interval=2**31 - 1",
@@ -294,28 +419,46 @@ def _loss_scale(option: str, value: Any, options: Mapping[str, Any], to: Transla
     )
 
 
-def _passes(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _passes(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     count = read.integer(1)(option, value)
     if count > 1:
         raise ValueError(
             f"{option}={count} is an argument of SMP's DistributedModel; remove it and write "
             f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count})"
         )
-    to.without_effect(option, value, "each backward pass ends a window unless accumulate_grad_batches says otherwise")
+    to.without_effect(
+        option,
+        value,
+        "each backward pass ends a window unless accumulate_grad_batches says otherwise",
+    )
 
 
-def _smp_moe(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _smp_moe(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     if _boolean(option, value) and "moe_load_balancing" not in options:
         to.warnings.append(
             "SMP routes tokens by 'sinkhorn' unless moe_load_balancing says otherwise; here the model's own router does"
         )
-    to.without_effect(option, value, "experts stay the model's own modules; expert_parallel_degree divides them")
+    to.without_effect(
+        option,
+        value,
+        "experts stay the model's own modules; expert_parallel_degree divides them",
+    )
 
 
-def _moe_load_balancing(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _moe_load_balancing(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     kind = _MOE_BALANCING(option, value)
     if kind == "none":
-        to.without_effect(option, value, "a model has an auxiliary loss only with config.output_router_logits=True")
+        to.without_effect(
+            option,
+            value,
+            "a model has an auxiliary loss only with config.output_router_logits=True",
+        )
         return
     if kind != "aux_loss":
         raise ValueError(
@@ -324,26 +467,39 @@ def _moe_load_balancing(option: str, value: Any, options: Mapping[str, Any], to:
             "True (an auxiliary loss), or router_bias_update_rate=0.001 for routers with a bias like DeepSeek-V3's"
         )
     to.set(
-        option, value, "router_balance", "global", "the loss is the model's own: model.config.output_router_logits=True"
+        option,
+        value,
+        "router_balance",
+        "global",
+        "the loss is the model's own: model.config.output_router_logits=True",
     )
 
 
-def _moe_coefficient(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _moe_coefficient(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     number = read.number(0.0, include_lowest=True)(option, value)
     balancing = "moe_load_balancing"
     is_auxiliary = option == "moe_aux_loss_coeff"
-    has_loss = not is_auxiliary or _MOE_BALANCING(balancing, options.get(balancing, "sinkhorn")) == "aux_loss"
+    has_loss = (
+        not is_auxiliary
+        or _MOE_BALANCING(balancing, options.get(balancing, "sinkhorn")) == "aux_loss"
+    )
     if number and has_loss:
         loss = (
             f"model.config.router_aux_loss_coef={number:g}"
             if is_auxiliary
             else f"loss = loss + {number:g} * router_logits.logsumexp(-1).square().mean() for each router"
         )
-        raise ValueError(f"{option}={value!r} is a matter of the model's loss here; remove it and write {loss}")
+        raise ValueError(
+            f"{option}={value!r} is a matter of the model's loss here; remove it and write {loss}"
+        )
     to.without_effect(option, value, "no such loss is added to the model's own")
 
 
-def _sharding_strategy(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _sharding_strategy(
+    option: str, value: Any, options: Mapping[str, Any], to: Translation
+) -> None:
     """Refuse what is an argument of the translation, beside the block."""
     raise ValueError(
         f"{option}={value!r} is FSDP's and not part of this block; remove it and write "
@@ -356,13 +512,16 @@ def _trace_device(option: str, value: Any) -> str | None:
 
 
 def _list_of_text(option: str, value: Any) -> Any:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(each, str) for each in value
+    ):
         raise read.refusal(option, value, "a list of text")
     return value
 
 
 def _words_of(what: str) -> read.Reader:
-    """Return a reader of options that only have to be text, which belongs to something that is not there."""
+    """Return a reader of options that only have to be text, which belongs to something
+    that is not there."""
 
     def words(option: str, value: Any) -> str:
         if not isinstance(value, str):
@@ -374,7 +533,11 @@ def _words_of(what: str) -> read.Reader:
 
 def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> None:
     degree = to.settings.get("shard_degree")
-    if "sharded_data_parallel_degree" not in parameters or "sdp_gradient_clipping" in parameters or degree == 1:
+    if (
+        "sharded_data_parallel_degree" not in parameters
+        or "sdp_gradient_clipping" in parameters
+        or degree == 1
+    ):
         return
     to.warnings.append(
         "SMP v1 clips gradients to a norm of 1.0 by default under sharded data parallelism; here nothing is clipped "
@@ -383,28 +546,34 @@ def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> 
 
 
 _DEGREE = read.integer(1)
-_ELEMENTS = read.number(1.0, include_lowest=True)  # SMP's and DeepSpeed's pages write 5e8
+# SMP's and DeepSpeed's pages write 5e8.
+_ELEMENTS = read.number(1.0, include_lowest=True)
 _MOE_BALANCING = read.word("aux_loss", "none", "sinkhorn", "balanced")
 _FP8_FIELDS: dict[str, tuple[str, read.Reader]] = {
     "fp8_amax_history_len": ("amax_history_len", _DEGREE),
     "fp8_amax_compute_algo": ("amax_compute_algo", read.word("max", "most_recent")),
 }
-_PROCESSES = "the launcher starts processes: Trainer(devices=...), or torchrun --nproc-per-node"
+_PROCESSES = (
+    "the launcher starts processes: Trainer(devices=...), or torchrun --nproc-per-node"
+)
 _MPI = "an option of mpirun, which need not start the processes: torchrun does as well"
 _UNTRACED = "the model is not traced"
 _NO_DDP = "no DistributedDataParallel is made: units, not buckets, are reduced"
 _STAGES = "pipeline stages are arranged by the knob `pipeline`"
 _UNIT = "parameters are gathered and gradients reduced unit by unit; the knob `units` sizes them"
 
-# Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand once. Beside those of the block,
-# what people write into it: arguments of SMP's calls, of its example scripts and of the estimator's `mpi` dict.
+# Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand
+# once. Beside those of the block, what people write into it: arguments of SMP's calls,
+# of its example scripts and of the estimator's `mpi` dict.
 SMP_OPTIONS: dict[str, Handler] = {
     "partitions": _knob("pipeline_parallel_degree", _DEGREE),
     "pipeline_parallel_degree": _knob("pipeline_parallel_degree", _DEGREE),
     "microbatches": _microbatches,
     "pipeline": _schedule,
     "optimize": _no_effect(read.word("memory", "speed"), _STAGES),
-    "placement_strategy": _no_effect(_placement, "a partition group is always consecutive ranks, node by node"),
+    "placement_strategy": _no_effect(
+        _placement, "a partition group is always consecutive ranks, node by node"
+    ),
     "auto_partition": _no_effect(_boolean, _STAGES),
     "default_partition": _no_effect(read.integer(0), _STAGES),
     "ddp": _only(
@@ -413,7 +582,9 @@ SMP_OPTIONS: dict[str, Handler] = {
         "all ranks always train data-parallel",
         "ranks always train data-parallel: remove it or write True",
     ),
-    "memory_weight": _no_effect(read.number(0.0, 1.0 + 1e-9, include_lowest=True), _STAGES),
+    "memory_weight": _no_effect(
+        read.number(0.0, 1.0 + 1e-9, include_lowest=True), _STAGES
+    ),
     "active_microbatches": _no_effect(_DEGREE, _STAGES),
     "deterministic_server": _no_effect(_boolean, _STAGES),
     "offload_activations": _offload_activations,
@@ -429,7 +600,8 @@ SMP_OPTIONS: dict[str, Handler] = {
     "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),
     "sdp_reduce_bucket_size": _no_effect(_ELEMENTS, _UNIT),
     "sdp_param_persistence_threshold": _no_effect(
-        read.integer(0), "every parameter is sharded, except 0-d ones; small ones travel with their unit"
+        read.integer(0),
+        "every parameter is sharded, except 0-d ones; small ones travel with their unit",
     ),
     "sdp_max_live_parameters": _no_effect(_ELEMENTS, _UNIT),
     "sdp_hierarchical_allgather": _knob("collectives.hierarchical", _boolean),
@@ -438,14 +610,22 @@ SMP_OPTIONS: dict[str, Handler] = {
         read.word("auto", "nccl", "smddp"),
         "the trainer picks the backend: SmpShardedStrategy(process_group_backend=...)",
     ),
-    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _no_effect(read.integer(0), "SMDDP's collectives are not used"),
-    "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _no_effect(read.integer(0), "SMDDP's collectives are not used"),
+    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _no_effect(
+        read.integer(0), "SMDDP's collectives are not used"
+    ),
+    "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _no_effect(
+        read.integer(0), "SMDDP's collectives are not used"
+    ),
     "_sharded_data_parallelism_config": _deepspeed_json,
     "_fp32_grad_accumulation": _no_effect(
-        _boolean, "gradients of half precision are added up in float32 unless the knob reduce_dtype says otherwise"
+        _boolean,
+        "gradients of half precision are added up in float32 unless the knob reduce_dtype says otherwise",
     ),
     "horovod": _only(
-        False, _boolean, "ranks always train data-parallel, without Horovod", "Horovod is not used: remove it"
+        False,
+        _boolean,
+        "ranks always train data-parallel, without Horovod",
+        "Horovod is not used: remove it",
     ),
     "contiguous": _no_effect(_boolean, _STAGES),
     "ddp_port": _no_effect(_DEGREE, "the launcher picks the port: MASTER_PORT"),
@@ -456,7 +636,9 @@ SMP_OPTIONS: dict[str, Handler] = {
     "trace_device": _no_effect(_trace_device, _UNTRACED),
     "trace_execution_times": _no_effect(_boolean, _UNTRACED),
     "trace_memory_usage": _no_effect(_boolean, _UNTRACED),
-    "overlapping_allreduce": _no_effect(_boolean, "gradients are always reduced while backward goes on"),
+    "overlapping_allreduce": _no_effect(
+        _boolean, "gradients are always reduced while backward goes on"
+    ),
     "backward_passes_per_step": _passes,
     "average_grads_across_microbatches": _only(
         True,
@@ -465,8 +647,12 @@ SMP_OPTIONS: dict[str, Handler] = {
         "a step's gradient is the mean over its micro-batches: remove it and multiply the loss by their number",
     ),
     "bucket_cap_mb": _no_effect(read.number(0.0), _NO_DDP),
-    "find_unused_parameters": _no_effect(_boolean, "parameters without a gradient need no flag"),
-    "broadcast_buffers": _no_effect(_boolean, "evaluation and checkpoints take rank 0's buffers"),
+    "find_unused_parameters": _no_effect(
+        _boolean, "parameters without a gradient need no flag"
+    ),
+    "broadcast_buffers": _no_effect(
+        _boolean, "evaluation and checkpoints take rank 0's buffers"
+    ),
     "gradient_as_bucket_view": _no_effect(_boolean, _NO_DDP),
     "static_loss_scale": _loss_scale,
     "dynamic_loss_scale": _loss_scale,
@@ -474,13 +660,17 @@ SMP_OPTIONS: dict[str, Handler] = {
     "hybrid_shard_degree": _hybrid_shard_degree,
     "sm_activation_offloading": _offload_activations,
     "fsdp_cache_flush_warnings": _no_effect(
-        _boolean, "torch.cuda.memory_stats()['num_alloc_retries'] counts the allocator's flushes"
+        _boolean,
+        "torch.cuda.memory_stats()['num_alloc_retries'] counts the allocator's flushes",
     ),
-    "allow_empty_shards": _no_effect(_boolean, "a tensor with fewer rows than ranks is always accepted"),
+    "allow_empty_shards": _no_effect(
+        _boolean, "a tensor with fewer rows than ranks is always accepted"
+    ),
     "context_parallel_degree": _knob("context_parallel_degree", _DEGREE),
     "expert_parallel_degree": _knob("expert_parallel_degree", _DEGREE),
     "random_seed": _no_effect(
-        read.integer(0), "tensor ranks draw as one process does, from the script's seed; call seed_everything(seed)"
+        read.integer(0),
+        "tensor ranks draw as one process does, from the script's seed; call seed_everything(seed)",
     ),
     "process_count_per_node": _no_effect(_DEGREE, _PROCESSES),
     "mpi_additional_options": _no_effect(_list_of_text, _MPI),
@@ -489,7 +679,8 @@ SMP_OPTIONS: dict[str, Handler] = {
     "fp8_amax_compute_algo": _fp8_field,
     "sharding_strategy": _sharding_strategy,
     "cp_comm_type": _no_effect(
-        read.word("p2p", "all_gather"), "keys and values of a sequence are always gathered, with the same results"
+        read.word("p2p", "all_gather"),
+        "keys and values of a sequence are always gathered, with the same results",
     ),
     "moe": _only(
         False,
@@ -499,8 +690,12 @@ SMP_OPTIONS: dict[str, Handler] = {
     ),
     "smp_moe": _smp_moe,
     "moe_load_balancing": _moe_load_balancing,
-    "global_token_shuffle": _no_effect(_boolean, "no token is dropped, whichever rank it comes from"),
-    "moe_all_to_all_dispatcher": _no_effect(_boolean, "tokens go to their experts by all-to-all, same results"),
+    "global_token_shuffle": _no_effect(
+        _boolean, "no token is dropped, whichever rank it comes from"
+    ),
+    "moe_all_to_all_dispatcher": _no_effect(
+        _boolean, "tokens go to their experts by all-to-all, same results"
+    ),
     "moe_aux_loss_coeff": _moe_coefficient,
     "moe_z_loss_coeff": _moe_coefficient,
     "delayed_param": _knob("delayed_init", _boolean),

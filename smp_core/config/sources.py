@@ -1,7 +1,8 @@
 """Where knobs come from besides Python: a YAML file and environment variables.
 
-Both give knob -> value with the values read strictly, and complaints that name the file or the variable. Combinations
-of knobs are SmpConfig's business, because the environment may override a file.
+Both give knob -> value with the values read strictly, and complaints that name the file
+or the variable. Combinations of knobs are SmpConfig's business, because the environment
+may override a file.
 """
 
 from __future__ import annotations
@@ -22,24 +23,35 @@ logger = logging.getLogger("smp")
 VARIABLE_PREFIX = "SMP_"
 CONFIG_FILE_VARIABLE = "SMP_CONFIG_FILE"
 # SMP_* variables that other parts of torch-smp read and that are no knobs.
-OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, "SMP_RANKS_PER_NODE", "SMP_LINKS", "SMP_MEMORY_FOLDER", "SMP_VERIFY")
+OTHER_VARIABLES = (
+    CONFIG_FILE_VARIABLE,
+    "SMP_RANKS_PER_NODE",
+    "SMP_LINKS",
+    "SMP_MEMORY_FOLDER",
+    "SMP_VERIFY",
+)
 YAML_SECTION = "smp_config"
 
 
-def knobs_in_yaml(path: str | os.PathLike[str], readers: Mapping[str, Reader]) -> dict[str, Any]:
-    """Return knob -> value in the `smp_config:` section of a YAML file, or at its top level when it has no such
-    section.
+def knobs_in_yaml(
+    path: str | os.PathLike[str], readers: Mapping[str, Reader]
+) -> dict[str, Any]:
+    """Return knob -> value in the `smp_config:` section of a YAML file, or at its top
+    level when it has no such section.
 
     Args:
         readers: knob -> the reader of its value.
 
     Raises:
-        ValueError: no such file, no valid YAML, no section and no knobs, a key written twice, an unknown knob, or a
-            value that is not allowed.
+        ValueError: no such file, no valid YAML, no section and no knobs, a key written
+            twice, an unknown knob, or a value that is not allowed.
     """
     document = read_yaml(path, _UniqueKeyLoader)
     try:
-        return {knob: readers[knob](knob, value) for knob, value in _section(document, readers).items()}
+        return {
+            knob: readers[knob](knob, value)
+            for knob, value in _section(document, readers).items()
+        }
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
 
@@ -47,8 +59,8 @@ def knobs_in_yaml(path: str | os.PathLike[str], readers: Mapping[str, Reader]) -
 def knobs_in_environment(
     environ: Mapping[str, str], readers: Mapping[str, Reader]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return knob -> value, and knob -> where it was written, in SMP_<KNOB> variables and the file SMP_CONFIG_FILE
-    names.
+    """Return knob -> value, and knob -> where it was written, in SMP_<KNOB> variables
+    and the file SMP_CONFIG_FILE names.
 
     Args:
         readers: knob -> the reader of its value.
@@ -63,7 +75,9 @@ def knobs_in_environment(
         path = environ[CONFIG_FILE_VARIABLE]
         values = knobs_in_yaml(path, readers)
         origins = dict.fromkeys(values, os.path.basename(path))
-    for variable in sorted(name for name in environ if name.startswith(VARIABLE_PREFIX)):
+    for variable in sorted(
+        name for name in environ if name.startswith(VARIABLE_PREFIX)
+    ):
         knob = variable.removeprefix(VARIABLE_PREFIX).lower()
         if variable in OTHER_VARIABLES:
             continue
@@ -77,7 +91,10 @@ def knobs_in_environment(
                 f"unknown environment variable {variable}; did you mean {VARIABLE_PREFIX}{near.upper()}? "
                 f"If it belongs to another program, unset it here"
             )
-        logger.warning("environment variable %s is not a knob of torch-smp and has no effect here", variable)
+        logger.warning(
+            "environment variable %s is not a knob of torch-smp and has no effect here",
+            variable,
+        )
     return values, origins
 
 
@@ -90,12 +107,16 @@ def _section(document: Any, known: Iterable[str]) -> dict[str, Any]:
         if knobs is None:
             return {}
         if not isinstance(knobs, dict):
-            raise ValueError(f"{YAML_SECTION}={knobs!r} is not a mapping of knobs; {expected}")
+            raise ValueError(
+                f"{YAML_SECTION}={knobs!r} is not a mapping of knobs; {expected}"
+            )
     elif any(key in known for key in document):
         knobs = document
     else:
         found = ", ".join(map(str, document)) or "nothing"
-        raise ValueError(f"no `{YAML_SECTION}:` section and no knob at the top level (found: {found}); {expected}")
+        raise ValueError(
+            f"no `{YAML_SECTION}:` section and no knob at the top level (found: {found}); {expected}"
+        )
     for name in knobs:
         if name not in known:
             raise unknown_knob(str(name), known)
@@ -105,10 +126,14 @@ def _section(document: Any, known: Iterable[str]) -> dict[str, Any]:
 class _UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML keeps the last of two equal keys in silence; here that is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is written twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)

@@ -1,4 +1,5 @@
-"""Knobs for people and for files: their values as text, as JSON, and what was asked beside what took effect."""
+"""Knobs for people and for files: their values as text, as JSON, and what was asked
+beside what took effect."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _LOG_WIDTH = 160
 
 
 class Knobs(Protocol):
-    """The part of a :class:`smp_core.config.SmpConfig` that is shown; its attributes are the values in effect."""
+    """The part of a :class:`smp_core.config.SmpConfig` that is shown; its attributes
+    are the values in effect."""
 
     def settings(self) -> tuple[str, ...]: ...
 
@@ -27,8 +29,8 @@ class Knobs(Protocol):
 
 
 def effective_table(knobs: Knobs) -> Table:
-    """Return a table for the terminal: knob (or field of one), asked, in effect, and why; below it what is at its
-    default."""
+    """Return a table for the terminal: knob (or field of one), asked, in effect, and
+    why; below it what is at its default."""
     from rich.table import Table
 
     table = Table(title="torch-smp: knobs in effect", caption_justify="left")
@@ -57,7 +59,8 @@ def table_as_text(knobs: Knobs) -> str:
 
 
 def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
-    """Return a line for each setting that was asked for: what takes effect, and why where that is something else."""
+    """Return a line for each setting that was asked for: what takes effect, and why
+    where that is something else."""
     lines = []
     for knob in knobs.settings():
         asked = knobs.asked(knob)

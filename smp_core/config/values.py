@@ -1,9 +1,11 @@
-"""Strict reading of one knob's value, whether it comes from Python, a YAML file or an environment variable.
+"""Strict reading of one knob's value, whether it comes from Python, a YAML file or an
+environment variable.
 
-Text is accepted where it can mean only one thing: `"4"` is 4, `"true"` is True, `'["Block"]'` is a list. Nothing is
-guessed: `"4.0"` is no integer, `1` is no boolean, and a misspelt word is answered with the words that are allowed. Each
-function here makes a *reader*, called as `reader(knob, value)`, which returns the value or raises a `ValueError` that
-names the knob, the value, what is allowed and what to type.
+Text is accepted where it can mean only one thing: `"4"` is 4, `"true"` is True,
+`'["Block"]'` is a list. Nothing is guessed: `"4.0"` is no integer, `1` is no boolean,
+and a misspelt word is answered with the words that are allowed. Each function here
+makes a *reader*, called as `reader(knob, value)`, which returns the value or raises a
+`ValueError` that names the knob, the value, what is allowed and what to type.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ NONE = ("none", "null")
 
 
 def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
-    """Return the one shape of our complaints: `knob=value is not allowed; allowed: ...; write ...`."""
+    """Return the one shape of our complaints: `knob=value is not allowed; allowed: ...;
+    write ...`."""
     if "." in knob and "write" not in fix:
         fix = f"{fix} write {typed(knob, '...')}".lstrip()
     text = f"{knob}={value!r} is not allowed; allowed: {allowed}"
@@ -32,31 +35,44 @@ def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
 
 
 def typed(knob: str, text: str) -> str:
-    """Show how a value is typed: `knob=text`, and for a field of one `knob={'field': text}`."""
+    """Show how a value is typed: `knob=text`, and for a field of one `knob={'field':
+    text}`."""
     top, _, field = knob.partition("[")[0].partition(".")
     return f"{top}={{{field!r}: {text}}}" if field else f"{top}={text}"
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name that is most like `name` (difflib ratio of at least `cutoff`), or None when none is like
-    it."""
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=1, cutoff=cutoff)
+    """Return the known name that is most like `name` (difflib ratio of at least
+    `cutoff`), or None when none is like it."""
+    found = difflib.get_close_matches(
+        name.lower().replace("-", "_"), list(known), n=1, cutoff=cutoff
+    )
     return found[0] if found else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question after the nearest of the known names, which follows a statement; "": none is near."""
+    """Return a question after the nearest of the known names, which follows a
+    statement; "": none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def unknown_name(what: str, name: str, known: Sequence[str], listed_in: str) -> ValueError:
-    """Return the complaint about a name that is not in `known`: the nearest known ones, or where they are listed."""
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)
+def unknown_name(
+    what: str, name: str, known: Sequence[str], listed_in: str
+) -> ValueError:
+    """Return the complaint about a name that is not in `known`: the nearest known ones,
+    or where they are listed."""
+    near = difflib.get_close_matches(
+        name.lower().replace("-", "_"), known, n=3, cutoff=0.5
+    )
     # One that is much like it was meant; of others, a few to choose from.
     much_like = nearest_name(name, near, cutoff=0.8)
     meant = [much_like] if much_like else near
-    hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else f"none is like it; {listed_in} lists them"
+    hint = (
+        f"did you mean {' or '.join(map(repr, meant))}?"
+        if meant
+        else f"none is like it; {listed_in} lists them"
+    )
     return ValueError(f"unknown {what} {name!r}; {hint}")
 
 
@@ -71,7 +87,12 @@ def boolean() -> Reader:
             return True
         if word in _FALSE:
             return False
-        raise refusal(knob, value, "true, false", f"write {typed(knob, 'true')} or {typed(knob, 'false')}")
+        raise refusal(
+            knob,
+            value,
+            "true, false",
+            f"write {typed(knob, 'true')} or {typed(knob, 'false')}",
+        )
 
     return read
 
@@ -83,15 +104,21 @@ def integer(minimum: int) -> Reader:
         number = _integer_in(value)
         if number is None or number < minimum:
             raise refusal(
-                knob, value, f"an integer of at least {minimum}", f"write for example {typed(knob, str(minimum))}"
+                knob,
+                value,
+                f"an integer of at least {minimum}",
+                f"write for example {typed(knob, str(minimum))}",
             )
         return number
 
     return read
 
 
-def number(above: float, below: float = math.inf, *, include_lowest: bool = False) -> Reader:
-    """Return a finite float in (above, below), or in [above, below) with `include_lowest`."""
+def number(
+    above: float, below: float = math.inf, *, include_lowest: bool = False
+) -> Reader:
+    """Return a finite float in (above, below), or in [above, below) with
+    `include_lowest`."""
     bracket = "[" if include_lowest else "("
     allowed = f"a number in {bracket}{above:g}, {below:g})"
 
@@ -118,25 +145,35 @@ def word(*choices: str) -> Reader:
         found = value.strip().lower() if isinstance(value, str) else None
         if found not in choices:
             near = nearest_name(found, choices) if found else None
-            raise refusal(knob, value, ", ".join(map(repr, choices)), f"did you mean {near!r}?" if near else "")
+            raise refusal(
+                knob,
+                value,
+                ", ".join(map(repr, choices)),
+                f"did you mean {near!r}?" if near else "",
+            )
         return found
 
     return read
 
 
 def dtype_name(*choices: str) -> Reader:
-    """Return one of the dtype names given; `torch.bfloat16` and `"torch.bfloat16"` are read as `"bfloat16"`."""
+    """Return one of the dtype names given; `torch.bfloat16` and `"torch.bfloat16"` are
+    read as `"bfloat16"`."""
     read_word = word(*choices)
 
     def read(knob: str, value: Any) -> str:
         text = str(value) if type(value).__name__ == "dtype" else value
-        return read_word(knob, text.strip().removeprefix("torch.") if isinstance(text, str) else value)
+        return read_word(
+            knob,
+            text.strip().removeprefix("torch.") if isinstance(text, str) else value,
+        )
 
     return read
 
 
 def names() -> Reader:
-    """Return a list of non-empty strings, as a tuple; in text a JSON list, or one name by itself."""
+    """Return a list of non-empty strings, as a tuple; in text a JSON list, or one name
+    by itself."""
 
     def read(knob: str, value: Any) -> tuple[str, ...]:
         several = '["first", "second"]'
@@ -148,7 +185,9 @@ def names() -> Reader:
                 try:
                     listed = json.loads(value)
                 except json.JSONDecodeError as error:
-                    raise refusal(knob, value, f"a JSON list of names ({error})", example) from None
+                    raise refusal(
+                        knob, value, f"a JSON list of names ({error})", example
+                    ) from None
             elif "," in value:
                 raise refusal(knob, value, "one name, or a JSON list of names", example)
         if isinstance(listed, (set, frozenset)) or not isinstance(listed, Iterable):
@@ -162,7 +201,8 @@ def names() -> Reader:
 
 
 def _from_json(knob: str, value: Any, begin: str, what: str) -> Any:
-    """Return what a text holds that begins like JSON of this kind; other values as they are."""
+    """Return what a text holds that begins like JSON of this kind; other values as they
+    are."""
     if not isinstance(value, str) or not value.strip().startswith(begin):
         return value
     try:
@@ -172,7 +212,8 @@ def _from_json(knob: str, value: Any, begin: str, what: str) -> Any:
 
 
 def integers(minimum: int) -> Reader:
-    """Return a list of integers of at least `minimum`, not empty, as a tuple; in text a JSON list."""
+    """Return a list of integers of at least `minimum`, not empty, as a tuple; in text a
+    JSON list."""
     one = integer(minimum)
 
     def read(knob: str, value: Any) -> tuple[int, ...]:
@@ -185,7 +226,8 @@ def integers(minimum: int) -> Reader:
 
 
 def mapping(of: Reader) -> Reader:
-    """Return a mapping from non-empty names to values that `of` reads, not empty; in text a JSON object."""
+    """Return a mapping from non-empty names to values that `of` reads, not empty; in
+    text a JSON object."""
 
     def read(knob: str, value: Any) -> dict[str, Any]:
         found = _from_json(knob, value, "{", "a JSON object")
@@ -193,7 +235,10 @@ def mapping(of: Reader) -> Reader:
             raise refusal(knob, value, "a mapping from names")
         if not all(isinstance(name, str) and name.strip() for name in found):
             raise refusal(knob, value, "a mapping from names, none of them empty")
-        return {name.strip(): of(f"{knob}[{name.strip()!r}]", item) for name, item in found.items()}
+        return {
+            name.strip(): of(f"{knob}[{name.strip()!r}]", item)
+            for name, item in found.items()
+        }
 
     return read
 
@@ -210,7 +255,8 @@ def pattern(expression: str) -> Reader:
 
 
 def function(signature: str) -> Reader:
-    """Return a callable that is not a class, taken as it is; `signature` is shown in the complaint."""
+    """Return a callable that is not a class, taken as it is; `signature` is shown in
+    the complaint."""
 
     def read(knob: str, value: Any) -> Any:
         if not callable(value) or isinstance(value, type):
@@ -221,7 +267,8 @@ def function(signature: str) -> Reader:
 
 
 def anything() -> Reader:
-    """Return a reader that takes every value as it is, for what another library reads."""
+    """Return a reader that takes every value as it is, for what another library
+    reads."""
     return lambda knob, value: value
 
 
@@ -237,7 +284,8 @@ def nothing() -> Reader:
 
 
 def either(*readers: Reader, allowed: str) -> Reader:
-    """Return the first of `readers` that accepts the value; `allowed` describes them together in the complaint."""
+    """Return the first of `readers` that accepts the value; `allowed` describes them
+    together in the complaint."""
 
     def read(knob: str, value: Any) -> Any:
         for reader in readers:
@@ -263,8 +311,8 @@ def _integer_in(value: Any) -> int | None:
 
 
 def _word_hint(value: Any, allowed: str) -> str:
-    """Return `did you mean 'world'?` when the text given is almost one of the words quoted in `allowed`, else no
-    text."""
+    """Return `did you mean 'world'?` when the text given is almost one of the words
+    quoted in `allowed`, else no text."""
     quoted = allowed.replace('"', "'").split("'")[1::2]
     near = nearest_name(value, quoted, cutoff=0.6) if isinstance(value, str) else None
     return f"did you mean {near!r}?" if near else ""

@@ -1,22 +1,27 @@
-"""Attention over sequences that several ranks hold: two operators of torch.library, forward and backward.
+"""Attention over sequences that several ranks hold: two operators of torch.library,
+forward and backward.
 
-Each rank gathers the keys and values of all ranks, computes the attention of its own queries over them, and frees them;
-backward gathers them again, and reduce-scatters the gradients of keys and values (the all-gather form of context
-parallelism: Llama 3, arXiv 2407.21783, section 3.3.2). Saved for backward are this rank's queries, keys, values, output
-and LSE, and no tensor of the unsplit sequence's length.
+Each rank gathers the keys and values of all ranks, computes the attention of its own
+queries over them, and frees them; backward gathers them again, and reduce-scatters the
+gradients of keys and values (the all-gather form of context parallelism: Llama 3, arXiv
+2407.21783, section 3.3.2). Saved for backward are this rank's queries, keys, values,
+output and LSE, and no tensor of the unsplit sequence's length.
 
-The two are operators, and not an autograd.Function, so that activation checkpointing can keep their results
-(``torch.ops.smp.context_attention.default`` in a selective policy: nothing is gathered for the recomputation), and
-``torch.compile`` takes them as they are.
+The two are operators, and not an autograd.Function, so that activation checkpointing
+can keep their results (``torch.ops.smp.context_attention.default`` in a selective
+policy: nothing is gathered for the recomputation), and ``torch.compile`` takes them as
+they are.
 
-An attention sink s (one number per head that only the softmax's denominator sees; Xiao et al., arXiv 2309.17453,
-section 3.3, and gpt-oss) needs no kernel of its own: with it LSE' = log(exp(LSE) + exp(s)), and the output shrinks by
-exp(LSE - LSE') = sigmoid(LSE - s). Backward gets the new output and LSE': a kernel makes the weights out of LSE' and
-subtracts delta = sum(grad * output) from their gradients, which is all that a key of weight exp(s - LSE') and value 0
-changes for the other keys. The sink's own gradient is the weight times (0 - delta), summed over rows and tokens.
+An attention sink s (one number per head that only the softmax's denominator sees; Xiao
+et al., arXiv 2309.17453, section 3.3, and gpt-oss) needs no kernel of its own: with it
+LSE' = log(exp(LSE) + exp(s)), and the output shrinks by exp(LSE - LSE') = sigmoid(LSE -
+s). Backward gets the new output and LSE': a kernel makes the weights out of LSE' and
+subtracts delta = sum(grad * output) from their gradients, which is all that a key of
+weight exp(s - LSE') and value 0 changes for the other keys. The sink's own gradient is
+the weight times (0 - delta), summed over rows and tokens.
 
-Shape letters: B rows, L tokens of this rank, S tokens of all, H query heads, K key and value heads, D head size, E head
-size of values.
+Shape letters: B rows, L tokens of this rank, S tokens of all, H query heads, K key and
+value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
@@ -52,23 +57,27 @@ def attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from this rank's queries to the unsplit sequence. Collective over the context group.
+    """Attend from this rank's queries to the unsplit sequence. Collective over the
+    context group.
 
     Args:
-        q_BLHD, k_BLKD, v_BLKE: this rank's tokens, in the plan's order. H is a multiple of K: query head h uses key
-            head h // (H / K). float64, float32, bfloat16 or float16, all three the same.
+        q_BLHD, k_BLKD, v_BLKE: this rank's tokens, in the plan's order. H is a multiple
+            of K: query head h uses key head h // (H / K). float64, float32, bfloat16 or
+            float16, all three the same.
         plan: :meth:`SequencePlan.encode` of the batch.
         causal: whether a token sees only its document's earlier tokens, and itself.
-        window: how many tokens it sees at most, itself included; needs ``causal``. None: all.
+        window: how many tokens it sees at most, itself included; needs ``causal``.
+            None: all.
         scale: factor of the scores; default 1 / sqrt(D).
-        sinks: [H], a score for each head that takes part in the softmax and has no value; its gradient is that of this
-            rank's tokens. Any floating point dtype.
+        sinks: [H], a score for each head that takes part in the softmax and has no
+            value; its gradient is that of this rank's tokens. Any floating point dtype.
 
     Returns:
         [B, L, H, E], of the inputs' dtype.
 
     Raises:
-        ValueError: shapes that do not fit one another or the plan, different dtypes, a window without causality.
+        ValueError: shapes that do not fit one another or the plan, different dtypes, a
+            window without causality.
     """
     _check(q_BLHD, k_BLKD, v_BLKE, plan, causal, window)
     if sinks is not None and sinks.shape != q_BLHD.shape[2:3]:
@@ -76,26 +85,45 @@ def attention(
             f"sinks {tuple(sinks.shape)} do not fit {q_BLHD.shape[2]} query heads; give one score per head"
         )
     scale = q_BLHD.shape[-1] ** -0.5 if scale is None else float(scale)
-    return context_attention(q_BLHD, k_BLKD, v_BLKE, plan, scale, causal, window, sinks)[0]
+    return context_attention(
+        q_BLHD, k_BLKD, v_BLKE, plan, scale, causal, window, sinks
+    )[0]
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, causal: bool, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: torch.Tensor,
+    causal: bool,
+    window: int | None,
 ) -> None:
     """Refuse shapes and dtypes that do not fit one another."""
     if any(tensor.dim() != 4 for tensor in (q, k, v)):
-        raise ValueError(f"queries, keys and values have 4 dims [B, L, H, D], not {q.dim()}, {k.dim()} and {v.dim()}")
-    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"queries, keys and values have 4 dims [B, L, H, D], not {q.dim()}, {k.dim()} and {v.dim()}"
+        )
+    if (
+        q.shape[:2] != k.shape[:2]
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[3] != k.shape[3]
+    ):
         raise ValueError(
             f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit: rows, tokens and "
             "the head size are the same (cross-attention and caches of earlier tokens have no context parallel form)"
         )
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key and value heads")
+        raise ValueError(
+            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key and value heads"
+        )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; give all three one dtype")
+        raise ValueError(
+            f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; give all three one dtype"
+        )
     if window is not None and (not causal or window < 1):
-        raise ValueError(f"window={window} with causal={causal}; allowed: a window of 1 token or more, causal only")
+        raise ValueError(
+            f"window={window} with causal={causal}; allowed: a window of 1 token or more, causal only"
+        )
 
 
 def attend(
@@ -108,12 +136,14 @@ def attend(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the output [B, L, H, E] and the LSE [B, H, L]; :func:`attention` describes and checks the arguments."""
+    """Compute the output [B, L, H, E] and the LSE [B, H, L]; :func:`attention`
+    describes and checks the arguments."""
     layout, group = _plan_for(q, plan)
     rows, length, heads, _ = q.shape
     out = q.new_empty(rows, length, heads, v.shape[3])
     lse = q.new_empty(rows, heads, length, dtype=kernels.lse_dtype(q.dtype))
-    # Groups of heads, one after another: the next keys arrive while this group computes.
+    # Groups of heads, one after another: the next keys arrive while this group
+    # computes.
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = heads // k.shape[2]
     pairs = gather_keys_values(k, v, layout, group, ranges)
@@ -136,7 +166,9 @@ def attend(
     return out, lse
 
 
-def _add_sinks(out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor) -> None:
+def _add_sinks(
+    out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor
+) -> None:
     """Add the sinks to the softmax, in place."""
     sinks_H1 = sinks_H.to(lse_BHL.dtype)[:, None]
     out_BLHE.mul_(torch.sigmoid(lse_BHL - sinks_H1).transpose(1, 2).unsqueeze(-1))
@@ -144,9 +176,13 @@ def _add_sinks(out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Ten
 
 
 def _gradient_of_sinks(
-    grad_BLHE: torch.Tensor, out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor
+    grad_BLHE: torch.Tensor,
+    out_BLHE: torch.Tensor,
+    lse_BHL: torch.Tensor,
+    sinks_H: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient [H] of the sinks for this rank's tokens, from the output and the LSE with sinks."""
+    """Return the gradient [H] of the sinks for this rank's tokens, from the output and
+    the LSE with sinks."""
     delta_BHL = (grad_BLHE.to(lse_BHL.dtype) * out_BLHE).sum(-1).transpose(1, 2)
     weights_BHL = torch.exp(sinks_H.to(lse_BHL.dtype)[:, None] - lse_BHL)
     return -(weights_BHL * delta_BHL).sum((0, 2)).to(sinks_H.dtype)
@@ -179,7 +215,10 @@ def differentiate(
         pair = next(pairs)
         mine = slice(first * share, last * share)
         # Half precision would round away small contributions of single ranks.
-        sums = [torch.zeros_like(gathered, dtype=kernels.lse_dtype(q.dtype)) for gathered in pair]
+        sums = [
+            torch.zeros_like(gathered, dtype=kernels.lse_dtype(q.dtype))
+            for gathered in pair
+        ]
         for call in layout.calls(group.rank, causal, window):
             row, at, keys = _slices(call)
             dq[row, at, mine], dk_part, dv_part = kernels.backward(
@@ -206,7 +245,10 @@ def differentiate(
 def _plan_for(q: torch.Tensor, plan: torch.Tensor) -> tuple[SequencePlan, ContextGroup]:
     """Decode the plan, and check that the queries [B, L, H, D] fit it."""
     layout = decode(plan)
-    if q.shape[1] != layout.local_length or len(layout.documents) not in (1, q.shape[0]):
+    if q.shape[1] != layout.local_length or len(layout.documents) not in (
+        1,
+        q.shape[0],
+    ):
         raise ValueError(
             f"queries of {q.shape[0]} rows of {q.shape[1]} tokens do not fit the batch's plan: "
             f"{layout.local_length} tokens of each sequence on every rank, documents of {len(layout.documents)} rows. "
@@ -216,13 +258,18 @@ def _plan_for(q: torch.Tensor, plan: torch.Tensor) -> tuple[SequencePlan, Contex
 
 
 def _slices(call: KernelCall) -> tuple[slice, slice, slice]:
-    """Return the call's slices of rows, of this rank's queries, and of the unsplit sequence's keys."""
+    """Return the call's slices of rows, of this rank's queries, and of the unsplit
+    sequence's keys."""
     row = slice(None) if call.row is None else slice(call.row, call.row + 1)
     return row, slice(*call.queries), slice(*call.keys)
 
 
-context_attention = torch.library.custom_op("smp::context_attention", mutates_args=())(attend)
-context_attention_backward = torch.library.custom_op("smp::context_attention_backward", mutates_args=())(differentiate)
+context_attention = torch.library.custom_op("smp::context_attention", mutates_args=())(
+    attend
+)
+context_attention_backward = torch.library.custom_op(
+    "smp::context_attention_backward", mutates_args=()
+)(differentiate)
 INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.smp.context_attention.default: attend,
     torch.ops.smp.context_attention_backward.default: differentiate,
@@ -231,7 +278,9 @@ INSIDE: dict[Any, Callable[..., Any]] = {
 
 
 @context_attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, length, heads, _size = q.shape
     out = q.new_empty(rows, length, heads, v.shape[3])
     return out, q.new_empty(rows, heads, length, dtype=kernels.lse_dtype(q.dtype))
@@ -239,19 +288,30 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> 
 
 @context_attention_backward.register_fake
 def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *_: Any,
+    **__: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     q, k, v, plan, ctx.scale, ctx.causal, ctx.window, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, plan, sinks)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad: torch.Tensor, _: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, plan, sinks = ctx.saved_tensors
-    grads = context_attention_backward(grad, q, k, v, out, lse, plan, ctx.scale, ctx.causal, ctx.window)
+    grads = context_attention_backward(
+        grad, q, k, v, out, lse, plan, ctx.scale, ctx.causal, ctx.window
+    )
     of_sinks = None if sinks is None else _gradient_of_sinks(grad, out, lse, sinks)
     return (*grads, None, None, None, None, of_sinks)
 
@@ -260,7 +320,8 @@ context_attention.register_autograd(_backward, setup_context=_save)
 keep_outputs_of(torch.ops.smp.context_attention)
 
 
-# FLOP counters see the operator and not the kernels inside. Every pair counts, masked or not, as in torch's formulas.
+# FLOP counters see the operator and not the kernels inside. Every pair counts, masked
+# or not, as in torch's formulas.
 @register_flop_formula(torch.ops.smp.context_attention, get_raw=True)
 def _forward_flops(q: Any, k: Any, v: Any, plan: Any, *_: Any, **__: Any) -> int:
     rows, length, heads, size = q.shape
@@ -268,7 +329,9 @@ def _forward_flops(q: Any, k: Any, v: Any, plan: Any, *_: Any, **__: Any) -> int
 
 
 @register_flop_formula(torch.ops.smp.context_attention_backward, get_raw=True)
-def _backward_flops(_: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, *__: Any, **___: Any) -> int:
+def _backward_flops(
+    _: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, *__: Any, **___: Any
+) -> int:
     rows, length, heads, size = q.shape
     # scores again, gradients of queries and keys; gradients of weights and values
     return 2 * rows * heads * length * decode(plan).length * (3 * size + 2 * v.shape[3])

@@ -1,12 +1,14 @@
-"""Batches split along the sequence: the tokens of each rank, and the weight of each rank's loss.
+"""Batches split along the sequence: the tokens of each rank, and the weight of each
+rank's loss.
 
-    1. all context peers take the batch of the first one (an iterable data set or an augmenting worker may give each
-       peer its own)
+    1. all context peers take the batch of the first one (an iterable data set or an
+       augmenting worker may give each peer its own)
     2. documents are found (:mod:`smp_core.context_parallel.documents`)
-    3. labels are shifted while the sequence is unsplit (afterwards a token's target may be on another rank); the first
-       token of a document is no target
+    3. labels are shifted while the sequence is unsplit (afterwards a token's target may
+       be on another rank); the first token of a document is no target
     4. sequences are padded to a multiple of 2R, and each rank takes its tokens
-    5. targets are counted over all ranks, so that every rank divides its losses by the same number
+    5. targets are counted over all ranks, so that every rank divides its losses by the
+       same number
 
 Shape letters: B rows, S tokens of a row, L tokens of a rank, R ranks.
 """
@@ -39,7 +41,12 @@ from smp_core.context_parallel.documents import (
 from smp_core.context_parallel.key_value_exchange import ContextGroup, register_group
 from smp_core.context_parallel.learned_positions import LearnedPositions
 from smp_core.context_parallel.replaced_attention import SplitBatch
-from smp_core.context_parallel.sequence_plan import Order, SequencePlan, document_starts, padded_length
+from smp_core.context_parallel.sequence_plan import (
+    Order,
+    SequencePlan,
+    document_starts,
+    padded_length,
+)
 from smp_core.context_parallel.transformers_models import adapt_transformers_models
 from smp_core.context_parallel.trial import Trial
 from smp_core.plan import Plan
@@ -52,18 +59,22 @@ _PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 class BatchLayout:
     """The tensors of a batch that have a sequence, and their meaning.
 
-    By default both are found: in a mapping with ``input_ids`` or ``inputs_embeds`` every tensor [B, S, ...] is split;
-    in a tuple or list ``(input, target)`` every tensor whose first two dims are the first one's.
+    By default both are found: in a mapping with ``input_ids`` or ``inputs_embeds``
+    every tensor [B, S, ...] is split; in a tuple or list ``(input, target)`` every
+    tensor whose first two dims are the first one's.
 
     Args:
-        dims: key (or place in a tuple) -> dim that is the sequence; other tensors go to every rank unsplit. Default: as
-            above.
-        targets: key or place of the targets; -100 marks a token without one. Default: ``labels``, or the tuple's last
-            tensor.
-        shift_targets: whether the target of a token is the next one's label, as in Transformers' causal models.
-            Default: true for a mapping, except under models whose loss does not shift; false for a tuple.
-        order: "zigzag" (default; the same work on every rank under a causal mask) or "contiguous".
-        pad_values: key -> value for padding to a multiple of 2R; default 0, and -100 for targets.
+        dims: key (or place in a tuple) -> dim that is the sequence; other tensors go to
+            every rank unsplit. Default: as above.
+        targets: key or place of the targets; -100 marks a token without one. Default:
+            ``labels``, or the tuple's last tensor.
+        shift_targets: whether the target of a token is the next one's label, as in
+            Transformers' causal models. Default: true for a mapping, except under
+            models whose loss does not shift; false for a tuple.
+        order: "zigzag" (default; the same work on every rank under a causal mask) or
+            "contiguous".
+        pad_values: key -> value for padding to a multiple of 2R; default 0, and -100
+            for targets.
     """
 
     dims: Mapping[Key, int] | None = None
@@ -77,10 +88,12 @@ class ContextParallel:
     """Splits batches over a context group, and gathers outputs.
 
     Args:
-        group: the context group, from :func:`smp_core.context_parallel.key_value_exchange.register_group`.
-        everyone: the group over which targets are counted: all ranks that train on one global batch. None: the context
-            group.
-        trial: tries the model's first calls under a split batch; None: nothing is tried.
+        group: the context group, from
+            :func:`smp_core.context_parallel.key_value_exchange.register_group`.
+        everyone: the group over which targets are counted: all ranks that train on one
+            global batch. None: the context group.
+        trial: tries the model's first calls under a split batch; None: nothing is
+            tried.
         learned: the model's table of learned positions; None: it has none.
     """
 
@@ -113,14 +126,19 @@ class ContextParallel:
         Collective over the context group, and over ``everyone`` if targets are counted.
 
         Args:
-            batch: tensors on this rank's device: a mapping or a tuple. It is not changed.
-            shifts: whether the model's loss shifts labels, where the layout does not say.
-            count: whether to count targets over all ranks now, and not when a model asks.
-            weight: of an evaluation's batch, 0 where it is another rank's, which counts nothing; None in training.
+            batch: tensors on this rank's device: a mapping or a tuple. It is not
+                changed.
+            shifts: whether the model's loss shifts labels, where the layout does not
+                say.
+            count: whether to count targets over all ranks now, and not when a model
+                asks.
+            weight: of an evaluation's batch, 0 where it is another rank's, which counts
+                nothing; None in training.
 
         Raises:
-            ValueError: no sequence is found, dims differ, an attention mask with holes or of 4 dims, labels per row,
-                more tokens than the model has learned positions.
+            ValueError: no sequence is found, dims differ, an attention mask with holes
+                or of 4 dims, labels per row, more tokens than the model has learned
+                positions.
         """
         layout = layout or BatchLayout()
         batch = self.broadcast(batch)
@@ -144,7 +162,8 @@ class ContextParallel:
         return split
 
     def gather(self, tensor: Tensor, split: SplitBatch, dim: int = 1) -> Tensor:
-        """Gather the unsplit sequence of a tensor, of which every context rank has its tokens. Collective.
+        """Gather the unsplit sequence of a tensor, of which every context rank has its
+        tokens. Collective.
 
         The result has no padding and no gradient: it is for predictions and metrics.
         """
@@ -161,7 +180,8 @@ class ContextParallel:
         return sequence[: split.length].movedim(0, dim).contiguous()
 
     def gather_all(self, outputs: Any, split: SplitBatch) -> Any:
-        """Apply :meth:`gather` to every tensor [B, L, ...] in a nest of mappings, tuples and lists."""
+        """Apply :meth:`gather` to every tensor [B, L, ...] in a nest of mappings,
+        tuples and lists."""
 
         def gathered(tensor: Tensor) -> Tensor:
             is_split = tensor.dim() >= 2 and tensor.shape[1] == split.plan.local_length
@@ -170,7 +190,8 @@ class ContextParallel:
         return map_tensors(outputs, gathered, MutableMapping)
 
     def broadcast(self, batch: Any) -> Any:
-        """Return the first context peer's batch, on this rank's device. Collective over the context group."""
+        """Return the first context peer's batch, on this rank's device. Collective over
+        the context group."""
         if self.group.process_group is None:
             return batch
         is_source = self.group.rank == 0
@@ -188,17 +209,27 @@ class ContextParallel:
         values = iterate_tensors(batch, mapping=MutableMapping)
 
         def received(shape: Tensor) -> Tensor:
-            tensor = next(values)[1].contiguous() if is_source else torch.empty_like(shape, device=device)
+            tensor = (
+                next(values)[1].contiguous()
+                if is_source
+                else torch.empty_like(shape, device=device)
+            )
             dist.broadcast(tensor, src=source, group=group)
             return tensor
 
         return map_tensors(carried[0], received, MutableMapping)
 
-    def _split_mapping(self, batch: Mapping[Any, Any], layout: BatchLayout, shifts: bool) -> SplitBatch:
+    def _split_mapping(
+        self, batch: Mapping[Any, Any], layout: BatchLayout, shifts: bool
+    ) -> SplitBatch:
         """Split a mapping: phases 2 to 4 of this module's docstring."""
         # The tensors that have a sequence, with the sequence in dim 1.
         tokens = _token_tensor(batch)
-        dims = _dims_of_mapping(batch, tokens) if layout.dims is None else dict(layout.dims)
+        dims = (
+            _dims_of_mapping(batch, tokens)
+            if layout.dims is None
+            else dict(layout.dims)
+        )
         rows, length = _common_shape(batch, dims)
         device = _device_of(batch)
         sequences = {key: batch[key].movedim(dim, 1) for key, dim in dims.items()}
@@ -232,24 +263,35 @@ class ContextParallel:
 
         # Positions and targets that the model cannot find in its part.
         here = {key: dim for key, dim in dims.items() if key in local}
-        split = SplitBatch(local, plan, length, self.group.rank, group=self.group, dims=here)
+        split = SplitBatch(
+            local, plan, length, self.group.rank, group=self.group, dims=here
+        )
         split.position_ids = own.take_positions(position_ids)
         split.last_position = position_ids.max()
-        if sequences.get("position_ids") is not None and sequences.get("attention_mask") is None:
-            split.first_positions = positions_of_first_tokens(position_ids, starts, padded=plan.length > length)
+        if (
+            sequences.get("position_ids") is not None
+            and sequences.get("attention_mask") is None
+        ):
+            split.first_positions = positions_of_first_tokens(
+                position_ids, starts, padded=plan.length > length
+            )
         if tokens is not None:
             local["position_ids"] = split.position_ids
         if targets is not None:
             split.shift_labels = own.take(targets, IGNORED)
             if shifting:
-                # A loss that shifts these labels once more is nan, and not one of wrong targets.
-                split.labels = local[target_key] = torch.full_like(split.shift_labels, IGNORED)
+                # A loss that shifts these labels once more is nan, and not one of wrong
+                # targets.
+                split.labels = local[target_key] = torch.full_like(
+                    split.shift_labels, IGNORED
+                )
                 local["shift_labels"] = split.shift_labels
                 split.divided_by_model = True
         return split
 
     def _split_sequence(self, batch: Sequence[Any], layout: BatchLayout) -> SplitBatch:
-        """Split a tuple or list, each row of which is one document: phases 3 and 4 of this module's docstring."""
+        """Split a tuple or list, each row of which is one document: phases 3 and 4 of
+        this module's docstring."""
         # The tensors that have a sequence, and the one with the targets.
         dims = dict(layout.dims) if layout.dims else _dims_of_sequence(batch)
         rows, length = _common_shape(batch, dims)
@@ -270,45 +312,68 @@ class ContextParallel:
             has_labels = place == target and not sequence.is_floating_point()
             if has_labels and layout.shift_targets:
                 sequence = _next_tokens(sequence)
-            piece = own.take(sequence, layout.pad_values.get(place, IGNORED if has_labels else 0))
+            piece = own.take(
+                sequence, layout.pad_values.get(place, IGNORED if has_labels else 0)
+            )
             local[place] = piece.movedim(1, dim)
             if has_labels:
                 split_target = piece
             elif place == target:
                 # Values instead of labels: every token but padding has a target.
-                split_target = own.take(torch.zeros(rows, length, device=device), IGNORED)
+                split_target = own.take(
+                    torch.zeros(rows, length, device=device), IGNORED
+                )
 
         is_named = hasattr(batch, "_fields")
         made = type(batch)(*local) if is_named else type(batch)(local)  # type: ignore[call-arg]
-        split = SplitBatch(made, plan, length, self.group.rank, group=self.group, dims=dims)
+        split = SplitBatch(
+            made, plan, length, self.group.rank, group=self.group, dims=dims
+        )
         split.shift_labels = split_target
         return split
 
     def _plan(self, documents: Tensor, order: Order) -> SequencePlan:
-        """Plan sequences whose documents have the numbers ``documents`` [B, S]; padding is a document of its own."""
+        """Plan sequences whose documents have the numbers ``documents`` [B, S]; padding
+        is a document of its own."""
         length = documents.shape[1]
         padded = padded_length(length, self.degree)
         documents = F.pad(documents, (0, padded - length), value=-1)
-        return SequencePlan(self.degree, padded, document_starts(documents.cpu()), order, self.group.number)
+        return SequencePlan(
+            self.degree,
+            padded,
+            document_starts(documents.cpu()),
+            order,
+            self.group.number,
+        )
 
-    def _own_tokens(self, plan: SequencePlan, length: int, device: torch.device) -> _OwnTokens:
-        return _OwnTokens(plan.positions(self.group.rank).to(device), plan.length - length)
+    def _own_tokens(
+        self, plan: SequencePlan, length: int, device: torch.device
+    ) -> _OwnTokens:
+        return _OwnTokens(
+            plan.positions(self.group.rank).to(device), plan.length - length
+        )
 
     def _count_targets(self, split: SplitBatch, weight: float | None) -> None:
         """Set ``tokens_per_rank`` and ``weight``. Collective over ``everyone``.
 
-        Losses are means over ranks in training. Those of evaluations are weighted by the samples of each rank, so that
-        they are divided by its share of the samples.
+        Losses are means over ranks in training. Those of evaluations are weighted by
+        the samples of each rank, so that they are divided by its share of the samples.
         """
         assert split.shift_labels is not None
         own = (split.shift_labels != IGNORED).sum().double()
         samples = 1 if weight is None else len(split.shift_labels)
-        counted = torch.stack([own, torch.full_like(own, samples)]) * (1.0 if weight is None else weight)
+        counted = torch.stack([own, torch.full_like(own, samples)]) * (
+            1.0 if weight is None else weight
+        )
         if self._everyone is not None:
             dist.all_reduce(counted, group=self._everyone)
         total, all_samples = counted
         split.tokens_per_rank = total * samples / all_samples
-        split.weight = torch.where(total > 0, own / split.tokens_per_rank, torch.ones_like(split.tokens_per_rank))
+        split.weight = torch.where(
+            total > 0,
+            own / split.tokens_per_rank,
+            torch.ones_like(split.tokens_per_rank),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,8 +398,12 @@ class _OwnTokens:
     def take_positions(self, position_ids: Tensor) -> Tensor:
         """Return [B, L] of [B, S], where the positions of padding count from 0."""
         if self.missing:
-            of_padding = torch.arange(self.missing, dtype=position_ids.dtype, device=position_ids.device)
-            position_ids = torch.cat([position_ids, of_padding.expand(len(position_ids), -1)], 1)
+            of_padding = torch.arange(
+                self.missing, dtype=position_ids.dtype, device=position_ids.device
+            )
+            position_ids = torch.cat(
+                [position_ids, of_padding.expand(len(position_ids), -1)], 1
+            )
         return position_ids.index_select(1, self.indices).contiguous()
 
 
@@ -347,7 +416,8 @@ def _device_of(batch: Any) -> torch.device:
 
 
 def _next_tokens(labels: Tensor) -> Tensor:
-    """Return the label of the next token for each token [B, S]; the last one has none."""
+    """Return the label of the next token for each token [B, S]; the last one has
+    none."""
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
@@ -379,32 +449,43 @@ def _dims_of_mapping(batch: Mapping[Any, Any], tokens: Any) -> dict[Key, int]:
     dims: dict[Key, int] = {}
     for key, item in batch.items():
         # One row of position_ids may stand for all rows.
-        if has_sequence_of(item, tokens) or (key == "position_ids" and item is not None):
+        if has_sequence_of(item, tokens) or (
+            key == "position_ids" and item is not None
+        ):
             dims[key] = 1
     return dims
 
 
 def _dims_of_sequence(batch: Sequence[Any]) -> dict[Key, int]:
-    """Find the tensors of a tuple or list that have the sequence of the first one, in dim 1."""
+    """Find the tensors of a tuple or list that have the sequence of the first one, in
+    dim 1."""
     first = batch[0] if batch else None
     if not isinstance(first, Tensor) or first.dim() < 2:
         raise ValueError(
             "the first of a tuple's tensors has no sequence [B, S, ...]; say which have: BatchLayout(dims={0: 1, ...})"
         )
-    return {place: 1 for place, item in enumerate(batch) if has_sequence_of(item, first)}
+    return {
+        place: 1 for place, item in enumerate(batch) if has_sequence_of(item, first)
+    }
 
 
 def _common_shape(batch: Any, dims: Mapping[Key, int]) -> tuple[int, int]:
     """Return B and S, which the tensors with a sequence have in common."""
     lengths = {key: batch[key].shape[dim] for key, dim in dims.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"the batch's sequences differ in length: {lengths}; all that are split have to be alike")
+        raise ValueError(
+            f"the batch's sequences differ in length: {lengths}; all that are split have to be alike"
+        )
     rows = max(batch[key].movedim(dim, 1).shape[0] for key, dim in dims.items())
     return rows, next(iter(lengths.values()))
 
 
 def share_sequences(
-    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter, learned: LearnedPositions | None
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    meter: CommMeter,
+    learned: LearnedPositions | None,
 ) -> ContextParallel:
     """Make the model's attention one over the context ranks, in place.
 
@@ -415,11 +496,16 @@ def share_sequences(
         the splitter of batches.
 
     Raises:
-        ValueError: a Transformers model that would be wrong (see :mod:`smp_core.context_parallel.transformers_models`).
+        ValueError: a Transformers model that would be wrong (see
+            :mod:`smp_core.context_parallel.transformers_models`).
     """
     adapt_transformers_models(model)
     head_groups = int(plan.knobs.collectives.context_head_groups)
-    group = register_group(mesh.group(Axis.CONTEXT), head_groups=head_groups, meter=meter)
+    group = register_group(
+        mesh.group(Axis.CONTEXT), head_groups=head_groups, meter=meter
+    )
     coarse = plan.knobs.fp8 is not None or plan.knobs.compression.gather is not None
-    trial = Trial(model, group, mesh.world_group, coarse=coarse, in_stages=plan.stages is not None)
+    trial = Trial(
+        model, group, mesh.world_group, coarse=coarse, in_stages=plan.stages is not None
+    )
     return ContextParallel(group, mesh.world_group, trial, learned)

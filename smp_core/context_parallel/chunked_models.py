@@ -1,11 +1,14 @@
-"""The knob ``chunked_cross_entropy``: Transformers causal models compute their loss in chunks of tokens.
+"""The knob ``chunked_cross_entropy``: Transformers causal models compute their loss in
+chunks of tokens.
 
-The model's own forward runs, so that all its other work stays as it is. Only its head is replaced, by a module that
-computes nothing: its result, :class:`PendingLogits`, is the head's input and a list of the model's steps on its logits
-(capping, scaling). The model's loss function takes the pending logits and calls the head once, so that a head that is
-an FSDP unit is gathered once; :func:`chunked_cross_entropy` runs in this call.
+The model's own forward runs, so that all its other work stays as it is. Only its head
+is replaced, by a module that computes nothing: its result, :class:`PendingLogits`, is
+the head's input and a list of the model's steps on its logits (capping, scaling). The
+model's loss function takes the pending logits and calls the head once, so that a head
+that is an FSDP unit is gathered once; :func:`chunked_cross_entropy` runs in this call.
 
-Where the loss is not the only use of the logits (no labels, evaluation), all logits are computed at once, as usual.
+Where the loss is not the only use of the logits (no labels, evaluation), all logits are
+computed at once, as usual.
 """
 
 from __future__ import annotations
@@ -21,16 +24,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp_core.context_parallel.chunked_loss import IGNORED, chunked_cross_entropy, torchs_sum
+from smp_core.context_parallel.chunked_loss import (
+    IGNORED,
+    chunked_cross_entropy,
+    torchs_sum,
+)
 from smp_core.context_parallel.transformers_models import transformers_models
 
 logger = logging.getLogger("smp")
 
 _NO_LABELS = "chunked_cross_entropy has no effect on %s: its forward gets no labels, so its logits are made whole"
 
-# The functions that act on every logit by itself, by their names in torch and as methods; another argument is a number,
-# or one for each word of the vocabulary.
-_ELEMENTWISE = ("add", "sub", "mul", "div", "true_divide", "tanh", "float", "to", "contiguous", "clamp")
+# The functions that act on every logit by itself, by their names in torch and as
+# methods; another argument is a number, or one for each word of the vocabulary.
+_ELEMENTWISE = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "true_divide",
+    "tanh",
+    "float",
+    "to",
+    "contiguous",
+    "clamp",
+)
 
 
 @dataclasses.dataclass
@@ -47,7 +65,8 @@ _STATE = _State()
 
 @contextlib.contextmanager
 def loss_only() -> Iterator[None]:
-    """Let models whose loss is chunked chunk it in evaluation too: inside the block no code looks at logits."""
+    """Let models whose loss is chunked chunk it in evaluation too: inside the block no
+    code looks at logits."""
     before, _STATE.loss_only = _STATE.loss_only, True
     try:
         yield
@@ -57,7 +76,8 @@ def loss_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def smoothed(label_smoothing: float) -> Iterator[None]:
-    """Let models whose loss is chunked smooth their labels inside the block, in training and in evaluation."""
+    """Let models whose loss is chunked smooth their labels inside the block, in
+    training and in evaluation."""
     before, _STATE.label_smoothing = _STATE.label_smoothing, label_smoothing
     try:
         yield
@@ -66,21 +86,31 @@ def smoothed(label_smoothing: float) -> Iterator[None]:
 
 
 class SplitVocabulary(Protocol):
-    """Logits of which each rank holds those of its own words (:class:`smp_core.tensor_parallel.loss.SplitLogits`)."""
+    """Logits of which each rank holds those of its own words
+    (:class:`smp_core.tensor_parallel.loss.SplitLogits`)."""
 
     def of(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Call the head for this rank's logits."""
 
     def cross_entropy_sum(
-        self, logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        ignore_index: int,
+        label_smoothing: float,
     ) -> Tensor:
-        """Compute what torch's cross entropy with ``reduction="sum"`` does of unsplit logits."""
+        """Compute what torch's cross entropy with ``reduction="sum"`` does of unsplit
+        logits."""
 
 
 class PendingLogits:
-    """The logits that are not computed yet: the head's input, and the element-wise steps for its output."""
+    """The logits that are not computed yet: the head's input, and the element-wise
+    steps for its output."""
 
-    def __init__(self, owner: str, head: nn.Module, hidden: Tensor, steps: tuple[_Step, ...] = ()) -> None:
+    def __init__(
+        self, owner: str, head: nn.Module, hidden: Tensor, steps: tuple[_Step, ...] = ()
+    ) -> None:
         self._owner = owner
         self._head = head
         self._hidden = hidden
@@ -98,13 +128,15 @@ class PendingLogits:
         divisor: Tensor | float | None,
         split: SplitVocabulary | None = None,
     ) -> Tensor:
-        """Compute the cross entropy of the logits against ``targets`` [..., T], in chunks; see
-        :func:`chunked_cross_entropy`.
+        """Compute the cross entropy of the logits against ``targets`` [..., T], in
+        chunks; see :func:`chunked_cross_entropy`.
         """
 
         def in_chunks(project: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
             def logits_of(part: Tensor) -> Tensor:
-                return self._finished(project(part) if split is None else split.of(project, part))
+                return self._finished(
+                    project(part) if split is None else split.of(project, part)
+                )
 
             return chunked_cross_entropy(
                 hidden,
@@ -113,7 +145,9 @@ class PendingLogits:
                 chunk,
                 divisor=divisor,
                 label_smoothing=_STATE.label_smoothing,
-                cross_entropy_sum=torchs_sum if split is None else split.cross_entropy_sum,
+                cross_entropy_sum=torchs_sum
+                if split is None
+                else split.cross_entropy_sum,
             )
 
         return self._head(self._hidden, in_chunks=in_chunks)
@@ -123,22 +157,37 @@ class PendingLogits:
             logits = step(logits)
         return logits
 
-    def _with(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> PendingLogits:
-        """Return pending logits with one more step; refuse a step that needs more than one token's logits at a time."""
+    def _with(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> PendingLogits:
+        """Return pending logits with one more step; refuse a step that needs more than
+        one token's logits at a time."""
         others = [arg for arg in (*args, *kwargs.values()) if arg is not self]
         if name not in _ELEMENTWISE or any(map(_has_values_per_token, others)):
             raise self._refusal(name)
 
         def step(logits: Tensor) -> Tensor:
-            named = {key: logits if value is self else value for key, value in kwargs.items()}
+            named = {
+                key: logits if value is self else value for key, value in kwargs.items()
+            }
             return function(*(logits if arg is self else arg for arg in args), **named)
 
-        return PendingLogits(self._owner, self._head, self._hidden, (*self._steps, step))
+        return PendingLogits(
+            self._owner, self._head, self._hidden, (*self._steps, step)
+        )
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         everything = (*args, *(kwargs or {}).values())
-        found = next((arg for arg in everything if isinstance(arg, PendingLogits)), None)
+        found = next(
+            (arg for arg in everything if isinstance(arg, PendingLogits)), None
+        )
         assert found is not None
         return found._with(function.__name__, function, args, kwargs or {})
 
@@ -184,8 +233,8 @@ def _has_values_per_token(argument: Any) -> bool:
 
 
 class _StandIn(nn.Module):
-    """A module in the place of the head while the model's forward runs; it has the head's attributes, its weight among
-    them.
+    """A module in the place of the head while the model's forward runs; it has the
+    head's attributes, its weight among them.
     """
 
     def __init__(self, owner: str, head: nn.Module) -> None:
@@ -199,11 +248,14 @@ class _StandIn(nn.Module):
         return getattr(self._held[0], name)
 
 
-def chunk_losses(model: nn.Module, chunk: int, split: SplitVocabulary | None = None) -> None:
+def chunk_losses(
+    model: nn.Module, chunk: int, split: SplitVocabulary | None = None
+) -> None:
     """Apply :func:`use_chunked_loss` to every Transformers causal model in ``model``.
 
     Args:
-        split: of the head whose vocabulary is split over tensor ranks; None: heads compute all logits.
+        split: of the head whose vocabulary is split over tensor ranks; None: heads
+            compute all logits.
 
     Raises:
         ValueError: there is none, or one whose loss cannot be computed in chunks.
@@ -224,11 +276,13 @@ def chunk_losses(model: nn.Module, chunk: int, split: SplitVocabulary | None = N
         use_chunked_loss(each, chunk, split)
 
 
-def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | None = None) -> None:
+def use_chunked_loss(
+    model: Any, chunk: int = 1024, split: SplitVocabulary | None = None
+) -> None:
     """Let a Transformers causal model compute its loss in chunks, in place.
 
-    In training ``loss`` has the value of the unchunked one, and ``logits`` is None. Without labels, and in evaluation
-    (but for :func:`loss_only`), nothing changes.
+    In training ``loss`` has the value of the unchunked one, and ``logits`` is None.
+    Without labels, and in evaluation (but for :func:`loss_only`), nothing changes.
 
     Args:
         model: the model with the head.
@@ -236,8 +290,8 @@ def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | Non
         split: see :func:`chunk_losses`.
 
     Raises:
-        ValueError: no Transformers causal model, or one with a loss or a head of its own kind; in its first forward:
-            logits that are more than capped or scaled.
+        ValueError: no Transformers causal model, or one with a loss or a head of its
+            own kind; in its first forward: logits that are more than capped or scaled.
     """
     name = type(model).__name__
     head, places = _head_of(model)
@@ -255,15 +309,25 @@ def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | Non
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Compute what ForCausalLMLoss of Transformers computes, from pending logits in chunks."""
+        """Compute what ForCausalLMLoss of Transformers computes, from pending logits in
+        chunks."""
         if isinstance(logits, Tensor) and not _STATE.label_smoothing:
-            options |= {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            return whole_loss(logits, labels, vocab_size, shift_labels=shift_labels, **options)
+            options |= {
+                "num_items_in_batch": num_items_in_batch,
+                "ignore_index": ignore_index,
+            }
+            return whole_loss(
+                logits, labels, vocab_size, shift_labels=shift_labels, **options
+            )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(logits.device)
+        targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(
+            logits.device
+        )
         if isinstance(logits, Tensor):
-            return PendingLogits(name, _Through(), logits).loss(targets, chunk, num_items_in_batch)
+            return PendingLogits(name, _Through(), logits).loss(
+                targets, chunk, num_items_in_batch
+            )
         return logits.loss(targets, chunk, num_items_in_batch, split)
 
     @functools.wraps(whole_forward)
@@ -281,7 +345,8 @@ def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | Non
         return _without_pending(outputs, has_loss)
 
     model.loss_function = loss_function
-    # Dynamo could trace neither the exchange of the head nor pending logits; it compiles the functions called inside.
+    # Dynamo could trace neither the exchange of the head nor pending logits; it
+    # compiles the functions called inside.
     model.forward = torch.compiler.disable(forward, recursive=False)
 
 
@@ -293,14 +358,21 @@ class _Through(nn.Module):
 
 
 def _head_of(model: Any) -> tuple[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return the head, and (module, attribute) of every place that it has in the model."""
+    """Return the head, and (module, attribute) of every place that it has in the
+    model."""
     name = type(model).__name__
     if model not in transformers_models(model):
-        raise ValueError(f"chunked_cross_entropy needs a Transformers causal language model, not {name}")
+        raise ValueError(
+            f"chunked_cross_entropy needs a Transformers causal language model, not {name}"
+        )
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head = model.get_output_embeddings()
-    if getattr(model.config, "is_encoder_decoder", False) or model.loss_function is not ForCausalLMLoss or head is None:
+    if (
+        getattr(model.config, "is_encoder_decoder", False)
+        or model.loss_function is not ForCausalLMLoss
+        or head is None
+    ):
         raise ValueError(
             f"chunked_cross_entropy: {name} does not have the loss of a causal language model with one head; leave "
             "chunked_cross_entropy out for it"
@@ -314,20 +386,24 @@ def _head_of(model: Any) -> tuple[nn.Module, list[tuple[nn.Module, str]]]:
 
 
 def _let_compute_chunks(head: nn.Module) -> None:
-    """Give the head's forward a keyword ``in_chunks``: the function to run instead, called with the head's own forward
-    and its input.
+    """Give the head's forward a keyword ``in_chunks``: the function to run instead,
+    called with the head's own forward and its input.
     """
     own = head.forward
 
     @functools.wraps(own)
-    def forward(*args: Any, in_chunks: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(
+        *args: Any, in_chunks: Callable[..., Tensor] | None = None, **kwargs: Any
+    ) -> Any:
         return own(*args, **kwargs) if in_chunks is None else in_chunks(own, *args)
 
     head.forward = forward  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _in_its_place(places: list[tuple[nn.Module, str]], stand_in: nn.Module) -> Iterator[None]:
+def _in_its_place(
+    places: list[tuple[nn.Module, str]], stand_in: nn.Module
+) -> Iterator[None]:
     heads = [getattr(parent, attribute) for parent, attribute in places]
     for parent, attribute in places:
         setattr(parent, attribute, stand_in)
@@ -339,7 +415,8 @@ def _in_its_place(places: list[tuple[nn.Module, str]], stand_in: nn.Module) -> I
 
 
 def _without_pending(outputs: Any, has_loss: bool) -> Any:
-    """Replace pending logits in a model's outputs: by None if there is a loss, else by the computed logits."""
+    """Replace pending logits in a model's outputs: by None if there is a loss, else by
+    the computed logits."""
 
     def settled(value: Any) -> Any:
         if not isinstance(value, PendingLogits):
@@ -348,7 +425,15 @@ def _without_pending(outputs: Any, has_loss: bool) -> Any:
 
     if isinstance(outputs, tuple):
         return tuple(map(settled, outputs))
-    changed = {key: settled(value) for key, value in outputs.items() if isinstance(value, PendingLogits)}
+    changed = {
+        key: settled(value)
+        for key, value in outputs.items()
+        if isinstance(value, PendingLogits)
+    }
     if not changed:
         return outputs
-    return {**outputs, **changed} if type(outputs) is dict else dataclasses.replace(outputs, **changed)
+    return (
+        {**outputs, **changed}
+        if type(outputs) is dict
+        else dataclasses.replace(outputs, **changed)
+    )

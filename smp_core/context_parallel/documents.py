@@ -1,11 +1,14 @@
-"""The documents of a batch: the places where they begin, and the positions of tokens in them.
+"""The documents of a batch: the places where they begin, and the positions of tokens in
+them.
 
-Several texts may be packed into one row of a batch, and padding may stand before or after them. Tokens of different
-documents do not attend to one another. In the order in which they count, a batch tells its documents by
+Several texts may be packed into one row of a batch, and padding may stand before or
+after them. Tokens of different documents do not attend to one another. In the order in
+which they count, a batch tells its documents by
 
     1. ``document_ids`` or ``seq_idx``: one number for each document
     2. ``position_ids``: they start again in each document
-    3. ``attention_mask``, besides 1 or 2: a run of padding is a document that nothing attends to
+    3. ``attention_mask``, besides 1 or 2: a run of padding is a document that nothing
+       attends to
 
 Shape letters: B rows, S tokens of a row.
 """
@@ -24,7 +27,9 @@ Key = str | int
 DOCUMENT_KEYS = ("document_ids", "seq_idx")
 
 
-def document_starts_of(sequences: Mapping[Key, Any], rows: int, length: int, device: torch.device) -> Tensor:
+def document_starts_of(
+    sequences: Mapping[Key, Any], rows: int, length: int, device: torch.device
+) -> Tensor:
     """Find the first token of every document and of every run of padding.
 
     Args:
@@ -55,7 +60,8 @@ def document_starts_of(sequences: Mapping[Key, Any], rows: int, length: int, dev
 
 
 def positions_in_documents(sequences: Mapping[Key, Any], starts: Tensor) -> Tensor:
-    """Return the batch's ``position_ids``, or count them: in each document if ids tell documents, else in each row.
+    """Return the batch's ``position_ids``, or count them: in each document if ids tell
+    documents, else in each row.
 
     Args:
         starts: [B, S], from :func:`document_starts_of`.
@@ -74,11 +80,15 @@ def positions_in_documents(sequences: Mapping[Key, Any], starts: Tensor) -> Tens
     return in_row - start_of_document
 
 
-def positions_of_first_tokens(position_ids: Tensor, starts: Tensor, padded: bool) -> tuple[tuple[int, ...], ...]:
-    """List the position of every document's first token, row by row; none if every row is one document.
+def positions_of_first_tokens(
+    position_ids: Tensor, starts: Tensor, padded: bool
+) -> tuple[tuple[int, ...], ...]:
+    """List the position of every document's first token, row by row; none if every row
+    is one document.
 
-    Chunked attention counts its chunks from these positions, as in Transformers, in a batch with several documents in
-    some row and without ``attention_mask``. In other batches it counts from the first token that is not padding.
+    Chunked attention counts its chunks from these positions, as in Transformers, in a
+    batch with several documents in some row and without ``attention_mask``. In other
+    batches it counts from the first token that is not padding.
 
     Args:
         position_ids: [B, S] or [1, S].
@@ -96,16 +106,26 @@ def positions_of_first_tokens(position_ids: Tensor, starts: Tensor, padded: bool
 
 
 def labels_within_documents(batch: Mapping[str, Any]) -> Tensor:
-    """Return ``batch["labels"]`` [B, S] without the first token of every document, which no token predicts."""
+    """Return ``batch["labels"]`` [B, S] without the first token of every document,
+    which no token predicts."""
     labels = batch["labels"]
-    sequences: dict[Key, Any] = {key: item for key, item in batch.items() if has_sequence_of(item, labels)}
+    sequences: dict[Key, Any] = {
+        key: item for key, item in batch.items() if has_sequence_of(item, labels)
+    }
     rows, length = labels.shape
-    return labels.masked_fill(document_starts_of(sequences, rows, length, labels.device), IGNORED)
+    return labels.masked_fill(
+        document_starts_of(sequences, rows, length, labels.device), IGNORED
+    )
 
 
 def has_sequence_of(item: Any, tokens: Tensor) -> bool:
-    """Return whether an item of a batch has the rows and the length of ``tokens`` [B, S, ...]."""
-    return isinstance(item, Tensor) and item.dim() >= 2 and item.shape[:2] == tokens.shape[:2]
+    """Return whether an item of a batch has the rows and the length of ``tokens`` [B,
+    S, ...]."""
+    return (
+        isinstance(item, Tensor)
+        and item.dim() >= 2
+        and item.shape[:2] == tokens.shape[:2]
+    )
 
 
 def _document_ids(sequences: Mapping[Key, Any]) -> Tensor | None:
@@ -114,7 +134,8 @@ def _document_ids(sequences: Mapping[Key, Any]) -> Tensor | None:
 
 
 def _refuse_holes(mask: Tensor, documents: Tensor) -> None:
-    """Raise for padding inside a document: it would split the document into two that do not attend to one another.
+    """Raise for padding inside a document: it would split the document into two that do
+    not attend to one another.
 
     Args:
         mask: [B, S], False for padding.
@@ -122,7 +143,9 @@ def _refuse_holes(mask: Tensor, documents: Tensor) -> None:
     """
     if bool(mask.all()):
         return
-    for row, (mask_S, documents_S) in enumerate(zip(mask.cpu(), documents.cpu(), strict=True)):
+    for row, (mask_S, documents_S) in enumerate(
+        zip(mask.cpu(), documents.cpu(), strict=True)
+    ):
         tokens = mask_S.nonzero().flatten()
         follows_padding = tokens.diff() > 1
         same_document = documents_S[tokens].diff() == 0

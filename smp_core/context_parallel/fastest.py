@@ -1,13 +1,18 @@
-"""Which of several attention kernels is the fastest for calls of one kind: measured once on the device, then known.
+"""Which of several attention kernels is the fastest for calls of one kind: measured
+once on the device, then known.
 
-Kernels differ by tens of percent, and which one wins depends on the device, the lengths and the heads. The first call
-of a kind runs every kernel that takes it, forward and backward, on the call's own tensors: what differs from the first
-kernel's numbers by more than rounding, or raises, is left out with a warning; of the others the fastest is kept until
-the process ends. No random numbers are drawn. This makes the host wait for the device, once for each kind.
+Kernels differ by tens of percent, and which one wins depends on the device, the lengths
+and the heads. The first call of a kind runs every kernel that takes it, forward and
+backward, on the call's own tensors: what differs from the first kernel's numbers by
+more than rounding, or raises, is left out with a warning; of the others the fastest is
+kept until the process ends. No random numbers are drawn. This makes the host wait for
+the device, once for each kind.
 
-torch's own switches decide between which kernels there is a choice (:mod:`smp_core.context_parallel.kernels`).
+torch's own switches decide between which kernels there is a choice
+(:mod:`smp_core.context_parallel.kernels`).
 
-Shape letters: B rows, L queries, M keys, H query heads, K key and value heads, D head size, E head size of values.
+Shape letters: B rows, L queries, M keys, H query heads, K key and value heads, D head
+size, E head size of values.
 """
 
 from __future__ import annotations
@@ -29,12 +34,18 @@ logger = logging.getLogger("smp")
 Segments = Sequence[tuple[int, int]]
 Tensors = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values, or their gradients."""
-# Largest difference between two kernels over the largest value, in units of the dtype's own rounding: the output once,
-# gradients twice as much.
+# Largest difference between two kernels over the largest value, in units of the dtype's
+# own rounding: the output once, gradients twice as much.
 _OUTPUT = 4
 _GRADIENTS = 8
 _LSE = 1e-3
-_RESULTS = ("output", "LSE", "gradient of queries", "gradient of keys", "gradient of values")
+_RESULTS = (
+    "output",
+    "LSE",
+    "gradient of queries",
+    "gradient of keys",
+    "gradient of values",
+)
 
 
 class Masks(NamedTuple):
@@ -43,7 +54,8 @@ class Masks(NamedTuple):
     Attributes:
         segments: queries and keys of each document.
         scale: factor of the products of queries and keys.
-        causal: whether a query sees the keys up to its own only, aligned at the document's end.
+        causal: whether a query sees the keys up to its own only, aligned at the
+            document's end.
         window: how many of these it sees, its own included; None: all.
     """
 
@@ -58,11 +70,12 @@ class Kernel:
     """One way to compute attention.
 
     Attributes:
-        forward: (queries [B, L, H, D], keys [B, M, K, D], values [B, M, K, E], masks) -> output [B, L, H, E] and LSE
-            [B, H, L].
-        backward: (gradient, queries, keys, values, output, LSE, masks) -> the gradients of queries, keys and values.
-        takes: whether it can be called with (queries, keys, values, masks), whatever their head sizes, which are
-            padded.
+        forward: (queries [B, L, H, D], keys [B, M, K, D], values [B, M, K, E], masks)
+            -> output [B, L, H, E] and LSE [B, H, L].
+        backward: (gradient, queries, keys, values, output, LSE, masks) -> the gradients
+            of queries, keys and values.
+        takes: whether it can be called with (queries, keys, values, masks), whatever
+            their head sizes, which are padded.
         multiple: of which the head sizes have to be multiples.
         one_size: whether D and E have to be the same.
     """
@@ -77,7 +90,8 @@ class Kernel:
     def padded(self, *tensors: Tensor) -> list[Tensor]:
         """Pad every head with zeros to a size that the kernel takes.
 
-        Zeros behind shorter heads change no score and no sum; their results are cut off again.
+        Zeros behind shorter heads change no score and no sum; their results are cut off
+        again.
         """
         largest = max(tensor.shape[-1] for tensor in tensors)
         found = []
@@ -89,8 +103,8 @@ class Kernel:
 
 
 class Kind(NamedTuple):
-    """Calls that one measurement holds for. Numbers of tokens are rounded up to a power of two: batches of other
-    lengths are no reason to measure again."""
+    """Calls that one measurement holds for. Numbers of tokens are rounded up to a power
+    of two: batches of other lengths are no reason to measure again."""
 
     device: torch.device
     dtype: torch.dtype
@@ -105,7 +119,9 @@ class Kind(NamedTuple):
     kernels: tuple[str, ...]
 
     def __str__(self) -> str:
-        masks = [name for name in ("causal", "window", "documents") if getattr(self, name)]
+        masks = [
+            name for name in ("causal", "window", "documents") if getattr(self, name)
+        ]
         return (
             f"attention of up to {self.queries} x {self.keys} tokens, {self.rows} rows, heads {self.heads} of "
             f"{self.sizes}, {self.dtype}{''.join(f', {mask}' for mask in masks)}, on {self.device}"
@@ -115,7 +131,9 @@ class Kind(NamedTuple):
 def kind_of(tensors: Tensors, masks: Masks, kernels: Sequence[Kernel]) -> Kind:
     """Return the kind of a call."""
     q_BLHD, k_BMKD, v_BMKE = tensors
-    queries, keys = (1 << (tensor.shape[1] - 1).bit_length() for tensor in (q_BLHD, k_BMKD))
+    queries, keys = (
+        1 << (tensor.shape[1] - 1).bit_length() for tensor in (q_BLHD, k_BMKD)
+    )
     return Kind(
         q_BLHD.device,
         q_BLHD.dtype,
@@ -152,10 +170,14 @@ class FastestKernel:
         milliseconds: measures a function.
 
     Attributes:
-        measured: kind -> kernel's name -> milliseconds forward and backward, or why it was left out.
+        measured: kind -> kernel's name -> milliseconds forward and backward, or why it
+            was left out.
     """
 
-    def __init__(self, milliseconds: Callable[[Callable[[], object]], float] = milliseconds_on_device) -> None:
+    def __init__(
+        self,
+        milliseconds: Callable[[Callable[[], object]], float] = milliseconds_on_device,
+    ) -> None:
         self.measured: dict[Kind, dict[str, float | str]] = {}
         self._chosen: dict[Kind, Kernel] = {}
         self._milliseconds = milliseconds
@@ -167,17 +189,23 @@ class FastestKernel:
         both_ways: Callable[[Kernel], Sequence[Tensor]],
         work: Callable[[Kernel], Any],
     ) -> Any:
-        """Return ``work(kernel)`` with the fastest kernel; with the first, if another raises all at once.
+        """Return ``work(kernel)`` with the fastest kernel; with the first, if another
+        raises all at once.
 
         Args:
             kernels: the first is the one to trust.
-            both_ways: runs forward and backward; the results in the order of ``_RESULTS``.
+            both_ways: runs forward and backward; the results in the order of
+                ``_RESULTS``.
         """
         if kind not in self._chosen:
             try:
                 self._chosen[kind] = self._choose(kind, kernels, both_ways)
             except torch.OutOfMemoryError:
-                logger.warning("%s: no memory to measure kernels side by side: %s", kind, kernels[0].name)
+                logger.warning(
+                    "%s: no memory to measure kernels side by side: %s",
+                    kind,
+                    kernels[0].name,
+                )
                 self._chosen[kind], self.measured[kind] = kernels[0], {}
         kernel = self._chosen[kind]
         try:
@@ -185,12 +213,23 @@ class FastestKernel:
         except RuntimeError as error:
             if kernel is kernels[0] or isinstance(error, torch.OutOfMemoryError):
                 raise
-            logger.warning("%s: %s raised, %s takes its place: %s", kind, kernel.name, kernels[0].name, _short(error))
+            logger.warning(
+                "%s: %s raised, %s takes its place: %s",
+                kind,
+                kernel.name,
+                kernels[0].name,
+                _short(error),
+            )
             self.measured[kind][kernel.name] = _short(error)
             self._chosen[kind] = kernels[0]
             return work(kernels[0])
 
-    def _choose(self, kind: Kind, kernels: Sequence[Kernel], both_ways: Callable[[Kernel], Sequence[Tensor]]) -> Kernel:
+    def _choose(
+        self,
+        kind: Kind,
+        kernels: Sequence[Kernel],
+        both_ways: Callable[[Kernel], Sequence[Tensor]],
+    ) -> Kernel:
         """Measure all kernels, and say which one it is to be."""
         first, *others = kernels
         found: dict[str, float | str] = {}
@@ -200,12 +239,24 @@ class FastestKernel:
         for kernel in others:
             found[kernel.name] = self._tried(kernel, both_ways, expected)
             if isinstance(found[kernel.name], str):
-                logger.warning("%s: %s is left out: %s", kind, kernel.name, found[kernel.name])
+                logger.warning(
+                    "%s: %s is left out: %s", kind, kernel.name, found[kernel.name]
+                )
             elif found[kernel.name] < found[best.name]:  # type: ignore[operator]
                 best = kernel
         self.measured[kind] = found
-        times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items() if not isinstance(ms, str))
-        logger.log(logging.INFO if is_rank_0() else logging.DEBUG, "%s: %s, of %s", kind, best.name, times)
+        times = ", ".join(
+            f"{name} {ms:.3f} ms"
+            for name, ms in found.items()
+            if not isinstance(ms, str)
+        )
+        logger.log(
+            logging.INFO if is_rank_0() else logging.DEBUG,
+            "%s: %s, of %s",
+            kind,
+            best.name,
+            times,
+        )
         return best
 
     def _tried(
@@ -223,7 +274,8 @@ class FastestKernel:
 
 
 def difference(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Say which result is further from what was expected than two kernels' rounding explains; "": none."""
+    """Say which result is further from what was expected than two kernels' rounding
+    explains; "": none."""
     for name, one, other in zip(_RESULTS, seen, expected, strict=True):
         rounding = torch.finfo(other.dtype).eps
         limits = {"LSE": _LSE, "output": _OUTPUT * rounding}

@@ -1,9 +1,11 @@
-"""The attention of one rectangle, forward and backward, with the row-wise logarithm of the softmax's denominator (LSE).
+"""The attention of one rectangle, forward and backward, with the row-wise logarithm of
+the softmax's denominator (LSE).
 
-Every function here takes the tensors of one :class:`~smp_core.context_parallel.sequence_plan.KernelCall`: queries and
-keys of several documents one after another, each document's queries aligned with the end of its keys ("bottom-right").
-Backward gets the output and LSE of the unsplit row, so the gradients of a piece are exact (FlashAttention-2, arXiv
-2307.08691, section 3.1).
+Every function here takes the tensors of one
+:class:`~smp_core.context_parallel.sequence_plan.KernelCall`: queries and keys of
+several documents one after another, each document's queries aligned with the end of its
+keys ("bottom-right"). Backward gets the output and LSE of the unsplit row, so the
+gradients of a piece are exact (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
     CUDA, half precision    the fastest of torch's flash attention and FlashAttention 3 (flash.py) and of cuDNN's
                             attention (start_aligned.py), measured once for each kind of call (fastest.py)
@@ -11,13 +13,14 @@ Backward gets the output and LSE of the unsplit row, so the gradients of a piece
     anything else           plain matrix products, one document at a time (float32 and float64 on CUDA, heads of more
                             than 256 and devices older than Ampere there)
 
-Heads of sizes that a kernel does not take are padded with zeros. On CUDA nothing is measured, and torch's flash
-attention taken, where algorithms have to be deterministic, where ``activate_flash_attention_impl`` has settled what
-runs behind it, and while a CUDA graph records. ``torch.backends.cuda.enable_cudnn_sdp``, ``enable_flash_sdp`` and
+Heads of sizes that a kernel does not take are padded with zeros. On CUDA nothing is
+measured, and torch's flash attention taken, where algorithms have to be deterministic,
+where ``activate_flash_attention_impl`` has settled what runs behind it, and while a
+CUDA graph records. ``torch.backends.cuda.enable_cudnn_sdp``, ``enable_flash_sdp`` and
 ``torch.nn.attention.sdpa_kernel`` say between which kernels the choice is.
 
-Shape letters: B rows, L queries, M keys, H query heads, K key and value heads (H a multiple of K), D head size, E head
-size of values.
+Shape letters: B rows, L queries, M keys, H query heads, K key and value heads (H a
+multiple of K), D head size, E head size of values.
 """
 
 from __future__ import annotations
@@ -32,9 +35,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from smp_core.context_parallel.fastest import FastestKernel, Kernel, Masks, Tensors, kind_of
+from smp_core.context_parallel.fastest import (
+    FastestKernel,
+    Kernel,
+    Masks,
+    Tensors,
+    kind_of,
+)
 from smp_core.context_parallel.flash import FLASH, FLASH_3
-from smp_core.context_parallel.start_aligned import CPU, CUDNN, backward_by_document, forward_by_document, hidden
+from smp_core.context_parallel.start_aligned import (
+    CPU,
+    CUDNN,
+    backward_by_document,
+    forward_by_document,
+    hidden,
+)
 
 
 @dataclass(eq=False)
@@ -42,7 +57,8 @@ class AttentionWork:
     """The work that the kernels were asked for.
 
     Attributes:
-        pairs: (query, key) pairs that are not masked, times query heads, forward and backward alike.
+        pairs: (query, key) pairs that are not masked, times query heads, forward and
+            backward alike.
         calls: kernel calls by name.
     """
 
@@ -67,14 +83,23 @@ def count_attention_work() -> Iterator[AttentionWork]:
 def _count(name: str, rows: int, heads: int, masks: Masks) -> None:
     for work in _counting:
         work.calls[name] = work.calls.get(name, 0) + 1
-        work.pairs += rows * heads * sum(visible_pairs(q, k, masks.causal, masks.window) for q, k in masks.segments)
+        work.pairs += (
+            rows
+            * heads
+            * sum(
+                visible_pairs(q, k, masks.causal, masks.window)
+                for q, k in masks.segments
+            )
+        )
 
 
 def visible_pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """Count the (query, key) pairs of a rectangle, aligned at its end, that are not masked."""
+    """Count the (query, key) pairs of a rectangle, aligned at its end, that are not
+    masked."""
     if not causal:
         return queries * keys
-    last = [keys - queries + i + 1 for i in (0, queries - 1)]  # keys that the first and the last query see
+    # Keys that the first and the last query see.
+    last = [keys - queries + i + 1 for i in (0, queries - 1)]
     total = (last[0] + last[1]) * queries // 2
     if window is not None and last[1] > window:
         over = last[1] - window
@@ -88,35 +113,49 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernels_for(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -> Sequence[Kernel]:
-    """Return the kernels that take a call, of which the fastest is to be found where there are several; the first is
-    the one that the others are compared with."""
+def kernels_for(
+    q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks
+) -> Sequence[Kernel]:
+    """Return the kernels that take a call, of which the fastest is to be found where
+    there are several; the first is the one that the others are compared with."""
     if q_BLHD.device.type == "cpu":
         return (CPU,)
     if not _flash_takes(q_BLHD, v_BMKE):
         return (PRODUCTS,)
-    settled = current_flash_attention_impl() is not None or torch.are_deterministic_algorithms_enabled()
+    settled = (
+        current_flash_attention_impl() is not None
+        or torch.are_deterministic_algorithms_enabled()
+    )
     if settled or torch.cuda.is_current_stream_capturing():
         return (FLASH,)
     flash = (FLASH, FLASH_3) if torch.backends.cuda.flash_sdp_enabled() else ()
-    return tuple(k for k in (*flash, CUDNN) if k.takes(q_BLHD, k_BMKD, v_BMKE, masks)) or (FLASH,)
+    return tuple(
+        k for k in (*flash, CUDNN) if k.takes(q_BLHD, k_BMKD, v_BMKE, masks)
+    ) or (FLASH,)
 
 
 def _flash_takes(q: Tensor, v: Tensor) -> bool:
-    """Return whether flash attention takes queries [.., D] and values [.., E] on their device."""
+    """Return whether flash attention takes queries [.., D] and values [.., E] on their
+    device."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return max(q.shape[-1], v.shape[-1]) <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return max(q.shape[-1], v.shape[-1]) <= 256 and torch.cuda.get_device_capability(
+        q.device
+    ) >= (8, 0)
 
 
 FASTEST = FastestKernel()
 """The choices of this process."""
 
 
-def forward(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def forward(
+    q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks
+) -> tuple[Tensor, Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] (:func:`lse_dtype`)."""
     tensors = (q_BLHD, k_BMKD, v_BMKE)
-    result: tuple[Tensor, Tensor] = _with_a_kernel(tensors, masks, lambda k: _forward(k, tensors, masks))
+    result: tuple[Tensor, Tensor] = _with_a_kernel(
+        tensors, masks, lambda k: _forward(k, tensors, masks)
+    )
     return result
 
 
@@ -129,14 +168,20 @@ def backward(
     lse_BHL: Tensor,
     masks: Masks,
 ) -> Tensors:
-    """Compute the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B, M, K, E]."""
+    """Compute the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B,
+    M, K, E]."""
     tensors, results = (q_BLHD, k_BMKD, v_BMKE), (grad_BLHE, out_BLHE, lse_BHL)
-    gradients: Tensors = _with_a_kernel(tensors, masks, lambda kernel: _backward(kernel, tensors, masks, *results))
+    gradients: Tensors = _with_a_kernel(
+        tensors, masks, lambda kernel: _backward(kernel, tensors, masks, *results)
+    )
     return gradients
 
 
-def _with_a_kernel(tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]) -> Any:
-    """Return ``work(kernel)`` with the fastest of the kernels that take the call, and count it."""
+def _with_a_kernel(
+    tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]
+) -> Any:
+    """Return ``work(kernel)`` with the fastest of the kernels that take the call, and
+    count it."""
     kernels = kernels_for(*tensors, masks)
 
     def counted(kernel: Kernel) -> Any:
@@ -148,7 +193,8 @@ def _with_a_kernel(tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]
 
     def both_ways(kernel: Kernel) -> tuple[Tensor, ...]:
         out, lse = _forward(kernel, tensors, masks)
-        return out, lse, *_backward(kernel, tensors, masks, out, out, lse)  # any gradient will do
+        # Any gradient will do.
+        return out, lse, *_backward(kernel, tensors, masks, out, out, lse)
 
     return FASTEST.run(kind_of(tensors, masks, kernels), kernels, both_ways, counted)
 
@@ -158,9 +204,19 @@ def _forward(kernel: Kernel, tensors: Tensors, masks: Masks) -> tuple[Tensor, Te
     return out[..., : tensors[2].shape[-1]], lse
 
 
-def _backward(kernel: Kernel, tensors: Tensors, masks: Masks, grad: Tensor, out: Tensor, lse: Tensor) -> Tensors:
+def _backward(
+    kernel: Kernel,
+    tensors: Tensors,
+    masks: Masks,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> Tensors:
     gradients = kernel.backward(*kernel.padded(grad, *tensors, out), lse, masks)
-    dq, dk, dv = (gradient[..., : tensor.shape[-1]] for gradient, tensor in zip(gradients, tensors, strict=True))
+    dq, dk, dv = (
+        gradient[..., : tensor.shape[-1]]
+        for gradient, tensor in zip(gradients, tensors, strict=True)
+    )
     return dq, dk, dv
 
 
@@ -168,13 +224,18 @@ def _backward(kernel: Kernel, tensors: Tensors, masks: Masks, grad: Tensor, out:
 
 
 def _math_scores(q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-    """Return the queries as [B, K, H/K, L, D] and the scores [B, K, H/K, L, M], both in the dtype of the LSE."""
+    """Return the queries as [B, K, H/K, L, D] and the scores [B, K, H/K, L, M], both in
+    the dtype of the LSE."""
     wide = q.to(lse_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     scores = wide @ k.to(wide.dtype).unsqueeze(2).transpose(-1, -2) * masks.scale
-    return wide, scores.masked_fill(hidden(q, k, masks.window), float("-inf")) if masks.causal else scores
+    return wide, scores.masked_fill(
+        hidden(q, k, masks.window), float("-inf")
+    ) if masks.causal else scores
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def _math_forward(
+    q: Tensor, k: Tensor, v: Tensor, masks: Masks
+) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L]."""
     _, scores = _math_scores(q, k, masks)
     lse = torch.logsumexp(scores, -1)
@@ -182,17 +243,33 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks) -> Tensors:
+def _math_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masks: Masks,
+) -> Tensors:
     wide, scores = _math_scores(q, k, masks)
     groups = (k.shape[1], -1)
     weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))
     grad_out = grad.to(scores.dtype).unflatten(1, groups)
     delta = (grad_out * out.to(scores.dtype).unflatten(1, groups)).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_out @ v.to(scores.dtype).unsqueeze(2).transpose(-1, -2) - delta) * masks.scale
+    grad_scores = (
+        weights
+        * (grad_out @ v.to(scores.dtype).unsqueeze(2).transpose(-1, -2) - delta)
+        * masks.scale
+    )
     dq = (grad_scores @ k.to(scores.dtype).unsqueeze(2)).flatten(1, 2)
     dk = (grad_scores.transpose(-1, -2) @ wide).sum(2)
     dv = (weights.transpose(-1, -2) @ grad_out).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-PRODUCTS = Kernel("math", partial(forward_by_document, _math_forward), partial(backward_by_document, _math_backward))
+PRODUCTS = Kernel(
+    "math",
+    partial(forward_by_document, _math_forward),
+    partial(backward_by_document, _math_backward),
+)

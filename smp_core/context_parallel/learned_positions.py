@@ -1,7 +1,8 @@
-"""Sequences that are longer than a Transformers model's table of learned positions, refused in words.
+"""Sequences that are longer than a Transformers model's table of learned positions,
+refused in words.
 
-Torch says "index out of range in self" on a CPU, and ends the process by an assertion on a GPU. Positions that are
-computed (RoPE) have no table, and no such end.
+Torch says "index out of range in self" on a CPU, and ends the process by an assertion
+on a GPU. Positions that are computed (RoPE) have no table, and no such end.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ class LearnedPositions:
         """Refuse sequences of a length.
 
         Args:
-            last_position: the largest position in them, where it is not the last token's: of packed documents, or
-                padding. It is looked at only where the length alone is too large.
+            last_position: the largest position in them, where it is not the last
+                token's: of packed documents, or padding. It is looked at only where the
+                length alone is too large.
 
         Raises:
             ValueError: names the model's limit, the length, and what to type.
         """
-        if length <= self.count or (last_position is not None and int(last_position) < self.count):
+        if length <= self.count or (
+            last_position is not None and int(last_position) < self.count
+        ):
             return
         raise ValueError(
             f"sequences of {length} tokens: {self.model} has learned {self.count} positions ({self.table}, "
@@ -50,12 +54,26 @@ class LearnedPositions:
             "learned"
         )
 
-    def require_of_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse the sequences of a model's call: a forward hook. Split ones were looked at when they were whole."""
-        tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+    def require_of_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse the sequences of a model's call: a forward hook. Split ones were
+        looked at when they were whole."""
+        tokens = next(
+            (
+                kwargs[key]
+                for key in ("input_ids", "inputs_embeds")
+                if kwargs.get(key) is not None
+            ),
+            None,
+        )
         if tokens is None and args:
             tokens = args[0]
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or active_split() is not None:
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.dim() < 2
+            or active_split() is not None
+        ):
             return
         length = tokens.shape[1]
         if length <= self.count:
@@ -68,7 +86,8 @@ class LearnedPositions:
 
 
 def learned_positions(model: nn.Module) -> LearnedPositions | None:
-    """Find the table of learned positions of the first Transformers model in ``model``; None if it has none."""
+    """Find the table of learned positions of the first Transformers model in ``model``;
+    None if it has none."""
     found = transformers_models(model)
     if not found:
         return None
@@ -77,22 +96,31 @@ def learned_positions(model: nn.Module) -> LearnedPositions | None:
         if not isinstance(module, nn.Embedding) or not _is_of_positions(name):
             continue
         # Some tables begin with rows that no position has.
-        before = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
+        before = (
+            getattr(module, "offset", 0)
+            if module.padding_idx is None
+            else module.padding_idx + 1
+        )
         count = module.num_embeddings - before
         if limit in (count, module.num_embeddings):
-            return LearnedPositions(type(found[0]).__name__.removeprefix("FSDP"), name, count, before > 0)
+            return LearnedPositions(
+                type(found[0]).__name__.removeprefix("FSDP"), name, count, before > 0
+            )
     return None
 
 
 def require_lengths(model: nn.Module) -> LearnedPositions | None:
-    """Refuse sequences longer than the table of learned positions, before each call of the model that has one.
+    """Refuse sequences longer than the table of learned positions, before each call of
+    the model that has one.
 
     Returns:
         the table, for sequences that are split; None if there is none.
     """
     table = learned_positions(model)
     if table is not None:
-        transformers_models(model)[0].register_forward_pre_hook(table.require_of_call, prepend=True, with_kwargs=True)
+        transformers_models(model)[0].register_forward_pre_hook(
+            table.require_of_call, prepend=True, with_kwargs=True
+        )
     return table
 
 

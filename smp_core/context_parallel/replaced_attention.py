@@ -1,11 +1,13 @@
 """The active split batch, and torch's attention under it.
 
-:func:`enabled` is entered around forward and around backward (activation checkpointing runs forward again there).
-Inside, ``F.scaled_dot_product_attention`` is attention over the whole sequence, wherever it is called from;
-Transformers models look at :func:`active_split` through their own attention function
+:func:`enabled` is entered around forward and around backward (activation checkpointing
+runs forward again there). Inside, ``F.scaled_dot_product_attention`` is attention over
+the whole sequence, wherever it is called from; Transformers models look at
+:func:`active_split` through their own attention function
 (:mod:`smp_core.context_parallel.transformers_models`).
 
-The state belongs to the process and not to a thread: on an accelerator backward runs on threads of its own.
+The state belongs to the process and not to a thread: on an accelerator backward runs on
+threads of its own.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from smp_core.context_parallel.sequence_plan import SequencePlan
 
 
 class TriesCalls(Protocol):
-    """The trial of the first calls of a model (:mod:`smp_core.context_parallel.trial`)."""
+    """The trial of the first calls of a model
+    (:mod:`smp_core.context_parallel.trial`)."""
 
-    def watching(self, split: SplitBatch) -> contextlib.AbstractContextManager[None]: ...
+    def watching(
+        self, split: SplitBatch
+    ) -> contextlib.AbstractContextManager[None]: ...
 
     def of_call(
         self,
@@ -55,20 +60,27 @@ class SplitBatch:
         rank: this rank's place in the plan.
         encoded: the plan as the kernels take it.
         position_ids: [B, L] or [1, L], this rank's positions in their documents.
-        labels: the tensor in ``batch["labels"]``, by which the model's hook recognises this batch.
+        labels: the tensor in ``batch["labels"]``, by which the model's hook recognises
+            this batch.
         shift_labels: [B, L], the target of each of this rank's tokens; -100: none.
-        tokens_per_rank: targets of all ranks / ranks, as 0-d tensor: (sum of losses) / this, averaged over ranks, is
-            the mean over all targets.
-        weight: this rank's targets / ``tokens_per_rank``: the factor from a mean over its targets to its part of the
-            mean over all targets.
-        count_targets: sets the two above, where nobody has counted; collective over all ranks that train on the batch.
-        divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as Transformers' causal models do.
+        tokens_per_rank: targets of all ranks / ranks, as 0-d tensor: (sum of losses) /
+            this, averaged over ranks, is the mean over all targets.
+        weight: this rank's targets / ``tokens_per_rank``: the factor from a mean over
+            its targets to its part of the mean over all targets.
+        count_targets: sets the two above, where nobody has counted; collective over all
+            ranks that train on the batch.
+        divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as
+            Transformers' causal models do.
         weighted: whether :func:`weighted_mean` has been asked for this batch.
-        last_position: 0-d tensor, the largest position in the whole sequences; None: ``length - 1``.
-        first_positions: the positions at which documents begin, for :meth:`SequencePlan.in_chunks`.
-        group: the context group. A plan has its number alone, and the group is registered only while it is referenced.
+        last_position: 0-d tensor, the largest position in the whole sequences; None:
+            ``length - 1``.
+        first_positions: the positions at which documents begin, for
+            :meth:`SequencePlan.in_chunks`.
+        group: the context group. A plan has its number alone, and the group is
+            registered only while it is referenced.
         dims: key (or place) in ``batch`` -> dim that is the sequence.
-        sequences: the tensors in ``batch`` with tokens, whatever the code that trains takes out of it.
+        sequences: the tensors in ``batch`` with tokens, whatever the code that trains
+            takes out of it.
         trial: tries the model's first calls under a batch.
     """
 
@@ -97,7 +109,8 @@ class SplitBatch:
         self.encoded = self.plan.encode()
 
     def at(self, key: Key) -> Tensor:
-        """Return the tensor in ``batch``; one that was taken out of it (``labels = batch.pop("labels")``), too."""
+        """Return the tensor in ``batch``; one that was taken out of it (``labels =
+        batch.pop("labels")``), too."""
         try:
             found: Tensor = self.batch[key]
         except LookupError:
@@ -105,9 +118,12 @@ class SplitBatch:
         return found
 
     def encoded_in_chunks(self, size: int) -> Tensor:
-        """Return the plan of attention within chunks of ``size`` positions, as the tensor that the kernels take."""
+        """Return the plan of attention within chunks of ``size`` positions, as the
+        tensor that the kernels take."""
         if size not in self._chunked:
-            self._chunked[size] = self.plan.in_chunks(size, self.first_positions).encode()
+            self._chunked[size] = self.plan.in_chunks(
+                size, self.first_positions
+            ).encode()
         return self._chunked[size]
 
 
@@ -125,12 +141,14 @@ def active_split() -> SplitBatch | None:
 
 @contextlib.contextmanager
 def enabled(split: SplitBatch | None) -> Iterator[None]:
-    """Make attention inside the block attend over the unsplit sequences of ``split``; None changes nothing.
+    """Make attention inside the block attend over the unsplit sequences of ``split``;
+    None changes nothing.
 
     ``split`` comes from :meth:`ContextParallel.split`.
 
     Raises:
-        ValueError: from an attention that has no such form: a mask, dropout, other lengths than the batch's.
+        ValueError: from an attention that has no such form: a mask, dropout, other
+            lengths than the batch's.
     """
     if split is None:
         yield
@@ -154,14 +172,16 @@ def try_call(
     forward: Callable[..., Any] | None = None,
     part: int = 0,
 ) -> None:
-    """Try a call under the active batch, as :meth:`smp_core.context_parallel.trial.Trial.of_call` says."""
+    """Try a call under the active batch, as
+    :meth:`smp_core.context_parallel.trial.Trial.of_call` says."""
     split = _STATE.split
     if split is not None and split.trial is not None:
         split.trial.of_call(module, args, kwargs, split, forward, part)
 
 
 def positions(tokens: Tensor) -> Tensor:
-    """Return the positions of this rank's tokens in their documents: the indices for a table of positions.
+    """Return the positions of this rank's tokens in their documents: the indices for a
+    table of positions.
 
     Args:
         tokens: [B, L, ...], this rank's.
@@ -182,11 +202,13 @@ def positions(tokens: Tensor) -> Tensor:
 
 
 def weighted_mean(loss: Tensor) -> Tensor:
-    """Turn a mean over this rank's targets into its part of the mean over all ranks' targets.
+    """Turn a mean over this rank's targets into its part of the mean over all ranks'
+    targets.
 
-    The average of the result over all ranks is the loss of the unsplit batch, however uneven the targets are: train
-    on it, and log it with ``sync_dist=True``. Without a split batch, or if it has no targets, the result is ``loss``
-    itself. The loss that a Transformers model computes from the split batch is such a part already.
+    The average of the result over all ranks is the loss of the unsplit batch, however
+    uneven the targets are: train on it, and log it with ``sync_dist=True``. Without a
+    split batch, or if it has no targets, the result is ``loss`` itself. The loss that a
+    Transformers model computes from the split batch is such a part already.
     """
     split = _STATE.split
     if split is None:
@@ -196,7 +218,8 @@ def weighted_mean(loss: Tensor) -> Tensor:
 
 
 def part_of_mean(loss: Tensor) -> Tensor:
-    """Apply :func:`weighted_mean` once for a training step, unless the model or its code has weighted the loss."""
+    """Apply :func:`weighted_mean` once for a training step, unless the model or its
+    code has weighted the loss."""
     split = _STATE.split
     if split is None or split.weighted or split.divided_by_model:
         return loss
@@ -214,7 +237,8 @@ def _part(loss: Tensor, split: SplitBatch) -> Tensor:
 
 _TORCHS_ATTENTION = F.scaled_dot_product_attention
 _TORCHS_MULTI_HEAD = F.multi_head_attention_forward
-# (names of a module, name) of every reference to one of the two; found again when modules were imported since.
+# (names of a module, name) of every reference to one of the two; found again when
+# modules were imported since.
 _known: list[tuple[dict[str, Any], str]] = []
 # The number of modules at the last search.
 _modules_seen = 0
@@ -222,10 +246,11 @@ _modules_seen = 0
 
 @contextlib.contextmanager
 def _torchs_attention_replaced() -> Iterator[None]:
-    """Replace torch's attention by :func:`_attend`, in every module that refers to it by some name.
+    """Replace torch's attention by :func:`_attend`, in every module that refers to it
+    by some name.
 
-    Names are replaced, and no TorchFunctionMode is entered: a mode is off inside backward, where checkpointing
-    recomputes, and breaks graphs that compile without it.
+    Names are replaced, and no TorchFunctionMode is entered: a mode is off inside
+    backward, where checkpointing recomputes, and breaks graphs that compile without it.
 
     The fast path of nn.TransformerEncoder, which calls neither, is off inside.
     """
@@ -250,7 +275,8 @@ def _torchs_attention_replaced() -> Iterator[None]:
 
 
 def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
-    """Find every (names of a module, name) but those in this module, that refers to one of torch's two functions."""
+    """Find every (names of a module, name) but those in this module, that refers to one
+    of torch's two functions."""
     found = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
@@ -263,7 +289,8 @@ def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
 
 
 def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Call ``F.multi_head_attention_forward``, which calls torch's attention only if no weights are asked for."""
+    """Call ``F.multi_head_attention_forward``, which calls torch's attention only if no
+    weights are asked for."""
     if kwargs.get("need_weights", True):
         raise ValueError(
             "nn.MultiheadAttention with need_weights=True returns the weights of whole sequences, which no rank has; "
@@ -282,7 +309,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend as ``F.scaled_dot_product_attention`` does, with queries, keys and values [B, H, L, D]."""
+    """Attend as ``F.scaled_dot_product_attention`` does, with queries, keys and values
+    [B, H, L, D]."""
     split = _STATE.split
     assert split is not None
     if attn_mask is not None:
@@ -296,7 +324,9 @@ def _attend(
             f"{query.shape[1]} query heads and {key.shape[1]} key heads; write enable_gqa=True if heads are grouped"
         )
     q, k, v = (tensor.transpose(1, 2) for tensor in common_dtype(query, key, value))
-    return attention(q, k, v, split.encoded, causal=is_causal, scale=scale).transpose(1, 2)
+    return attention(q, k, v, split.encoded, causal=is_causal, scale=scale).transpose(
+        1, 2
+    )
 
 
 def refuse_dropout(probability: float) -> None:
@@ -309,8 +339,11 @@ def refuse_dropout(probability: float) -> None:
 
 
 def common_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype where autocast is on, as torch's own attention does."""
+    """Cast tensors to autocast's dtype where autocast is on, as torch's own attention
+    does."""
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind) and all(tensor.dtype != torch.float64 for tensor in tensors):
+    if torch.is_autocast_enabled(kind) and all(
+        tensor.dtype != torch.float64 for tensor in tensors
+    ):
         return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
     return tensors

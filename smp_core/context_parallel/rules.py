@@ -1,4 +1,5 @@
-"""Rules for context parallelism: in how many groups of heads keys and values are sent."""
+"""Rules for context parallelism: in how many groups of heads keys and values are
+sent."""
 
 from __future__ import annotations
 
@@ -19,10 +20,15 @@ class ContextParallelism(Subject):
     optional = True
 
     def settle(self, draft: ModelDraft) -> None:
-        """Resolve in how many groups of heads keys and values are sent between context ranks."""
+        """Resolve in how many groups of heads keys and values are sent between context
+        ranks."""
         if draft.knobs.collectives.context_head_groups == "auto":
             on_cpu = draft.cluster.device == "cpu"
-            why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"
+            why = (
+                "on CPU nothing runs behind anything"
+                if on_cpu
+                else "one group's gather behind the other's attention"
+            )
             draft.settle("collectives.context_head_groups", 1 if on_cpu else 2, why)
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
@@ -34,7 +40,9 @@ class ContextParallelism(Subject):
         if torch.cuda.is_available():
             capable = torch.cuda.get_device_capability() >= (8, 0)
             found = "yes" if capable else "needs 8.0"
-            yield Finding.unless(capable, "FlashAttention", found, "attention takes torch's math kernels")
+            yield Finding.unless(
+                capable, "FlashAttention", found, "attention takes torch's math kernels"
+            )
 
 
 CONTEXT_PARALLELISM = ContextParallelism()

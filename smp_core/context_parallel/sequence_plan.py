@@ -1,15 +1,20 @@
-"""The tokens of each rank, and the keys that each token sees: rectangles instead of masks.
+"""The tokens of each rank, and the keys that each token sees: rectangles instead of
+masks.
 
-R ranks share sequences padded to S tokens, a multiple of 2R. Under "zigzag" the sequence is cut into 2R chunks and rank
-r holds chunks r and 2R-1-r, so that every rank has the same work under a causal mask (Llama 3, arXiv 2407.21783,
-section 3.3.2); under "contiguous" it holds one piece of S/R tokens.
+R ranks share sequences padded to S tokens, a multiple of 2R. Under "zigzag" the
+sequence is cut into 2R chunks and rank r holds chunks r and 2R-1-r, so that every rank
+has the same work under a causal mask (Llama 3, arXiv 2407.21783, section 3.3.2); under
+"contiguous" it holds one piece of S/R tokens.
 
-A row of the batch is a line of *documents* that do not see one another: packed texts, and the runs of padding. Inside a
-document attention is causal or bidirectional, perhaps with a window. So the part of a chunk that lies in one document
-sees one range of keys, aligned at its end: a rectangle. Rectangles are enough, and no mask of S x S elements exists.
+A row of the batch is a line of *documents* that do not see one another: packed texts,
+and the runs of padding. Inside a document attention is causal or bidirectional, perhaps
+with a window. So the part of a chunk that lies in one document sees one range of keys,
+aligned at its end: a rectangle. Rectangles are enough, and no mask of S x S elements
+exists.
 
-The kernels take a plan as one small integer tensor, which holds all of it: it can be saved for backward, is an ordinary
-input to ``torch.compile``, and is decoded once per batch.
+The kernels take a plan as one small integer tensor, which holds all of it: it can be
+saved for backward, is an ordinary input to ``torch.compile``, and is decoded once per
+batch.
 """
 
 from __future__ import annotations
@@ -53,10 +58,11 @@ class SequencePlan:
     Attributes:
         degree: ranks R that share the sequences.
         length: tokens S per row, padding included; a multiple of 2R.
-        documents: for each row the starts of its documents, 0 first; a single entry when all rows are alike.
+        documents: for each row the starts of its documents, 0 first; a single entry
+            when all rows are alike.
         order: the assignment of chunks to ranks.
-        group: the number of the context group, with which :mod:`smp_core.context_parallel.key_value_exchange` has
-            registered it.
+        group: the number of the context group, with which
+            :mod:`smp_core.context_parallel.key_value_exchange` has registered it.
     """
 
     degree: int
@@ -77,7 +83,9 @@ class SequencePlan:
             begins_at_0 = bool(starts) and starts[0] == 0
             rises = all(a < b for a, b in itertools.pairwise([*starts, self.length]))
             if not (begins_at_0 and rises):
-                raise ValueError(f"document starts {starts} do not rise from 0 to below {self.length}")
+                raise ValueError(
+                    f"document starts {starts} do not rise from 0 to below {self.length}"
+                )
 
     @property
     def local_length(self) -> int:
@@ -85,48 +93,57 @@ class SequencePlan:
         return self.length // self.degree
 
     def chunks(self, rank: int) -> tuple[Range, ...]:
-        """Return the ranges of the sequence that ``rank`` holds, in the order in which it holds them."""
+        """Return the ranges of the sequence that ``rank`` holds, in the order in which
+        it holds them."""
         if self.order == "contiguous":
             return ((rank * self.local_length, (rank + 1) * self.local_length),)
         size = self.length // (2 * self.degree)
-        return tuple((i * size, (i + 1) * size) for i in (rank, 2 * self.degree - 1 - rank))
+        return tuple(
+            (i * size, (i + 1) * size) for i in (rank, 2 * self.degree - 1 - rank)
+        )
 
     def positions(self, rank: int) -> Tensor:
-        """Return the indices into the sequence of the tokens that ``rank`` holds: [S/R], int64, on CPU."""
+        """Return the indices into the sequence of the tokens that ``rank`` holds:
+        [S/R], int64, on CPU."""
         return torch.cat([torch.arange(*chunk) for chunk in self.chunks(rank)])
 
     def in_sequence_order(self, pieces: Tensor) -> Tensor:
-        """Put the ranks' pieces, laid end to end along dim 0, into the sequence's order: [S, *]."""
+        """Put the ranks' pieces, laid end to end along dim 0, into the sequence's
+        order: [S, *]."""
         if self.order == "contiguous" or self.degree == 1:
             return pieces
         heads, tails = pieces.unflatten(0, (self.degree, 2, -1)).unbind(1)
         return torch.cat([heads, tails.flip(0)]).flatten(0, 1)
 
     def by_rank(self, sequence: Tensor) -> Tensor:
-        """Reverse :meth:`in_sequence_order`: put [S, *] in the sequence's order into the ranks' pieces laid end to
-        end.
+        """Reverse :meth:`in_sequence_order`: put [S, *] in the sequence's order into
+        the ranks' pieces laid end to end.
         """
         if self.order == "contiguous" or self.degree == 1:
             return sequence
         heads, tails = sequence.unflatten(0, (2, self.degree, -1)).unbind(0)
         return torch.stack([heads, tails.flip(0)], 1).flatten(0, 2)
 
-    def calls(self, rank: int, causal: bool, window: int | None) -> tuple[KernelCall, ...]:
+    def calls(
+        self, rank: int, causal: bool, window: int | None
+    ) -> tuple[KernelCall, ...]:
         """List the kernel calls that ``rank`` makes for one attention of every row.
 
         Args:
             causal: whether a token sees only those before it, and itself.
-            window: the most tokens that a token sees, itself included; None: all. Causal only.
+            window: the most tokens that a token sees, itself included; None: all.
+                Causal only.
         """
         return _calls(self, rank, causal, window)
 
     def in_chunks(self, size: int, first: Sequence[Sequence[int]] = ()) -> SequencePlan:
-        """Return a plan of the same tokens in which a token sees only its chunk of ``size`` positions: documents cut
-        into pieces.
+        """Return a plan of the same tokens in which a token sees only its chunk of
+        ``size`` positions: documents cut into pieces.
 
         Args:
-            first: the position of each document's first token, for each row; one entry when all rows are alike.
-                Default: 0. Chunks begin at multiples of ``size``.
+            first: the position of each document's first token, for each row; one entry
+                when all rows are alike. Default: 0. Chunks begin at multiples of
+                ``size``.
         """
         if size < 1:
             raise ValueError(f"chunks of {size} positions; allowed: 1 or more")
@@ -147,9 +164,17 @@ class SequencePlan:
 
     def encode(self) -> Tensor:
         """Encode the plan as one int64 tensor on CPU; :func:`decode` reads it."""
-        header = [self.group, self.degree, self.length, _ORDERS.index(self.order), len(self.documents)]
+        header = [
+            self.group,
+            self.degree,
+            self.length,
+            _ORDERS.index(self.order),
+            len(self.documents),
+        ]
         counts = [len(starts) for starts in self.documents]
-        return torch.tensor(header + counts + [start for starts in self.documents for start in starts])
+        return torch.tensor(
+            header + counts + [start for starts in self.documents for start in starts]
+        )
 
 
 def decode(encoded: Tensor) -> SequencePlan:
@@ -158,8 +183,14 @@ def decode(encoded: Tensor) -> SequencePlan:
     Raises:
         ValueError: it is no such tensor; one without values, for instance.
     """
-    if type(encoded) is not Tensor or encoded.device.type != "cpu" or not encoded.is_contiguous():
-        raise ValueError(f"a plan of split sequences is a tensor on the CPU with values, not {type(encoded).__name__}")
+    if (
+        type(encoded) is not Tensor
+        or encoded.device.type != "cpu"
+        or not encoded.is_contiguous()
+    ):
+        raise ValueError(
+            f"a plan of split sequences is a tensor on the CPU with values, not {type(encoded).__name__}"
+        )
     # Not by an operator: one may be run without values.
     return _decode(ctypes.string_at(encoded.data_ptr(), encoded.nbytes))
 
@@ -170,9 +201,12 @@ def padded_length(length: int, degree: int) -> int:
 
 
 def document_starts(ids: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Find the starts of runs of one number, for each row of [B, S]; one entry when all rows are alike."""
+    """Find the starts of runs of one number, for each row of [B, S]; one entry when all
+    rows are alike."""
     changes = ids[:, 1:] != ids[:, :-1]
-    rows = tuple((0, *(changes[row].nonzero().flatten() + 1).tolist()) for row in range(len(ids)))
+    rows = tuple(
+        (0, *(changes[row].nonzero().flatten() + 1).tolist()) for row in range(len(ids))
+    )
     return rows[:1] if len(set(rows)) == 1 else rows
 
 
@@ -189,15 +223,17 @@ def _decode(content: bytes) -> SequencePlan:
 
 
 @lru_cache(maxsize=256)
-def _calls(plan: SequencePlan, rank: int, causal: bool, window: int | None) -> tuple[KernelCall, ...]:
+def _calls(
+    plan: SequencePlan, rank: int, causal: bool, window: int | None
+) -> tuple[KernelCall, ...]:
     calls = []
     for row, starts in enumerate(plan.documents):
         at = 0
         for chunk in plan.chunks(rank):
             rectangles = _rectangles(chunk, starts, plan.length, causal, window)
             size = chunk[1] - chunk[0]
-            # Documents follow one another, and only the first can begin before the chunk, only the last end after it:
-            # together their keys are one range.
+            # Documents follow one another, and only the first can begin before the
+            # chunk, only the last end after it: together their keys are one range.
             calls.append(
                 KernelCall(
                     row=row if len(plan.documents) > 1 else None,
@@ -213,7 +249,8 @@ def _calls(plan: SequencePlan, rank: int, causal: bool, window: int | None) -> t
 def _rectangles(
     chunk: Range, starts: Sequence[int], length: int, causal: bool, window: int | None
 ) -> list[tuple[Range, Range]]:
-    """Return (queries, keys) in the unsplit sequence for every document that meets the chunk."""
+    """Return (queries, keys) in the unsplit sequence for every document that meets the
+    chunk."""
     found = []
     for start, end in zip(starts, [*starts[1:], length], strict=True):
         queries = (max(chunk[0], start), min(chunk[1], end))

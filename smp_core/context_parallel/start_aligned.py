@@ -1,9 +1,10 @@
-"""Kernels that take one document at a time, and whose causal mask is aligned at the first query and key: torch's flash
-attention for CPU, and cuDNN's attention.
+"""Kernels that take one document at a time, and whose causal mask is aligned at the
+first query and key: torch's flash attention for CPU, and cuDNN's attention.
 
-A causal rectangle is aligned at its end (:mod:`smp_core.context_parallel.kernels`): for these it is the block of the
-earlier keys, which every query sees, and a square, whose two masks are the same. Their outputs are merged by their
-LSE; in backward each gets the output and LSE of both together.
+A causal rectangle is aligned at its end (:mod:`smp_core.context_parallel.kernels`): for
+these it is the block of the earlier keys, which every query sees, and a square, whose
+two masks are the same. Their outputs are merged by their LSE; in backward each gets the
+output and LSE of both together.
 
     CPU     ``_scaled_dot_product_flash_attention_for_cpu`` and
             ``_scaled_dot_product_flash_attention_for_cpu_backward``; they die on an empty range.
@@ -12,8 +13,8 @@ LSE; in backward each gets the output and LSE of both together.
 
 All four are private, and used because no public function returns the LSE.
 
-Shape letters: B rows, L queries, M keys, H query heads, K key and value heads, D head size, E head size of values;
-heads first: [B, H, L, D].
+Shape letters: B rows, L queries, M keys, H query heads, K key and value heads, D head
+size, E head size of values; heads first: [B, H, L, D].
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def forward_by_document(
     v_BMKE: Tensor,
     masks: Masks,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the output [B, L, H, E] and the LSE [B, H, L] with a function of one document, heads first."""
+    """Compute the output [B, L, H, E] and the LSE [B, H, L] with a function of one
+    document, heads first."""
     outs, lses = [], []
     for q, k, v in _by_document(masks.segments, (q_BLHD,), (k_BMKD, v_BMKE)):
         out, lse = one(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), masks)
@@ -57,12 +59,19 @@ def backward_by_document(
     lse_BHL: Tensor,
     masks: Masks,
 ) -> Tensors:
-    """Compute the gradients of queries, keys and values with a function of one document, heads first."""
+    """Compute the gradients of queries, keys and values with a function of one
+    document, heads first."""
     grads: tuple[list[Tensor], ...] = ([], [], [])
     of_queries = (grad_BLHE, q_BLHD, out_BLHE, lse_BHL.transpose(1, 2))
-    for grad, q, out, lse, k, v in _by_document(masks.segments, of_queries, (k_BMKD, v_BMKE)):
-        grad, q, k, v, out, lse = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out, lse))
-        for collected, gradient in zip(grads, one(grad, q, k, v, out, lse, masks), strict=True):
+    for grad, q, out, lse, k, v in _by_document(
+        masks.segments, of_queries, (k_BMKD, v_BMKE)
+    ):
+        grad, q, k, v, out, lse = (
+            tensor.transpose(1, 2) for tensor in (grad, q, k, v, out, lse)
+        )
+        for collected, gradient in zip(
+            grads, one(grad, q, k, v, out, lse, masks), strict=True
+        ):
             collected.append(gradient.transpose(1, 2))
     return torch.cat(grads[0], 1), torch.cat(grads[1], 1), torch.cat(grads[2], 1)
 
@@ -70,7 +79,8 @@ def backward_by_document(
 def _by_document(
     segments: Segments, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors of each document in turn: those over queries [B, L, ...], then those over keys [B, M, ...]."""
+    """Yield the tensors of each document in turn: those over queries [B, L, ...], then
+    those over keys [B, M, ...]."""
     q_sizes = [q for q, _ in segments]
     k_sizes = [k for _, k in segments]
     queries = [tensor.split(q_sizes, 1) for tensor in of_queries]
@@ -80,7 +90,9 @@ def _by_document(
 
 def hidden(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """Return [L, M], True where a causal query does not see the key."""
-    queries = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
+    queries = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[
+        :, None
+    ]
     keys = torch.arange(k.shape[2], device=q.device)[None]
     late = keys > queries
     return late if window is None else late | (keys <= queries - window)
@@ -96,7 +108,8 @@ def _forward(
     v: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the output [B, H, L, E] and the LSE [B, H, L] with ``attend(k, v, causal)``."""
+    """Compute the output [B, H, L, E] and the LSE [B, H, L] with ``attend(k, v,
+    causal)``."""
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
         return attend(k, v, causal)
@@ -105,7 +118,9 @@ def _forward(
     return _merged(block, square)
 
 
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _merged(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Merge the softmax over two sets of keys from (output, LSE) over each."""
     lse = torch.logaddexp(one[1], other[1])
     shares = [torch.exp(part - lse).unsqueeze(-1) for part in (one[1], other[1])]
@@ -113,8 +128,11 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
     return out.to(one[0].dtype), lse
 
 
-def _backward(gradients: Callable[..., Tensors], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensors:
-    """Compute the gradients of queries, keys and values with ``gradients(k, v, causal)``."""
+def _backward(
+    gradients: Callable[..., Tensors], q: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> Tensors:
+    """Compute the gradients of queries, keys and values with ``gradients(k, v,
+    causal)``."""
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
         return gradients(k, v, causal)
@@ -126,7 +144,9 @@ def _backward(gradients: Callable[..., Tensors], q: Tensor, k: Tensor, v: Tensor
 # Torch's flash attention for CPU
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, masks: Masks
+) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, D] and the LSE [B, H, L]."""
 
     def attend(k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Any:
@@ -139,8 +159,18 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor,
     return _forward(attend, q, k, v, masks.causal)
 
 
-def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks) -> Tensors:
-    def gradients(k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Any:
+def _cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masks: Masks,
+) -> Tensors:
+    def gradients(
+        k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
+    ) -> Any:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=masks.scale
         )
@@ -156,18 +186,25 @@ def _has_window(k: Tensor, masks: Masks) -> bool:
 
 def _additive_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """Return [L, M], minus infinity where a causal query does not see the key."""
-    return torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(hidden(q, k, window), float("-inf"))
+    return torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(
+        hidden(q, k, window), float("-inf")
+    )
 
 
 CPU = Kernel(
-    "cpu", partial(forward_by_document, _cpu_forward), partial(backward_by_document, _cpu_backward), one_size=True
+    "cpu",
+    partial(forward_by_document, _cpu_forward),
+    partial(backward_by_document, _cpu_backward),
+    one_size=True,
 )
 
 
 # cuDNN
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, masks: Masks
+) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L], float32."""
 
     def attend(k: Tensor, v: Tensor, causal: bool) -> Any:
@@ -179,24 +216,48 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tenso
     return _forward(attend, q, k, v, masks.causal)
 
 
-def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, masks: Masks) -> Tensors:
+def _cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masks: Masks,
+) -> Tensors:
     no_dropout = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
     lse = lse.contiguous().unsqueeze(-1)
 
     def gradients(k: Tensor, v: Tensor, causal: bool) -> Any:
         layout = (None, None, q.shape[2], k.shape[2])  # no lengths of documents
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse, *no_dropout, None, *layout, 0.0, causal, scale=masks.scale
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *no_dropout,
+            None,
+            *layout,
+            0.0,
+            causal,
+            scale=masks.scale,
         )
 
     return _backward(gradients, q, k, v, masks.causal)
 
 
 def _cudnn_takes(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -> bool:
-    """Return whether a call is of one document without a window, and torch would take cuDNN for its heads."""
-    if len(masks.segments) > 1 or (masks.window is not None and masks.window < k_BMKD.shape[1]):
+    """Return whether a call is of one document without a window, and torch would take
+    cuDNN for its heads."""
+    if len(masks.segments) > 1 or (
+        masks.window is not None and masks.window < k_BMKD.shape[1]
+    ):
         return False
-    q, k, v = (tensor.transpose(1, 2) for tensor in CUDNN.padded(q_BLHD, k_BMKD, v_BMKE))
+    q, k, v = (
+        tensor.transpose(1, 2) for tensor in CUDNN.padded(q_BLHD, k_BMKD, v_BMKE)
+    )
     grouped = q_BLHD.shape[2] != k_BMKD.shape[2]
     square = masks.causal and q_BLHD.shape[1] == k_BMKD.shape[1]
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, square, grouped))

@@ -1,10 +1,13 @@
 """The Transformers models under context parallelism.
 
-Transformers' attention interface gets a function named "smp_cp". A hook on every model adds inputs to ``forward`` that
-the model would otherwise derive from the length of its input: positions, shifted labels and the number of targets.
-Outside a split batch (``generate``, an evaluation of unsplit sequences) "smp_cp" is Transformers' own ``sdpa``.
+Transformers' attention interface gets a function named "smp_cp". A hook on every model
+adds inputs to ``forward`` that the model would otherwise derive from the length of its
+input: positions, shifted labels and the number of targets. Outside a split batch
+(``generate``, an evaluation of unsplit sequences) "smp_cp" is Transformers' own
+``sdpa``.
 
-Some models derive more from the length of their input, and get it from the unsplit sequence here:
+Some models derive more from the length of their input, and get it from the unsplit
+sequence here:
 
     RoPE "dynamic", "longrope"     the largest position, for its frequencies: appended to the rotary module's positions
     chunked attention (Llama 4)    which chunk a token is in: a plan with the documents cut into chunks
@@ -38,8 +41,21 @@ _NO_FORM = {
     "indices": "sparse attention",
 }
 _CHUNKED = "chunked_attention"
-_LAYER_TYPES = ("full_attention", "sliding_attention", _CHUNKED, "attention", "sparse", "dense", "moe")
-_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForSequenceClassification")
+_LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    _CHUNKED,
+    "attention",
+    "sparse",
+    "dense",
+    "moe",
+)
+_UNSHIFTED = (
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForSequenceClassification",
+)
 
 
 def transformers_models(model: nn.Module) -> list[Any]:
@@ -52,17 +68,20 @@ def transformers_models(model: nn.Module) -> list[Any]:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return whether the loss of the Transformers model in ``model`` shifts labels: True unless it is known not to."""
+    """Return whether the loss of the Transformers model in ``model`` shifts labels:
+    True unless it is known not to."""
     found = transformers_models(model)
     return not found or getattr(found[0], "loss_type", None) not in _UNSHIFTED
 
 
 def adapt_transformers_models(model: nn.Module) -> bool:
-    """Let every Transformers model in ``model`` attend over split sequences; False if there is none.
+    """Let every Transformers model in ``model`` attend over split sequences; False if
+    there is none.
 
     Raises:
-        ValueError: a model that would be wrong: attention outside the interface, other layers than attention that look
-            along the sequence, positions that depend on a rank's length.
+        ValueError: a model that would be wrong: attention outside the interface, other
+            layers than attention that look along the sequence, positions that depend on
+            a rank's length.
     """
     found = transformers_models(model)
     for each in found:
@@ -76,9 +95,12 @@ def adapt_transformers_models(model: nn.Module) -> bool:
     AttentionMaskInterface.register(NAME, _mask)
     for each in found:
         each.set_attn_implementation(NAME)
-        # set_attn_implementation only warns where it fails; _attn_implementation alone has the one that took effect.
+        # set_attn_implementation only warns where it fails; _attn_implementation alone
+        # has the one that took effect.
         if each.config._attn_implementation != NAME:
-            raise ValueError(f"{type(each).__name__} does not use Transformers' attention interface; {_INSTEAD}")
+            raise ValueError(
+                f"{type(each).__name__} does not use Transformers' attention interface; {_INSTEAD}"
+            )
         each.register_forward_pre_hook(_complete_inputs, with_kwargs=True)
     for module in dict.fromkeys(module for each in found for module in each.modules()):
         if _depends_on_length(module):
@@ -93,10 +115,12 @@ _INSTEAD = "write context_parallel_degree=1 for it"
 
 
 def _require_chunks_of_documents(name: str) -> None:
-    """Refuse a Transformers whose chunks go across the borders of packed documents: attention here begins them anew."""
+    """Refuse a Transformers whose chunks go across the borders of packed documents:
+    attention here begins them anew."""
     from transformers import masking_utils
 
-    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # Transformers 5
+    # Transformers 5.
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         raise ValueError(
             f"{name} has layers of type {_CHUNKED!r}, whose chunks this Transformers counts across the documents of a "
             f"sequence; type: pip install -U 'transformers>=5', or {_INSTEAD}"
@@ -112,13 +136,21 @@ def check_model(model: Any) -> None:
     name, config = type(model).__name__, model.config
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder: cross-attention has no context parallel form; {_INSTEAD}")
+        raise ValueError(
+            f"{name} is an encoder-decoder: cross-attention has no context parallel form; {_INSTEAD}"
+        )
     # Positions that depend on the length of the sequence.
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    rope = (
+        getattr(text, "rope_parameters", None)
+        or getattr(text, "rope_scaling", None)
+        or {}
+    )
     is_by_layer_type = any(isinstance(value, dict) for value in rope.values())
     for each in rope.values() if is_by_layer_type else [rope]:
         kind = str((each or {}).get("rope_type", "default"))
-        if _is_dynamic(kind) and not any(_depends_on_length(module) for module in model.modules()):
+        if _is_dynamic(kind) and not any(
+            _depends_on_length(module) for module in model.modules()
+        ):
             raise ValueError(
                 f"{name}: rope_type={kind!r} depends on the length of the sequence, each rank has only its part of it, "
                 "and no module with that rope_type takes position_ids, which could tell; allowed: 'default', "
@@ -138,7 +170,9 @@ def check_model(model: Any) -> None:
                 f"attention over all of it, a window or a chunk; {_INSTEAD}"
             )
     if getattr(text, "attn_logit_softcapping", None):
-        raise ValueError(f"{name}: attn_logit_softcapping={text.attn_logit_softcapping}: capped scores; {_INSTEAD}")
+        raise ValueError(
+            f"{name}: attn_logit_softcapping={text.attn_logit_softcapping}: capped scores; {_INSTEAD}"
+        )
     for option in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(text, option, 0.0):
             raise ValueError(
@@ -146,7 +180,9 @@ def check_model(model: Any) -> None:
                 f"supported; set config.{option} = 0.0 before the model is built"
             )
     if "position_ids" not in _arguments_of(model):
-        raise ValueError(f"{name} takes no position_ids, so its tokens would stand in the wrong places; {_INSTEAD}")
+        raise ValueError(
+            f"{name} takes no position_ids, so its tokens would stand in the wrong places; {_INSTEAD}"
+        )
 
 
 def _arguments_of(module: Any) -> tuple[str, ...]:
@@ -160,18 +196,20 @@ def _is_dynamic(rope_type: str) -> bool:
 
 
 def _depends_on_length(module: nn.Module) -> bool:
-    """Return whether a module is a rotary embedding whose frequencies follow from the largest position in its input."""
+    """Return whether a module is a rotary embedding whose frequencies follow from the
+    largest position in its input."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and _is_dynamic(kind) for kind in kinds) and "position_ids" in _arguments_of(
-        module
-    )
+    return any(
+        isinstance(kind, str) and _is_dynamic(kind) for kind in kinds
+    ) and "position_ids" in _arguments_of(module)
 
 
 def _append_last_position(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let a rotary embedding, called as (x, position_ids), see the largest position of the unsplit sequences.
+    """Let a rotary embedding, called as (x, position_ids), see the largest position of
+    the unsplit sequences.
 
     The state that the module keeps from call to call is then that of one process, too.
     """
@@ -179,16 +217,25 @@ def _append_last_position(
     if split is None:
         return None
     position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    last = split.length - 1 if split.last_position is None else split.last_position.to(position_ids.device)
-    # Clamped: the padding to a multiple of 2R counts from 0 and might count further than a short sequence does.
-    appended = torch.cat([position_ids.clamp(max=last), torch.zeros_like(position_ids[..., :1]) + last], -1)
+    last = (
+        split.length - 1
+        if split.last_position is None
+        else split.last_position.to(position_ids.device)
+    )
+    # Clamped: the padding to a multiple of 2R counts from 0 and might count further
+    # than a short sequence does.
+    appended = torch.cat(
+        [position_ids.clamp(max=last), torch.zeros_like(position_ids[..., :1]) + last],
+        -1,
+    )
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": appended}
     return (args[0], appended, *args[2:]), kwargs
 
 
 def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Drop the appended position from a rotary module's output: a tensor [..., L + 1, D] or several."""
+    """Drop the appended position from a rotary module's output: a tensor [..., L + 1,
+    D] or several."""
     if active_split() is None:
         return None
     if isinstance(output, Tensor):
@@ -199,18 +246,29 @@ def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -
 def _leave_temperature_to_attention(module: Any, args: tuple[Any, ...]) -> None:
     """Turn off the model's own scaling of queries by their place in the row.
 
-    Llama 4 takes the tokens of its input for the row, and a rank has only some of them; :func:`_temperature` scales
-    instead.
+    Llama 4 takes the tokens of its input for the row, and a rank has only some of them;
+    :func:`_temperature` scales instead.
     """
-    module.attn_temperature_tuning = module.config.attn_temperature_tuning and active_split() is None
+    module.attn_temperature_tuning = (
+        module.config.attn_temperature_tuning and active_split() is None
+    )
 
 
 def _temperature(module: Any, split: SplitBatch, query: Tensor) -> Tensor:
-    """Scale the queries [B, H, L, D] that :func:`_leave_temperature_to_attention` left unscaled."""
-    if not hasattr(module, "attn_temperature_tuning") or not module.config.attn_temperature_tuning or module.use_rope:
+    """Scale the queries [B, H, L, D] that :func:`_leave_temperature_to_attention` left
+    unscaled."""
+    if (
+        not hasattr(module, "attn_temperature_tuning")
+        or not module.config.attn_temperature_tuning
+        or module.use_rope
+    ):
         return query
     places = split.plan.positions(split.rank).to(query.device).float()
-    scales = torch.log1p(torch.floor((places + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    scales = (
+        torch.log1p(torch.floor((places + 1.0) / module.floor_scale))
+        * module.attn_scale
+        + 1.0
+    )
     return (query * scales[:, None]).to(query.dtype)
 
 
@@ -240,34 +298,55 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with Transformers' signature: queries, keys and values [B, H, L, D]; returns [B, L, H, E]."""
+    """Attend with Transformers' signature: queries, keys and values [B, H, L, D];
+    returns [B, L, H, E]."""
     split = active_split()
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = bool(
+        getattr(module, "is_causal", True) if is_causal is None else is_causal
+    )
     sinks = options.pop("s_aux", None)
     # Outside of a split batch: as Transformers does it.
     if split is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         if sinks is not None:
-            key, value, attention_mask = _with_sinks_as_a_key(query, key, value, attention_mask, causal, sinks)
+            key, value, attention_mask = _with_sinks_as_a_key(
+                query, key, value, attention_mask, causal, sinks
+            )
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            is_causal=is_causal,
+            **options,
         )
     # What has no form over several ranks.
     name = type(module).__name__
     for option, what in _NO_FORM.items():
         if options.get(option) is not None:
-            raise ValueError(f"{name} asks for {what} ({option}), which context parallelism does not have; {_INSTEAD}")
+            raise ValueError(
+                f"{name} asks for {what} ({option}), which context parallelism does not have; {_INSTEAD}"
+            )
     if options.get("output_attentions"):
-        raise ValueError("output_attentions=True: no rank has the weights of whole sequences; write False")
+        raise ValueError(
+            "output_attentions=True: no rank has the weights of whole sequences; write False"
+        )
     if attention_mask is not None:
-        raise ValueError(f"{name} brings a mask of its own, which context parallelism cannot split; {_INSTEAD}")
+        raise ValueError(
+            f"{name} brings a mask of its own, which context parallelism cannot split; {_INSTEAD}"
+        )
     refuse_dropout(dropout)
     query = _temperature(module, split, query)
     q, k, v = (tensor.transpose(1, 2) for tensor in common_dtype(query, key, value))
     chunk = _chunk_size(module)
     plan = split.encoded if chunk is None else split.encoded_in_chunks(chunk)
-    return attention(q, k, v, plan, causal=causal, window=sliding_window, scale=scaling, sinks=sinks), None
+    return attention(
+        q, k, v, plan, causal=causal, window=sliding_window, scale=scaling, sinks=sinks
+    ), None
 
 
 def _with_sinks_as_a_key(
@@ -280,15 +359,19 @@ def _with_sinks_as_a_key(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values [B, K, M + 1, *] and an additive mask [B, H, L, M + 1].
 
-    The sinks, which ``sdpa`` ignores, are the scores of one more key of zeros, whose value is zero.
+    The sinks, which ``sdpa`` ignores, are the scores of one more key of zeros, whose
+    value is zero.
     """
     length, keys = query.shape[2], key.shape[2]
     if mask is None:
-        # As sdpa has it: aligned at the start (the cache beyond is empty), and one token sees everything.
+        # As sdpa has it: aligned at the start (the cache beyond is empty), and one
+        # token sees everything.
         mask = torch.ones(length, keys, dtype=torch.bool, device=query.device)
         mask = mask.tril() if causal and length > 1 else mask
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
+            ~mask, float("-inf")
+        )
     shape = (len(query), query.shape[1], length)
     of_sinks = sinks_H.to(query.dtype)[:, None, None].expand(*shape, 1)
     mask = torch.cat([mask.to(query.dtype).expand(*shape, keys), of_sinks], -1)
@@ -296,7 +379,8 @@ def _with_sinks_as_a_key(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Make no mask under a split batch, whose plan has the documents; otherwise make the one for "sdpa"."""
+    """Make no mask under a split batch, whose plan has the documents; otherwise make
+    the one for "sdpa"."""
     if active_split() is not None:
         return None
     from transformers.masking_utils import sdpa_mask
@@ -304,14 +388,24 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-def _complete_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Fill in inputs of ``forward`` that the caller left out; refuse labels that are not the split batch's."""
+def _complete_inputs(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Fill in inputs of ``forward`` that the caller left out; refuse labels that are
+    not the split batch's."""
     split = active_split()
     if split is None:
         return None
     kwargs = dict(kwargs)
     # Positions of this rank's tokens.
-    tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+    tokens = next(
+        (
+            kwargs[key]
+            for key in ("input_ids", "inputs_embeds")
+            if kwargs.get(key) is not None
+        ),
+        None,
+    )
     if tokens is None and args and isinstance(args[0], Tensor):
         tokens = args[0]
     if kwargs.get("position_ids") is None and tokens is not None:

@@ -1,22 +1,29 @@
-"""A trial of a model's first call: does it compute over parts of the tokens what it computes over all of them?
+"""A trial of a model's first call: does it compute over parts of the tokens what it
+computes over all of them?
 
-Under context parallelism only attention looks along the sequence, and it is ours. Whatever else does (positions counted
-by the length of the input, convolutions, pooling, shifts, a class token, RNNs) would see a rank's own tokens alone, and
-only the numbers would show it. No list of operators is complete, so the model itself is asked: before its first call in
-training, and in evaluation, it runs without gradients on a sample, the first M tokens of every rank.
+Under context parallelism only attention looks along the sequence, and it is ours.
+Whatever else does (positions counted by the length of the input, convolutions, pooling,
+shifts, a class token, RNNs) would see a rank's own tokens alone, and only the numbers
+would show it. No list of operators is complete, so the model itself is asked: before
+its first call in training, and in evaluation, it runs without gradients on a sample,
+the first M tokens of every rank.
 
     1. M tokens on each rank, as in a real step
     2. all RM tokens, on every rank alike: each compares its own tokens of the two
-    3. all of them again, with the outputs of all modules off by a rounding error: smaller differences are rounding
+    3. all of them again, with the outputs of all modules off by a rounding error:
+       smaller differences are rounding
 
-The sample is taken from the real input, so that arguments are what the model expects, and needs about the time and
-memory of one forward of a rank's own tokens, whatever the model's size: weights are gathered as in any forward. (A copy
-under fake tensors would have no numbers, and a small one not the model's branches.) Random numbers are constants
+The sample is taken from the real input, so that arguments are what the model expects,
+and needs about the time and memory of one forward of a rank's own tokens, whatever the
+model's size: weights are gathered as in any forward. (A copy under fake tensors would
+have no numbers, and a small one not the model's branches.) Random numbers are constants
 inside; buffers, attributes and random states are restored.
 
-Between its calls of modules a step may go wrong too. An argument that is the same on ranks whose tokens differ was
-counted by their length (:meth:`smp_core.context_parallel.trial_sample.Sample.counted_by_length`), and gradients of the
-outputs show what its loss took of them (:mod:`smp_core.context_parallel.trial_loss`).
+Between its calls of modules a step may go wrong too. An argument that is the same on
+ranks whose tokens differ was counted by their length
+(:meth:`smp_core.context_parallel.trial_sample.Sample.counted_by_length`), and gradients
+of the outputs show what its loss took of them
+(:mod:`smp_core.context_parallel.trial_loss`).
 
 Shape letters: R ranks, L tokens of a rank, M tokens of each rank in the sample.
 """
@@ -33,7 +40,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_core.context_parallel.key_value_exchange import ContextGroup
-from smp_core.context_parallel.replaced_attention import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.replaced_attention import (
+    SplitBatch,
+    enabled,
+    part_of_mean,
+)
 from smp_core.context_parallel.trial_loss import watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
@@ -41,7 +52,8 @@ from smp_core.torch_facts import clean_name, is_compiled
 
 # Later layers amplify rounding errors, and run 3 draws other ones than 1 and 2 have.
 _MARGIN = 10
-# Where rounding is coarse, single tokens may go to other experts: this share of the tokens has to differ.
+# Where rounding is coarse, single tokens may go to other experts: this share of the
+# tokens has to differ.
 _COARSE, _SHARE = 1e-4, 0.02
 
 ADVICE = (
@@ -53,14 +65,17 @@ ADVICE = (
 
 
 class Trial:
-    """The trials of one model: before the first call of each module that is called from outside of all others.
+    """The trials of one model: before the first call of each module that is called from
+    outside of all others.
 
     Args:
         model: after its conversions; it is not kept alive.
         group: the ranks that share sequences.
         everyone: all ranks that train on one global batch.
-        coarse: whether it computes with fewer digits than its tensors have (FP8, compressed gathers).
-        in_stages: whether it is cut into pipeline stages, which begin trials themselves.
+        coarse: whether it computes with fewer digits than its tensors have (FP8,
+            compressed gathers).
+        in_stages: whether it is cut into pipeline stages, which begin trials
+            themselves.
     """
 
     def __init__(
@@ -86,7 +101,8 @@ class Trial:
     def watching(self, split: SplitBatch) -> Iterator[None]:
         """Try modules that are called inside the block.
 
-        A block like an earlier one (in training or not, with the same keys in its batch) is not watched again.
+        A block like an earlier one (in training or not, with the same keys in its
+        batch) is not watched again.
         """
         model = self._model()
         kind = None if model is None else _kind(model, split)
@@ -95,11 +111,16 @@ class Trial:
             return
         inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             if self._called is not None or self._is_running:
                 return
-            # A module of one that was called before is called by a recomputation; torchmetrics see each token once.
-            if module not in inside and not all(hasattr(module, name) for name in ("update", "compute", "reset")):
+            # A module of one that was called before is called by a recomputation;
+            # torchmetrics see each token once.
+            if module not in inside and not all(
+                hasattr(module, name) for name in ("update", "compute", "reset")
+            ):
                 inside.update(module.modules())
                 self.of_call(module, args, kwargs, split)
             self._called = module
@@ -126,15 +147,16 @@ class Trial:
         forward: Callable[..., Any] | None = None,
         part: int = 0,
     ) -> None:
-        """Try a call, unless one like it was tried. Collective over the context group, and over all ranks that hold
-        parts of the module's parameters.
+        """Try a call, unless one like it was tried. Collective over the context group,
+        and over all ranks that hold parts of the module's parameters.
 
         Args:
             forward: what is called; None: the module.
             part: the number of the pipeline's part that it computes.
 
         Raises:
-            ValueError: on every rank of the group: it computes something else over parts of the tokens.
+            ValueError: on every rank of the group: it computes something else over
+                parts of the tokens.
         """
         model = self._model()
         if model is None or self._is_running:
@@ -145,44 +167,70 @@ class Trial:
         is_first = kind not in self._over and torch.is_grad_enabled()
         self._over.update((kind, (kind, id(module), part)))
         sample = Sample(split, self._group, args, kwargs)
-        found = self._tried(module, forward or module, sample) if sample.has_tokens else None
+        found = (
+            self._tried(module, forward or module, sample)
+            if sample.has_tokens
+            else None
+        )
         # Ranks with other batches may go on to other modules, but each has a first one.
-        self._refuse(found, self._everyone if is_first and not self._in_stages else self._group.process_group)
+        self._refuse(
+            found,
+            self._everyone
+            if is_first and not self._in_stages
+            else self._group.process_group,
+        )
         if torch.is_grad_enabled() and not self._in_stages:
             self._without_loss.add(id(module))
 
     def of_output(self, module: nn.Module, output: Any, split: SplitBatch) -> None:
-        """Look at what the loss of the step takes of a tried call's outputs. Collective over the context group in
-        backward.
+        """Look at what the loss of the step takes of a tried call's outputs. Collective
+        over the context group in backward.
 
         Raises:
             ValueError: in backward, on every rank of the group: a shift or a pooling.
         """
         if not self._is_running and id(module) in self._without_loss:
             self._without_loss.remove(id(module))
-            watch_loss(output, split, lambda found: self._refuse(found, self._group.process_group))
+            watch_loss(
+                output,
+                split,
+                lambda found: self._refuse(found, self._group.process_group),
+            )
 
     def _refuse(self, found: str | None, group: dist.ProcessGroup | None) -> None:
         """Raise on all ranks of a group what any of them found."""
         for text in filter(None, self._of_all(found, group)):
-            raise ValueError(f"context_parallel_degree={self._group.degree}: {text}. {ADVICE}")
+            raise ValueError(
+                f"context_parallel_degree={self._group.degree}: {text}. {ADVICE}"
+            )
 
-    def _tried(self, module: nn.Module, forward: Callable[..., Any], sample: Sample) -> str | None:
+    def _tried(
+        self, module: nn.Module, forward: Callable[..., Any], sample: Sample
+    ) -> str | None:
         """Return in words what is wrong for this rank's tokens; None: nothing is."""
         model = self._model()
         assert model is not None
         names = {each: clean_name(name) for name, each in model.named_modules()}
         self._is_running = True
         try:
-            found = sample.counted_by_length() or self._difference(module, forward, sample, names)
+            found = sample.counted_by_length() or self._difference(
+                module, forward, sample, names
+            )
         finally:
             self._is_running = False
-        label = " ".join(filter(None, (names.get(module), f"({type(module).__name__.removeprefix('FSDP')})")))
+        label = " ".join(
+            filter(
+                None,
+                (names.get(module), f"({type(module).__name__.removeprefix('FSDP')})"),
+            )
+        )
         if found is None:
             return None
         return f"{label} computes something else over each rank's tokens than over whole sequences: {found}"
 
-    def _of_all(self, found: str | None, group: dist.ProcessGroup | None) -> list[str | None]:
+    def _of_all(
+        self, found: str | None, group: dist.ProcessGroup | None
+    ) -> list[str | None]:
         """Gather what every rank of a group found."""
         if group is None:
             return [found]
@@ -191,9 +239,14 @@ class Trial:
         return told
 
     def _difference(
-        self, module: nn.Module, forward: Callable[..., Any], sample: Sample, names: Mapping[nn.Module, str]
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        sample: Sample,
+        names: Mapping[nn.Module, str],
     ) -> str | None:
-        """Return in words how this rank's tokens differ from the same ones of the whole sample; None: they do not."""
+        """Return in words how this rank's tokens differ from the same ones of the whole
+        sample; None: they do not."""
         active, part = self._run(module, forward, sample.part(), sample.tokens)
         count = sample.tokens * sample.degree
         _, whole = self._run(module, forward, sample.whole(), count)
@@ -205,24 +258,44 @@ class Trial:
         if own_names != [name for name, _ in whole.outputs]:
             return "it returns other tensors"
         # Transformers' routers have losses that each rank counts for itself.
-        counts_alone = any(getattr(getattr(each, "config", 0), "output_router_logits", False) for each in names)
+        counts_alone = any(
+            getattr(getattr(each, "config", 0), "output_router_logits", False)
+            for each in names
+        )
         found = None
-        for (name, mine), (_, theirs), (_, near) in zip(part.outputs, whole.outputs, off.outputs, strict=True):
+        for (name, mine), (_, theirs), (_, near) in zip(
+            part.outputs, whole.outputs, off.outputs, strict=True
+        ):
             if mine.dim() == 0 and theirs.dim() == 0:
-                text = None if counts_alone else self._of_numbers(mine, theirs, near, rounding, active)
+                text = (
+                    None
+                    if counts_alone
+                    else self._of_numbers(mine, theirs, near, rounding, active)
+                )
             else:
                 text = _of_tokens(mine, theirs, near, rounding, sample)
-            found = found or (text and f"{name} {text}{_first_seen(part, whole, sample, rounding, names)}")
+            found = found or (
+                text
+                and f"{name} {text}{_first_seen(part, whole, sample, rounding, names)}"
+            )
         return found
 
     def _run(
-        self, module: nn.Module, forward: Callable[..., Any], call: Call, tokens: int, off_by: float | None = None
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        tokens: int,
+        off_by: float | None = None,
     ) -> tuple[SplitBatch, Ran]:
-        """Run a call; say in words why it cannot be run with other numbers of tokens."""
+        """Run a call; say in words why it cannot be run with other numbers of
+        tokens."""
         args, kwargs, active = call
         try:
             with undisturbed(module, self._group.meter):
-                return active, run(module, forward, args, kwargs, active, tokens, off_by)
+                return active, run(
+                    module, forward, args, kwargs, active, tokens, off_by
+                )
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except Exception as error:
@@ -235,15 +308,23 @@ class Trial:
             ) from error
 
     def _of_numbers(
-        self, mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, active: SplitBatch
+        self,
+        mine: Tensor,
+        theirs: Tensor,
+        near: Tensor,
+        rounding: float,
+        active: SplitBatch,
     ) -> str | None:
-        """Compare a loss of the whole sample with the mean of the ranks' losses, as a step takes it. Collective."""
+        """Compare a loss of the whole sample with the mean of the ranks' losses, as a
+        step takes it. Collective."""
         with enabled(active):
             mean = part_of_mean(mine.detach().double())
         if self._group.process_group is not None:
             dist.all_reduce(mean, group=self._group.process_group)
         found, expected = mean.item() / self._group.degree, theirs.item()
-        limit = _MARGIN * abs(near.item() - expected) + rounding * abs(expected) * (0.25 if rounding > _COARSE else 1e3)
+        limit = _MARGIN * abs(near.item() - expected) + rounding * abs(expected) * (
+            0.25 if rounding > _COARSE else 1e3
+        )
         if expected != expected or abs(found - expected) <= limit:
             return None
         return f"is {expected:.6g} for whole sequences, and its mean over ranks, weighted by targets, {found:.6g}"
@@ -256,7 +337,8 @@ def _kind(model: nn.Module, split: SplitBatch) -> Any:
 
 
 def _outside_of_graphs(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules, without those that are called inside a compiled graph: hooks would be a part of it."""
+    """Yield modules, without those that are called inside a compiled graph: hooks would
+    be a part of it."""
     yield model
     if not is_compiled(model):
         for child in model.children():
@@ -264,12 +346,16 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _around_calls(
-    module: nn.Module, enter: Callable[..., None], leave: Callable[..., None], hooks: contextlib.ExitStack
+    module: nn.Module,
+    enter: Callable[..., None],
+    leave: Callable[..., None],
+    hooks: contextlib.ExitStack,
 ) -> None:
-    """Call ``enter(module, args, kwargs)`` and ``leave(module, args, output)`` around calls of a module.
+    """Call ``enter(module, args, kwargs)`` and ``leave(module, args, output)`` around
+    calls of a module.
 
-    After ``module.compile()`` hooks are a part of its graph. What it calls then has no public name:
-    ``_compiled_call_impl``.
+    After ``module.compile()`` hooks are a part of its graph. What it calls then has no
+    public name: ``_compiled_call_impl``.
     """
     compiled = vars(module).get("_compiled_call_impl")
     if compiled is None:
@@ -292,22 +378,31 @@ def _around_calls(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether an error is one of ours, in words already. Errors of torch's functions pass through a mode of
-    ours."""
+    """Return whether an error is one of ours, in words already. Errors of torch's
+    functions pass through a mode of ours."""
     if not isinstance(error, ValueError):
         return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("smp_core.")
+    return trace is not None and trace.tb_frame.f_globals.get(
+        "__name__", ""
+    ).startswith("smp_core.")
 
 
-def _of_tokens(mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, sample: Sample) -> str | None:
-    """Compare this rank's output with its part of the whole sample's; ``near`` is the same with rounding errors."""
+def _of_tokens(
+    mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, sample: Sample
+) -> str | None:
+    """Compare this rank's output with its part of the whole sample's; ``near`` is the
+    same with rounding errors."""
     shapes = list(zip(mine.shape, theirs.shape, strict=False))
     dims = [dim for dim, sizes in enumerate(shapes) if sizes[0] != sizes[1]]
     fits = mine.dim() == theirs.dim() and len(dims) <= 1
-    if not fits or (dims and shapes[dims[0]] != (mine.shape[dims[0]], mine.shape[dims[0]] * sample.degree)):
+    if not fits or (
+        dims
+        and shapes[dims[0]]
+        != (mine.shape[dims[0]], mine.shape[dims[0]] * sample.degree)
+    ):
         return f"has the shape {list(mine.shape)} for {sample.tokens} of {sample.tokens * sample.degree} tokens"
     # Tokens may lie in two orders: one in which they agree is enough.
     found = None
@@ -318,15 +413,18 @@ def _of_tokens(mine: Tensor, theirs: Tensor, near: Tensor, rounding: float, samp
         wrong = (errors > limit).double().mean().item()
         if wrong <= (_SHARE if rounding > _COARSE else 0):
             return None
-        found = found or f"differs by {errors.max().item():.2g} of its size for {wrong:.0%} of the tokens"
+        found = (
+            found
+            or f"differs by {errors.max().item():.2g} of its size for {wrong:.0%} of the tokens"
+        )
     return found
 
 
 def _own_parts(
     mine: Tensor, theirs: Tensor, near: Tensor, dims: list[int], sample: Sample
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the three as [tokens, rest], of this rank's tokens: in each order that tokens may have in the dim that
-    differs."""
+    """Yield the three as [tokens, rest], of this rank's tokens: in each order that
+    tokens may have in the dim that differs."""
     if not dims:
         yield mine[None].flatten(1), theirs[None].flatten(1), near[None].flatten(1)
         return
@@ -334,23 +432,34 @@ def _own_parts(
     outer = mine.shape[dim] // sample.tokens
     for sizes, at in (((outer, -1), dim + 1), ((-1, outer), dim)):
         own = mine.unflatten(dim, sizes)
-        others = (sample.own(tensor.unflatten(dim, sizes), at) for tensor in (theirs, near))
+        others = (
+            sample.own(tensor.unflatten(dim, sizes), at) for tensor in (theirs, near)
+        )
         yield tuple(tensor.movedim(at, 0).flatten(1) for tensor in (own, *others))
         if outer == 1:
             return
 
 
 def _errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Return [tokens], the distances of [tokens, rest] in units of the typical size of a token's."""
+    """Return [tokens], the distances of [tokens, rest] in units of the typical size of
+    a token's."""
     dtype = torch.float64 if expected.dtype == torch.float64 else torch.float32
     found, expected = found.to(dtype), expected.to(dtype)
     alike = (found == expected) | (found.isnan() & expected.isnan())
     distances = torch.where(alike, 0, found - expected).norm(dim=1)
     size = expected.nan_to_num(0, 0, 0).norm(dim=1).square().mean().sqrt()
-    return torch.where(distances == 0, 0, distances / size).nan_to_num(torch.inf, torch.inf)
+    return torch.where(distances == 0, 0, distances / size).nan_to_num(
+        torch.inf, torch.inf
+    )
 
 
-def _first_seen(part: Ran, whole: Ran, sample: Sample, rounding: float, names: Mapping[nn.Module, str]) -> str:
+def _first_seen(
+    part: Ran,
+    whole: Ran,
+    sample: Sample,
+    rounding: float,
+    names: Mapping[nn.Module, str],
+) -> str:
     """Name the first module that gave something else for this rank's tokens."""
     for (module, mine), (other, theirs) in zip(part.seen, whole.seen, strict=False):
         if module is not other:
@@ -358,7 +467,13 @@ def _first_seen(part: Ran, whole: Ran, sample: Sample, rounding: float, names: M
         if mine is None or theirs is None or len(theirs) != len(mine) * sample.degree:
             continue
         own = sample.own(theirs, 0)
-        if (mine - own).abs().max() > own.abs().max() * rounding * (10 if rounding > _COARSE else 1e3):
+        if (mine - own).abs().max() > own.abs().max() * rounding * (
+            10 if rounding > _COARSE else 1e3
+        ):
             name = names.get(module)
-            return f", first seen in what {name} ({type(module).__name__}) gives" if name else ""
+            return (
+                f", first seen in what {name} ({type(module).__name__}) gives"
+                if name
+                else ""
+            )
     return ""

@@ -1,7 +1,9 @@
-"""What a step's loss takes of a model's outputs, seen in the first backward pass: the rest of a trial
-(:mod:`smp_core.context_parallel.trial`), where a step computes its loss itself.
+"""What a step's loss takes of a model's outputs, seen in the first backward pass: the
+rest of a trial (:mod:`smp_core.context_parallel.trial`), where a step computes its loss
+itself.
 
-A loss over parts of the tokens is a mean of terms, one for each target. Gradients of the outputs show what is not:
+A loss over parts of the tokens is a mean of terms, one for each target. Gradients of
+the outputs show what is not:
 
     of all targets only the first or the last one of a rank gets none      a shift inside the step
     only a rank's first or last token gets one                             a class token, the last hidden state
@@ -28,7 +30,9 @@ _NO_TARGETS = (
 )
 
 
-def watch_loss(output: object, split: SplitBatch, refuse: Callable[[str | None], None]) -> None:
+def watch_loss(
+    output: object, split: SplitBatch, refuse: Callable[[str | None], None]
+) -> None:
     """Look at the gradients of a call's outputs once.
 
     Args:
@@ -37,7 +41,11 @@ def watch_loss(output: object, split: SplitBatch, refuse: Callable[[str | None],
     expected = _expected(split)
     shifted = split.labels is not None
     for name, tensor in tensors_of(output):
-        if tensor.requires_grad and tensor.dim() > 2 and tensor.shape[1] == split.plan.local_length:
+        if (
+            tensor.requires_grad
+            and tensor.dim() > 2
+            and tensor.shape[1] == split.plan.local_length
+        ):
             tensor.register_hook(_look_once(name, expected, shifted, refuse))
 
 
@@ -57,7 +65,8 @@ def _look_once(
 
 
 def _expected(split: SplitBatch) -> Tensor:
-    """Return [L], whether a token has a target in any row; of a batch without targets, whether it is no padding."""
+    """Return [L], whether a token has a target in any row; of a batch without targets,
+    whether it is no padding."""
     if split.shift_labels is not None:
         return (split.shift_labels != IGNORED).any(0)
     return split.plan.positions(split.rank) < split.length
@@ -72,7 +81,11 @@ def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
     for place, word in ((0, "first"), (-1, "last")):
         others = torch.ones_like(taken)
         others[place] = False
-        if expected[place] and not taken[place] and torch.equal(taken[others], expected[others]):
+        if (
+            expected[place]
+            and not taken[place]
+            and torch.equal(taken[others], expected[others])
+        ):
             return f"all targets but those of a rank's {word} token, as a loss that shifts tokens inside the step does"
         if taken[place] and not taken[others].any():
             return f"a rank's {word} token alone"

@@ -1,4 +1,5 @@
-"""One run of a trial (:mod:`smp_core.context_parallel.trial`), and what keeps a training as it was before it."""
+"""One run of a trial (:mod:`smp_core.context_parallel.trial`), and what keeps a
+training as it was before it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,17 @@ _DROPOUTS = (
     "feature_alpha_dropout",
 )
 _GENERATORS = (
-    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "normal", "bernoulli", "multinomial"),
+    *(
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "normal",
+        "bernoulli",
+        "multinomial",
+    ),
     *(
         "poisson",
         "uniform_",
@@ -40,7 +51,8 @@ _GENERATORS = (
     ),
 )
 _PLAIN = (type(None), bool, int, float, str, Tensor)
-# Transformers' word for its hooks that collect outputs, which stay behind a run as well: they would be added twice.
+# Transformers' word for its hooks that collect outputs, which stay behind a run as
+# well: they would be added twice.
 _HOOKED = "_output_capturing_hooks_installed"
 
 
@@ -50,7 +62,8 @@ class Ran:
 
     Attributes:
         outputs: tensors of what the call returned, by their names.
-        seen: (module, [tokens, 2]) of each call of a module inside: mean and deviation of what it gave for a token.
+        seen: (module, [tokens, 2]) of each call of a module inside: mean and deviation
+            of what it gave for a token.
         rounding: the largest rounding error of a dtype that any of them returned.
     """
 
@@ -84,7 +97,9 @@ def run(
         if off_by is None:
             ran.seen.append((inside, _by_token(first, tokens)))
         elif first is output:
-            errors = (torch.arange(first.numel(), device=first.device) % 3 - 1).view(first.shape) * off_by
+            errors = (torch.arange(first.numel(), device=first.device) % 3 - 1).view(
+                first.shape
+            ) * off_by
             return first + first * errors.to(first.dtype)
         return None
 
@@ -104,9 +119,14 @@ def run(
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
-    """Run a block without gradients, compilation and traces: buffers and plain attributes of modules are restored."""
+    """Run a block without gradients, compilation and traces: buffers and plain
+    attributes of modules are restored."""
     outside = contextlib.nullcontext() if meter is None else meter.outside_steps()
-    buffers = [(each, name, buffer, buffer.clone()) for each in module.modules() for name, buffer in _buffers(each)]
+    buffers = [
+        (each, name, buffer, buffer.clone())
+        for each in module.modules()
+        for name, buffer in _buffers(each)
+    ]
     attributes = [(each, _plain(each)) for each in module.modules()]
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), outside:
@@ -130,17 +150,28 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes that a forward may count or cache in."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != _HOOKED}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) and name != _HOOKED
+    }
 
 
 def _accelerators() -> list[int]:
-    return [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    return (
+        [torch.accelerator.current_device_index()]
+        if torch.accelerator.is_available()
+        else []
+    )
 
 
 class _WithoutRandomness(TorchFunctionMode):
-    """Drops nothing, and draws constants: tensors of other sizes would get other numbers."""
+    """Drops nothing, and draws constants: tensors of other sizes would get other
+    numbers."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
@@ -167,9 +198,17 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _by_token(tensor: Tensor, tokens: int) -> Tensor | None:
-    """Return [tokens, 2], the mean and deviation over all other dims; None: no dim is the tokens."""
+    """Return [tokens, 2], the mean and deviation over all other dims; None: no dim is
+    the tokens."""
     shape = tensor.shape
-    dim = next((dim for dim in (1, 0, *range(2, len(shape))) if dim < len(shape) and shape[dim] == tokens), None)
+    dim = next(
+        (
+            dim
+            for dim in (1, 0, *range(2, len(shape)))
+            if dim < len(shape) and shape[dim] == tokens
+        ),
+        None,
+    )
     if dim is None and shape and shape[0] and shape[0] % tokens == 0:
         tensor, dim = tensor.unflatten(0, (-1, tokens)), 1
     if dim is None or not tensor.numel():

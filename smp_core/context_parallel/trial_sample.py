@@ -1,4 +1,5 @@
-"""The sample of a trial (:mod:`smp_core.context_parallel.trial`): a call's arguments with some tokens of every rank.
+"""The sample of a trial (:mod:`smp_core.context_parallel.trial`): a call's arguments
+with some tokens of every rank.
 
 Shape letters: R ranks, L tokens of a rank, M tokens of each rank in the sample.
 """
@@ -21,7 +22,8 @@ from smp_core.context_parallel.sequence_plan import SequencePlan
 Call = tuple[tuple[Any, ...], dict[str, Any], SplitBatch]
 """Arguments, and the batch that is active during the call."""
 
-# Sequences up to this length are tried as they are; of longer ones each rank gives a multiple of _ALIGNED tokens.
+# Sequences up to this length are tried as they are; of longer ones each rank gives a
+# multiple of _ALIGNED tokens.
 _WHOLE, _ALIGNED = 256, 32
 
 
@@ -35,18 +37,33 @@ class Sample:
         has_tokens: whether an argument is a tensor of this rank's tokens.
     """
 
-    def __init__(self, split: SplitBatch, group: ContextGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        split: SplitBatch,
+        group: ContextGroup,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self._split, self._group, self._arguments = split, group, [args, kwargs]
         self.degree, self.rank = group.degree, group.rank
         # All tokens of a short sequence, and as many as kernels like of a long one.
         length = split.plan.local_length
         aligned = length // self.degree // _ALIGNED * _ALIGNED
-        self.tokens = length if split.plan.length <= _WHOLE else max(aligned, min(length, _ALIGNED))
-        tensors = [tensor for _, tensor in iterate_tensors(self._arguments, mapping=MutableMapping)]
+        self.tokens = (
+            length
+            if split.plan.length <= _WHOLE
+            else max(aligned, min(length, _ALIGNED))
+        )
+        tensors = [
+            tensor
+            for _, tensor in iterate_tensors(self._arguments, mapping=MutableMapping)
+        ]
         self._device = tensors[0].device if tensors else torch.device("cpu")
         # Tensors of the batch, with the dim of their tokens; None: they have none.
         in_batch = iterate_tensors([split.batch], mapping=MutableMapping)
-        self._of_batch: dict[int, int | None] = {id(tensor): None for _, tensor in in_batch}
+        self._of_batch: dict[int, int | None] = {
+            id(tensor): None for _, tensor in in_batch
+        }
         for key, dim in split.dims.items():
             for tensor in (split.sequences[key], split.at(key)):
                 self._of_batch[id(tensor)] = dim % tensor.dim()
@@ -60,11 +77,15 @@ class Sample:
         return self._call(self._own, self.degree, self.rank, self._group.number)
 
     def whole(self) -> Call:
-        """Return the call with the sample of all ranks, alone. Collective when it is first called."""
-        return self._call(lambda tensor, dim: torch.cat(self._of_all(tensor, dim), dim), 1, 0, 0)
+        """Return the call with the sample of all ranks, alone. Collective when it is
+        first called."""
+        return self._call(
+            lambda tensor, dim: torch.cat(self._of_all(tensor, dim), dim), 1, 0, 0
+        )
 
     def counted_by_length(self) -> str | None:
-        """Name an argument that is the same on two ranks while their tokens are not, and no constant. Collective."""
+        """Name an argument that is the same on two ranks while their tokens are not,
+        and no constant. Collective."""
         tensors = list(iterate_tensors(self._arguments, mapping=MutableMapping))
         of_data, others = [], []
         for path, tensor in tensors:
@@ -74,13 +95,17 @@ class Sample:
             pieces = self._of_all(tensor, dim)
             if id(tensor) in self._of_batch:
                 of_data.append(pieces)
-            elif any(bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces):
+            elif any(
+                bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces
+            ):
                 others.append((path[-1], pieces))
         # Pairs of ranks whose tokens differ.
         pairs = []
         for one in range(self.degree):
             for other in range(one):
-                if not of_data or any(_differ(pieces, one, other) for pieces in of_data):
+                if not of_data or any(
+                    _differ(pieces, one, other) for pieces in of_data
+                ):
                     pairs.append((one, other))
         # An argument that is the same on such a pair.
         for name, pieces in others:
@@ -102,7 +127,14 @@ class Sample:
         length, shape = self._split.plan.local_length, tensor.shape
         if tensor.dim() == 1 and length in self._rows():
             return None
-        return next((dim for dim in (1, 0, *range(2, len(shape))) if dim < len(shape) and shape[dim] == length), None)
+        return next(
+            (
+                dim
+                for dim in (1, 0, *range(2, len(shape)))
+                if dim < len(shape) and shape[dim] == length
+            ),
+            None,
+        )
 
     def _rows(self) -> set[int]:
         split = self._split
@@ -114,7 +146,11 @@ class Sample:
         }
 
     def _own(self, tensor: Tensor, dim: int) -> Tensor:
-        return tensor.detach().narrow(dim, 0, self.tokens).clone(memory_format=torch.contiguous_format)
+        return (
+            tensor.detach()
+            .narrow(dim, 0, self.tokens)
+            .clone(memory_format=torch.contiguous_format)
+        )
 
     def _of_all(self, tensor: Tensor, dim: int) -> list[Tensor]:
         """Gather M tokens of every rank."""
@@ -126,7 +162,9 @@ class Sample:
             self._gathered[id(tensor)] = [piece.view(own.dtype) for piece in pieces]
         return self._gathered[id(tensor)]
 
-    def _call(self, take: Callable[[Tensor, int], Tensor], degree: int, rank: int, group: int) -> Call:
+    def _call(
+        self, take: Callable[[Tensor, int], Tensor], degree: int, rank: int, group: int
+    ) -> Call:
         taken: dict[int, Tensor] = {}
 
         def sampled(tensor: Tensor) -> Tensor:
@@ -142,26 +180,40 @@ class Sample:
             kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / degree
         return args, kwargs, self._active(sampled, degree, rank, group)
 
-    def _active(self, sampled: Callable[[Tensor], Tensor], degree: int, rank: int, group: int) -> SplitBatch:
-        """Return the batch that is active: one document, of which each rank has M tokens in a row."""
+    def _active(
+        self, sampled: Callable[[Tensor], Tensor], degree: int, rank: int, group: int
+    ) -> SplitBatch:
+        """Return the batch that is active: one document, of which each rank has M
+        tokens in a row."""
         split = self._split
-        plan = SequencePlan(degree, self.tokens * self.degree, order="contiguous", group=group)
+        plan = SequencePlan(
+            degree, self.tokens * self.degree, order="contiguous", group=group
+        )
         made = SplitBatch(None, plan, plan.length, rank, group=self._group)
         if split.position_ids is None:
             split.position_ids = split.plan.positions(split.rank)[None]
             self._of_batch[id(split.position_ids)] = 1
         made.position_ids = sampled(split.position_ids)
-        made.last_position = torch.stack([piece.max() for piece in self._of_all(split.position_ids, 1)]).max()
+        made.last_position = torch.stack(
+            [piece.max() for piece in self._of_all(split.position_ids, 1)]
+        ).max()
         made.divided_by_model = split.divided_by_model
         if split.labels is not None:
             made.labels = sampled(split.labels)
         if split.shift_labels is not None:
             made.shift_labels = sampled(split.shift_labels)
-            total = sum((piece != IGNORED).sum().double() for piece in self._of_all(split.shift_labels, 1))
+            total = sum(
+                (piece != IGNORED).sum().double()
+                for piece in self._of_all(split.shift_labels, 1)
+            )
             assert isinstance(total, Tensor)
             made.tokens_per_rank = total / degree
             own = (made.shift_labels != IGNORED).sum().double()
-            made.weight = torch.where(total > 0, own / made.tokens_per_rank, torch.ones_like(made.tokens_per_rank))
+            made.weight = torch.where(
+                total > 0,
+                own / made.tokens_per_rank,
+                torch.ones_like(made.tokens_per_rank),
+            )
         return made
 
 

@@ -1,14 +1,17 @@
-"""Allocations: the memory that a rank would take, followed storage by storage while fake tensors run.
+"""Allocations: the memory that a rank would take, followed storage by storage while
+fake tensors run.
 
-A dispatch mode sees each tensor that an operation returns, follows its storage until it is freed, and adds up what is
-alive. Storages that FSDP2 frees by resizing them count with the size they have. Run the same step twice: the first run
-finds the operation after which most is alive, the second run stops there and asks which storages these are, and what
-each is.
+A dispatch mode sees each tensor that an operation returns, follows its storage until it
+is freed, and adds up what is alive. Storages that FSDP2 frees by resizing them count
+with the size they have. Run the same step twice: the first run finds the operation
+after which most is alive, the second run stops there and asks which storages these are,
+and what each is.
 
 Collectives of c10d communicate nothing.
 
-Torch has no public names for which fake mode is active (torch._guards), which a step's operations are told from
-DTensor's own trial runs by, and for the work that its own fake collectives return (torch._C._distributed_c10d).
+Torch has no public names for which fake mode is active (torch._guards), which a step's
+operations are told from DTensor's own trial runs by, and for the work that its own fake
+collectives return (torch._C._distributed_c10d).
 """
 
 from __future__ import annotations
@@ -21,11 +24,17 @@ import torch
 from torch._C._distributed_c10d import FakeWork
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
+
+# _python_dispatch is where torch documents it to be.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_core.fp8 import GatheredWeight
 
-_RETURNS_WORK_ONLY = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")  # fake mode lacks them
+# Fake mode lacks them.
+_RETURNS_WORK_ONLY = (
+    "allgather_into_tensor_coalesced_",
+    "reduce_scatter_tensor_coalesced_",
+)
 
 
 class Allocations(TorchDispatchMode):
@@ -33,8 +42,10 @@ class Allocations(TorchDispatchMode):
 
     Args:
         before: storages that exist already.
-        at: the operation after which ``on_peak`` is called with the storages that are alive; None: never.
-        inside: custom operator -> the function that it is; what operations there allocate is followed, too.
+        at: the operation after which ``on_peak`` is called with the storages that are
+            alive; None: never.
+        inside: custom operator -> the function that it is; what operations there
+            allocate is followed, too.
 
     Attributes:
         highest: the most bytes that were alive at one time.
@@ -79,7 +90,9 @@ class Allocations(TorchDispatchMode):
         super().__exit__(*args)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # so that its local operations come here
         if func.namespace == "c10d":
@@ -92,7 +105,9 @@ class Allocations(TorchDispatchMode):
             return result  # DTensor tries an operation on whole shapes
         tensors = _tensors(result)
         if not tensors:
-            return result  # a question about a device is asked, or not, as fake tensors remember the answer
+            # A question about a device is asked, or not, as fake tensors remember the
+            # answer.
+            return result
         for tensor in tensors:
             self._follow(tensor.untyped_storage())
         self._operations += 1
@@ -115,7 +130,9 @@ class Allocations(TorchDispatchMode):
         self._live += size - self._sizes.get(address, 0)
         self._sizes[address] = size
         if address not in self._watchers:
-            self._watchers[address] = weakref.ref(storage, lambda _: self._forget(address))
+            self._watchers[address] = weakref.ref(
+                storage, lambda _: self._forget(address)
+            )
 
     def _forget(self, address: int) -> None:
         self._live -= self._sizes.pop(address, 0)

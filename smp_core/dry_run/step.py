@@ -1,15 +1,19 @@
-"""A dry run: a step of the real sharded model on rank 0 of a fake process group, without values, on one CPU.
+"""A dry run: a step of the real sharded model on rank 0 of a fake process group,
+without values, on one CPU.
 
     python -m smp_core.dry_run.step QUESTION ANSWER     files of :mod:`smp_core.planner.dry_run`
 
-The model is built with fake tensors, made parallel by the ``parallelize_model`` that a training uses, and trained for
-three steps: the first makes optimizer states and FSDP2's buffers, the second finds where most is allocated, the third
-stops there and asks what each storage is (:mod:`smp_core.dry_run.allocations`). The process group's backend is torch's
-fake one, whose collectives do nothing and which takes the way of an accelerator's through our communication objects.
+The model is built with fake tensors, made parallel by the ``parallelize_model`` that a
+training uses, and trained for three steps: the first makes optimizer states and FSDP2's
+buffers, the second finds where most is allocated, the third stops there and asks what
+each storage is (:mod:`smp_core.dry_run.allocations`). The process group's backend is
+torch's fake one, whose collectives do nothing and which takes the way of an
+accelerator's through our communication objects.
 
-Differs from a GPU: memory of several streams that the allocator cannot use again, temporaries of the optimizer (one
-tensor at a time here), kernels that keep other tensors for backward; attention over split sequences is a flash kernel's
-here, in any dtype.
+Differs from a GPU: memory of several streams that the allocator cannot use again,
+temporaries of the optimizer (one tensor at a time here), kernels that keep other
+tensors for backward; attention over split sequences is a flash kernel's here, in any
+dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentation of fake tensors has it
+
+# _subclasses: torch's documentation of fake tensors has it.
+from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -53,7 +59,8 @@ from smp_core.planner import RUN_KINDS, DryRun, Question, Source, build, scores_
 from smp_core.sharding.gradients import AccumulationWindow
 from smp_core.torch_facts import local_part
 
-# Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch or this project has and that make their states in a step.
+# Those of `smp_core.plan.optimizers.OPTIMIZERS` that torch or this project has and that
+# make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adamw-amsgrad": partial(torch.optim.AdamW, amsgrad=True),
@@ -71,9 +78,10 @@ class _Rank:
     """The rank that runs.
 
     Attributes:
-        allocated: storage -> "gathered" or "other", of buffers that communication objects allocated; of one that is
-            allocated at the moment under ``LATEST``.
-        stored: the storages of parameters; those of codes are decoded where operations are watched.
+        allocated: storage -> "gathered" or "other", of buffers that communication
+            objects allocated; of one that is allocated at the moment under ``LATEST``.
+        stored: the storages of parameters; those of codes are decoded where operations
+            are watched.
     """
 
     source: Source
@@ -91,11 +99,16 @@ class _Rank:
         if pipeline is not None:
             calls = [self._loss] * pipeline.micro_batches
             for _ in range(question.count // pipeline.micro_batches):
-                pipeline.train(calls, lambda loss: loss, 1.0, None, lambda _: enabled(self.split))
+                pipeline.train(
+                    calls, lambda loss: loss, 1.0, None, lambda _: enabled(self.split)
+                )
             window.close()
         else:
             for number in range(question.count):
-                with window.accumulate(number < question.count - 1), enabled(self.split):
+                with (
+                    window.accumulate(number < question.count - 1),
+                    enabled(self.split),
+                ):
                     self._loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -112,34 +125,54 @@ class _Rank:
         if not parallel.units:
             return list(parallel.module.parameters())
         named = dict(parallel.module.named_parameters())
-        sharded = [parameter for unit in parallel.units for parameter in unit.parameters()]
+        sharded = [
+            parameter for unit in parallel.units for parameter in unit.parameters()
+        ]
         return [*sharded, *(named[name] for name in parallel.plan.replicated)]
 
     def states(self) -> list[torch.Tensor]:
-        entries = [value for state in self.optimizer.state.values() for name, value in state.items() if name != "step"]
+        entries = [
+            value
+            for state in self.optimizer.state.values()
+            for name, value in state.items()
+            if name != "step"
+        ]
         world = self.parallel.window.world
         shards = [] if world is None else world.shards
-        masters = [master for shard in shards if not shard.on_host for master in shard.masters]
-        return [*(value for value in entries if isinstance(value, torch.Tensor)), *masters]
+        masters = [
+            master for shard in shards if not shard.on_host for master in shard.masters
+        ]
+        return [
+            *(value for value in entries if isinstance(value, torch.Tensor)),
+            *masters,
+        ]
 
     def unsharded(self) -> list[torch.Tensor]:
         return [tensor for unit in self.parallel.units for tensor in unit.unsharded()]
 
     def gradients(self) -> list[torch.Tensor]:
         own = [each.grad for each in self.parameters() if each.grad is not None]
-        unsharded = [gradient for unit in self.parallel.units for gradient in unit.unsharded_gradients()]
+        unsharded = [
+            gradient
+            for unit in self.parallel.units
+            for gradient in unit.unsharded_gradients()
+        ]
         window = self.parallel.window
         assert isinstance(window, AccumulationWindow)
         return [*own, *unsharded, *window.held()]
 
     def _root_sizes(self) -> set[int]:
-        """Return the bytes of embeddings and heads: their gradients wait in autograd's buffers where they are tied."""
+        """Return the bytes of embeddings and heads: their gradients wait in autograd's
+        buffers where they are tied."""
         roots = [unit for unit in self.parallel.units if unit.is_root]
-        found = (tensor for unit in roots for tensor in unit.unsharded() if tensor.ndim > 1)
+        found = (
+            tensor for unit in roots for tensor in unit.unsharded() if tensor.ndim > 1
+        )
         return {tensor.numel() * tensor.element_size() for tensor in found}
 
     def kinds_of(self, sizes: Mapping[int, int]) -> dict[str, int]:
-        """Add up storages by kind; what nothing else claims is activations. Host memory is left out."""
+        """Add up storages by kind; what nothing else claims is activations. Host memory
+        is left out."""
         config = self.parallel.config
         parameters = "host" if config.state_offload == "all" else "parameters"
         optimizer = "host" if config.state_offload else "optimizer"
@@ -167,8 +200,9 @@ class _Rank:
 
 
 def rehearse(question: Question) -> DryRun:
-    """Run a configuration in this process, with process groups of its own: as rank 0, and as the first rank of each
-    pipeline stage of which no earlier one takes as much memory.
+    """Run a configuration in this process, with process groups of its own: as rank 0,
+    and as the first rank of each pipeline stage of which no earlier one takes as much
+    memory.
 
     Raises:
         ValueError: knobs or a model that cannot be run.
@@ -185,16 +219,23 @@ def rehearse(question: Question) -> DryRun:
     first, stages = _as_first_of(0, question, asked, formats)
     if stages is None:
         return first
-    others = tuple(_as_first_of(stage, question, asked, formats)[0] for stage in stages.unlike[1:])
+    others = tuple(
+        _as_first_of(stage, question, asked, formats)[0] for stage in stages.unlike[1:]
+    )
     return replace(first, others=others)
 
 
 def _as_first_of(
     stage: int, question: Question, asked: SmpConfig, formats: list[Format]
 ) -> tuple[DryRun, Stages | None]:
-    """Run as the first rank of a stage; return the stages, too. The first of them notes formats for the others."""
+    """Run as the first rank of a stage; return the stages, too. The first of them notes
+    formats for the others."""
     devices, began = question.hardware.devices, time.process_time()
-    dist.init_process_group("fake", rank=stage * devices // asked.pipeline_parallel_degree, world_size=devices)
+    dist.init_process_group(
+        "fake",
+        rank=stage * devices // asked.pipeline_parallel_degree,
+        world_size=devices,
+    )
     before = torch.get_default_dtype()
     try:
         with told_by_stages(formats):
@@ -208,9 +249,19 @@ def _as_first_of(
 def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | None]:
     hardware, allocated = question.hardware, dict[int, str]()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with at_once(), undivided(), real_meshes(), trials_apart(), devices_attention(), noted(allocated), scores_kept():
+    with (
+        at_once(),
+        undivided(),
+        real_meshes(),
+        trials_apart(),
+        devices_attention(),
+        noted(allocated),
+        scores_kept(),
+    ):
         with fake:
-            torch.set_default_dtype(torch.float32 if question.precision == "mixed" else torch.bfloat16)
+            torch.set_default_dtype(
+                torch.float32 if question.precision == "mixed" else torch.bfloat16
+            )
             source = build(question.model, question.sequence, question.fields)
             shapes = Shapes.of(source.model, asked, source.entry)
             if asked.pipeline_parallel_degree > 1:
@@ -218,29 +269,51 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
             plan = decide(shapes, asked, hardware.cluster())
         in_stages = plan.knobs.pipeline.microbatches if plan.stages is not None else 1
         if isinstance(in_stages, int) and question.count % in_stages:
-            raise ValueError(f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}")
-        mesh = mesh_of(plan.knobs, plan.layout, plan.cluster.topology, torch.device("cpu"))  # of real tensors
+            raise ValueError(
+                f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}"
+            )
+        # Of real tensors.
+        mesh = mesh_of(
+            plan.knobs, plan.layout, plan.cluster.topology, torch.device("cpu")
+        )
         with fake:
             parallel = parallelize_model(source.model, mesh, plan)
             optimizer = _OPTIMIZERS[question.optimizer](parallel.module.parameters())
             parallel.prepare_optimizer(optimizer)
-            rank = _Rank(source, parallel, optimizer, question, allocated, _split(source, parallel, question))
+            rank = _Rank(
+                source,
+                parallel,
+                optimizer,
+                question,
+                allocated,
+                _split(source, parallel, question),
+            )
             return _watched(rank, hardware.devices), plan.stages
 
 
-def _split(source: Source, parallel: ParallelModel, question: Question) -> SplitBatch | None:
-    """Split a batch over context ranks. Where its documents begin is a question of values, and it has some."""
+def _split(
+    source: Source, parallel: ParallelModel, question: Question
+) -> SplitBatch | None:
+    """Split a batch over context ranks. Where its documents begin is a question of
+    values, and it has some."""
     if parallel.context is None:
         return None
     with unset_fake_temporarily():
-        return parallel.context.split(source.batch(question.micro_batch, question.sequence))
+        return parallel.context.split(
+            source.batch(question.micro_batch, question.sequence)
+        )
 
 
 def _watched(rank: _Rank, ranks: int) -> DryRun:
     # The first step makes optimizer states, which are there from then on.
     with Allocations([]):
         rank.step()
-    tensors = [*rank.parameters(), *rank.parallel.module.buffers(), *rank.states(), *rank.unsharded()]
+    tensors = [
+        *rank.parameters(),
+        *rank.parallel.module.buffers(),
+        *rank.states(),
+        *rank.unsharded(),
+    ]
     before, rank.stored = _storages(tensors), _storages(rank.parameters())
     # The second finds the instant of the peak, the third what is there then.
     with Allocations(before, inside=attention.INSIDE) as first:
@@ -251,7 +324,9 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
     def note(sizes: Mapping[int, int]) -> None:
         there = sum(sizes.values())
         if abs(there - first.highest) > first.highest / 1000:
-            raise ValueError(f"a dry run's two steps are not alike: {first.highest} bytes at the peak, and {there}")
+            raise ValueError(
+                f"a dry run's two steps are not alike: {first.highest} bytes at the peak, and {there}"
+            )
         memory.update(rank.kinds_of(sizes))
 
     with Allocations(before, first.highest_at, note, attention.INSIDE):
@@ -259,10 +334,16 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
     rank.parallel.meter.close_step()
     # Bytes, by kind and link.
     metered = rank.parallel.meter.per_step().items()
-    sent = {name.removesuffix("_bytes"): value for name, value in metered if name.endswith("_bytes") and "/" in name}
+    sent = {
+        name.removesuffix("_bytes"): value
+        for name, value in metered
+        if name.endswith("_bytes") and "/" in name
+    }
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     groups = tuple(rank.parallel.mesh.communicators)
-    return DryRun(memory, {k: v for k, v in sent.items() if v}, groups, ranks, 0.0, resident)
+    return DryRun(
+        memory, {k: v for k, v in sent.items() if v}, groups, ranks, 0.0, resident
+    )
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -1,6 +1,6 @@
-"""Stand-ins for what a training needs values, other ranks or a device for, where fake tensors run: in dry runs
-(:mod:`smp_core.dry_run.step`) and traces of split layers (:mod:`smp_core.dry_run.split_trace`). Each lasts as long as
-its context.
+"""Stand-ins for what a training needs values, other ranks or a device for, where fake
+tensors run: in dry runs (:mod:`smp_core.dry_run.step`) and traces of split layers
+(:mod:`smp_core.dry_run.split_trace`). Each lasts as long as its context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily  # _subclasses: torch's documentation has it
+
+# _subclasses: torch's documentation has it.
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _sharding_prop
 
@@ -32,12 +34,15 @@ LATEST = -1
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Let tensor ranks be told to hold the same, which is a question of values, and to draw the same random numbers:
-    without values it makes no difference. Blocks are taken to compute the same with a part of their tokens, and models
-    over the ranks that share a sequence."""
+    """Let tensor ranks be told to hold the same, which is a question of values, and to
+    draw the same random numbers: without values it makes no difference. Blocks are
+    taken to compute the same with a part of their tokens, and models over the ranks
+    that share a sequence."""
     stand_around_blocks = SplitModel.stand_around_blocks
 
-    def untried(self: SplitModel, in_stages: bool = False, without_values: bool = False) -> None:
+    def untried(
+        self: SplitModel, in_stages: bool = False, without_values: bool = False
+    ) -> None:
         stand_around_blocks(self, in_stages, without_values=True)
 
     with (
@@ -52,8 +57,9 @@ def alike() -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_meshes() -> Iterator[None]:
-    """Let meshes that are made on the way be made of real tensors: their ranks are values. ``_concatenate`` is what
-    fully_shard calls on a model that is split already; it looks at ranks, and has no public name."""
+    """Let meshes that are made on the way be made of real tensors: their ranks are
+    values. ``_concatenate`` is what fully_shard calls on a model that is split already;
+    it looks at ranks, and has no public name."""
     holders = SmpMesh.holders
     concatenate = DeviceMesh._concatenate
 
@@ -73,14 +79,15 @@ def real_meshes() -> Iterator[None]:
 
 
 def trials_apart() -> AbstractContextManager[Any]:
-    """Let DTensor try operations on whole shapes in a fake mode of its own, by which allocations tell them from a
-    step's: torch 2.11 tries them in the mode that is active. ``_sharding_prop`` asks for that mode; no public name
-    does."""
+    """Let DTensor try operations on whole shapes in a fake mode of its own, by which
+    allocations tell them from a step's: torch 2.11 tries them in the mode that is
+    active. ``_sharding_prop`` asks for that mode; no public name does."""
     return patch.object(_sharding_prop, "detect_fake_mode", lambda *_: None)
 
 
 def devices_attention() -> AbstractContextManager[Any]:
-    """Let attention over split sequences take the kernel that is there on all accelerators, not the CPU's."""
+    """Let attention over split sequences take the kernel that is there on all
+    accelerators, not the CPU's."""
     return patch.object(kernels, "kernels_for", lambda *_: (FLASH,))
 
 
@@ -90,7 +97,8 @@ class _Done:
 
 
 def at_once() -> AbstractContextManager[Any]:
-    """Let what runs behind the computation run at once, in this thread: fake tensors and modes are a thread's own."""
+    """Let what runs behind the computation run at once, in this thread: fake tensors
+    and modes are a thread's own."""
 
     def run_now(self: Background, run: Callable[[], None]) -> Pending:
         with torch.no_grad():
@@ -102,14 +110,16 @@ def at_once() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Let ranks be told to agree: whether they do is a question of values, and here is one rank."""
+    """Let ranks be told to agree: whether they do is a question of values, and here is
+    one rank."""
     with patch.object(Told, "divergence", lambda _: None), alike():
         yield
 
 
 @contextlib.contextmanager
 def told_by_stages(formats: list[Format]) -> Iterator[None]:
-    """Let a pipeline stage be told that others begin the same batch, and the form of all activations between blocks."""
+    """Let a pipeline stage be told that others begin the same batch, and the form of
+    all activations between blocks."""
     encoded = Format.encoded
 
     def noting(self: Format, device: torch.device) -> Tensor:
@@ -135,10 +145,19 @@ def noted(allocated: dict[int, str]) -> Iterator[None]:
     def note(tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
         allocated[id(storage)] = kind
-        weakref.finalize(storage, allocated.pop, id(storage), None)  # another storage may get its address
+        # Another storage may get its address.
+        weakref.finalize(storage, allocated.pop, id(storage), None)
 
-    def noting(self: CommObject, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        kind = allocated[LATEST] = "gathered" if "Gather" in type(self).__name__ else "other"
+    def noting(
+        self: CommObject,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        kind = allocated[LATEST] = (
+            "gathered" if "Gather" in type(self).__name__ else "other"
+        )
         made = allocate(self, size, dtype=dtype, device=device)
         del allocated[LATEST]
         note(made, kind)
@@ -149,5 +168,8 @@ def noted(allocated: dict[int, str]) -> Iterator[None]:
         note(buffer.bytes, "host")
         return buffer
 
-    with patch.object(CommObject, "allocate", noting), patch.object(HostPool, "take", taken):
+    with (
+        patch.object(CommObject, "allocate", noting),
+        patch.object(HostPool, "take", taken),
+    ):
         yield

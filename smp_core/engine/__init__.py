@@ -1,9 +1,11 @@
 """The engine: everything about one model is decided once, then done once.
 
-``decide`` (with the smallest degree that fits by auto_degree) settles every knob by the rules of each subject and
-returns a Plan; ``parallelize_model`` (conversions) does what the plan says, in the one order that works;
-``adopt_sharded_model`` does the rest for a model that is sharded already; a ParallelModel is the handle that a
-training works with. ``parallelize`` and ``build_mesh``, which call all of these in turn, stand in smp_core/entry.py.
+``decide`` (with the smallest degree that fits by auto_degree) settles every knob by the
+rules of each subject and returns a Plan; ``parallelize_model`` (conversions) does what
+the plan says, in the one order that works; ``adopt_sharded_model`` does the rest for a
+model that is sharded already; a ParallelModel is the handle that a training works with.
+``parallelize`` and ``build_mesh``, which call all of these in turn, stand in
+smp_core/entry.py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
         fill as fill,
         take_written as take_written,
     )
-    from smp_core.engine.conversions import mesh_of as mesh_of, parallelize_model as parallelize_model
+    from smp_core.engine.conversions import (
+        mesh_of as mesh_of,
+        parallelize_model as parallelize_model,
+    )
     from smp_core.engine.decide import (
         decide_activations as decide_activations,
         decide_pipeline as decide_pipeline,

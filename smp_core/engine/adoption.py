@@ -1,4 +1,5 @@
-"""adopt_sharded_model(): what parallelize_model() adds, for a model that came sharded (smp_core/sharding/given.py)."""
+"""adopt_sharded_model(): what parallelize_model() adds, for a model that came sharded
+(smp_core/sharding/given.py)."""
 
 from __future__ import annotations
 
@@ -20,18 +21,26 @@ from smp_core.engine.parallel_model import ParallelModel
 from smp_core.expert_parallel import deal_experts
 from smp_core.plan import GivenSharding, Plan
 from smp_core.sharding import NativeWindow, ReplacedParameters, change_this_process
-from smp_core.sharding.fsdp import Calls, adopt_units, apply_fsdp_options, explain_uncalled
+from smp_core.sharding.fsdp import (
+    Calls,
+    adopt_units,
+    apply_fsdp_options,
+    explain_uncalled,
+)
 from smp_core.sharding.gradients import AccumulationWindow
 from smp_core.sharding.weights import broadcast_from_rank_0
 
 
-def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: GivenSharding) -> ParallelModel:
-    """Do what :func:`smp_core.engine.conversions.parallelize_model` does besides sharding, to a pre-sharded model. In
-    place; collective over the world.
+def adopt_sharded_model(
+    model: nn.Module, mesh: SmpMesh, plan: Plan, given: GivenSharding
+) -> ParallelModel:
+    """Do what :func:`smp_core.engine.conversions.parallelize_model` does besides
+    sharding, to a pre-sharded model. In place; collective over the world.
 
-    A model on a 1-D mesh gets communication objects, replica all-reduce and window, and the first replica's weights.
-    On a 2-D mesh FSDP2's own replica all-reduce is the window, and nothing is metered. Both get losses in chunks,
-    balanced routers, and our ways to experts that Transformers has dealt.
+    A model on a 1-D mesh gets communication objects, replica all-reduce and window, and
+    the first replica's weights. On a 2-D mesh FSDP2's own replica all-reduce is the
+    window, and nothing is metered. Both get losses in chunks, balanced routers, and our
+    ways to experts that Transformers has dealt.
 
     Args:
         given: how it came (:func:`smp_core.sharding.given.given_sharding`).
@@ -49,22 +58,43 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     replaced = ReplacedParameters(model)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)
-    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
+    meter = CommMeter(
+        mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter
+    )
     routers = balance_where_asked(model, mesh, plan, meter)
     # What FSDP2 does not manage: rank 0's, on the device.
-    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    plain = [
+        parameter
+        for parameter in model.parameters()
+        if not isinstance(parameter, DTensor)
+    ]
     broadcast_from_rank_0(plain, mesh.device, mesh.gradient_group)
     broadcast_from_rank_0(model.buffers(), mesh.device, mesh.gradient_group)
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
-    meshes = {} if knobs.expert_parallel_degree == 1 else deal_experts(model, mesh, plan, meter)
+    meshes = (
+        {}
+        if knobs.expert_parallel_degree == 1
+        else deal_experts(model, mesh, plan, meter)
+    )
     traffic = Traffic(mesh, meter, plan)
     # On a 2-D mesh torch adds up across replicas itself.
     if given.two_dimensional:
         torchs = NativeWindow(model)
         follow_window(model, torchs)
         calls = Calls(model, mesh.shard_ranks)
-        return ParallelModel(model, (), torchs, calls, replaced, mesh, plan, meter, traffic, routers=routers)
+        return ParallelModel(
+            model,
+            (),
+            torchs,
+            calls,
+            replaced,
+            mesh,
+            plan,
+            meter,
+            traffic,
+            routers=routers,
+        )
     # On a 1-D mesh each partition group was sharded by itself.
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, plan.units, traffic, meshes)
@@ -74,7 +104,18 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     register_forward_methods(model, units, calls, knobs.forward_methods)
     window = AccumulationWindow(model, units, traffic, plan, calls)
     follow_window(model, window)
-    return ParallelModel(model, tuple(units), window, calls, replaced, mesh, plan, meter, traffic, routers=routers)
+    return ParallelModel(
+        model,
+        tuple(units),
+        window,
+        calls,
+        replaced,
+        mesh,
+        plan,
+        meter,
+        traffic,
+        routers=routers,
+    )
 
 
 @torch.no_grad()
@@ -83,4 +124,6 @@ def _first_replicas_weights(model: nn.Module, mesh: SmpMesh) -> None:
         return
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.to_local().numel() > 0:
-            dist.broadcast(parameter.to_local(), group_src=0, group=mesh.replicate_group)
+            dist.broadcast(
+                parameter.to_local(), group_src=0, group=mesh.replicate_group
+            )

@@ -1,10 +1,12 @@
-"""`shard_degree="auto"`: the smallest partition group whose model states fit, found by deciding for every degree.
+"""`shard_degree="auto"`: the smallest partition group whose model states fit, found by
+deciding for every degree.
 
-Under Accelerate the optimizer stands beside the model in ``prepare`` and is planned with. Lightning makes optimizers in
-``configure_optimizers``, from sharded parameters. To ask for them twice would run the user's code twice, with what it
-does beside (schedulers, counters, parameter groups by name), so the plan is made with an assumption that the knob
-`planner.optimizer` replaces, and a warning follows where the real one would have led to another degree
-(:func:`missed`).
+Under Accelerate the optimizer stands beside the model in ``prepare`` and is planned
+with. Lightning makes optimizers in ``configure_optimizers``, from sharded parameters.
+To ask for them twice would run the user's code twice, with what it does beside
+(schedulers, counters, parameter groups by name), so the plan is made with an assumption
+that the knob `planner.optimizer` replaces, and a warning follows where the real one
+would have led to another degree (:func:`missed`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def smallest_layout(asked: SmpConfig, topology: Topology) -> Layout:
         ValueError: none is allowed with these degrees.
     """
     (smallest, *_) = _degrees(asked, topology)
-    return settle_layout(Draft(asked.with_resolved("shard_degree", smallest, "the smallest")), topology)
+    return settle_layout(
+        Draft(asked.with_resolved("shard_degree", smallest, "the smallest")), topology
+    )
 
 
 def _degrees(asked: SmpConfig, topology: Topology) -> list[int]:
@@ -51,7 +55,9 @@ def _degrees(asked: SmpConfig, topology: Topology) -> list[int]:
     require_tensor_degree(asked, stage)
     groups = stage.of_groups(inner_degree(asked))
     context = asked.context_parallel_degree
-    degrees = [degree for degree in groups.allowed_shard_degrees() if degree % context == 0]
+    degrees = [
+        degree for degree in groups.allowed_shard_degrees() if degree % context == 0
+    ]
     if not degrees:
         raise ValueError(
             f"context_parallel_degree={context} fits no partition group of {groups.num_nodes} x "
@@ -62,9 +68,13 @@ def _degrees(asked: SmpConfig, topology: Topology) -> list[int]:
 
 
 def plans_of_all_degrees(
-    shapes: Shapes, asked: SmpConfig, cluster: Cluster, precision: Precision = TRAINERS_OWN
+    shapes: Shapes,
+    asked: SmpConfig,
+    cluster: Cluster,
+    precision: Precision = TRAINERS_OWN,
 ) -> list[Plan]:
-    """Return a plan for every allowed shard degree: parts of a node, then one or more nodes, of full context groups.
+    """Return a plan for every allowed shard degree: parts of a node, then one or more
+    nodes, of full context groups.
 
     Raises:
         ValueError: none is allowed with these knobs.
@@ -73,7 +83,12 @@ def plans_of_all_degrees(
     for degree in _degrees(asked, cluster.topology):
         try:
             plans.append(
-                decide(shapes, asked.with_resolved("shard_degree", degree, "tried"), cluster, precision=precision)
+                decide(
+                    shapes,
+                    asked.with_resolved("shard_degree", degree, "tried"),
+                    cluster,
+                    precision=precision,
+                )
             )
         except ValueError as error:  # e.g. reshard_after_forward=4 of two ranks
             refused.append(error)
@@ -96,20 +111,28 @@ def decide_with_smallest_degree(
         optimizers: of this model, where they are known already.
 
     Raises:
-        ValueError: the model fits no number of ranks that there are; and what `decide` refuses.
+        ValueError: the model fits no number of ranks that there are; and what `decide`
+            refuses.
     """
     states = planned_states(asked.planner.optimizer, optimizers)
-    chosen, why = fitting(plans_of_all_degrees(shapes, asked, cluster, precision), states)
+    chosen, why = fitting(
+        plans_of_all_degrees(shapes, asked, cluster, precision), states
+    )
     settled = asked.with_resolved("shard_degree", chosen.shard_degree, why)
     if device_memory(chosen) is None:
         return decide(shapes, settled, cluster, precision=precision)
     if asked.planner.optimizer == "auto":
-        settled = settled.with_resolved("planner.optimizer", states.name, states.describe())
-    return replace(decide(shapes, settled, cluster, precision=precision), optimizer=states)
+        settled = settled.with_resolved(
+            "planner.optimizer", states.name, states.describe()
+        )
+    return replace(
+        decide(shapes, settled, cluster, precision=precision), optimizer=states
+    )
 
 
 def missed(plan: Plan, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return a sentence for people if these optimizers, made after the plan, would have led to another degree."""
+    """Return a sentence for people if these optimizers, made after the plan, would have
+    led to another degree."""
     planned = plan.optimizer
     if planned is None or planned.origin != "assumed" or not optimizers:
         return None
@@ -118,7 +141,10 @@ def missed(plan: Plan, optimizers: Sequence[Optimizer]) -> str | None:
     said = f'shard_degree="auto" was planned for {planned.name} and gave {before}; {found.describe()}: '
     asked = SmpConfig.from_dict(plan.knobs.to_dict())
     try:
-        chosen, _ = fitting(plans_of_all_degrees(plan.shapes, asked, plan.cluster, plan.precision), found)
+        chosen, _ = fitting(
+            plans_of_all_degrees(plan.shapes, asked, plan.cluster, plan.precision),
+            found,
+        )
     except ValueError as error:
         return said + str(error)
     if chosen.shard_degree == before:

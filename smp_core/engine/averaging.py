@@ -1,9 +1,10 @@
 """ShardedAverage: an average of weights (EMA, SWA) that is sharded as the weights are.
 
-Each rank averages the tensors that it steps: its shards or, with ``optimizer_shard="world"``, the masters of its part,
-in their precision. So the average takes as much memory as these tensors, and averaging needs no communication.
-``torch.optim.swa_utils`` does the averaging; to it, and to callers that swap weights, a :class:`RankWeights` is a
-module of plain tensors.
+Each rank averages the tensors that it steps: its shards or, with
+``optimizer_shard="world"``, the masters of its part, in their precision. So the average
+takes as much memory as these tensors, and averaging needs no communication.
+``torch.optim.swa_utils`` does the averaging; to it, and to callers that swap weights, a
+:class:`RankWeights` is a module of plain tensors.
 """
 
 from __future__ import annotations
@@ -20,15 +21,22 @@ from torch.optim.swa_utils import AveragedModel
 
 from smp_core.checkpoint import copy_into
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of, master_dtype
+from smp_core.sharding.optimizer import (
+    FlatShard,
+    WorldSharding,
+    like,
+    local_of,
+    master_dtype,
+)
 from smp_core.torch_facts import clean_name
 
 
 class RankWeights(nn.Module):
-    """A module with this rank's part of every parameter, and all buffers, of a sharded module, in its order.
+    """A module with this rank's part of every parameter, and all buffers, of a sharded
+    module, in its order.
 
-    The tensors are plain and share memory with the tensors that this rank steps; a copy of the module
-    (``copy.deepcopy``) has its own.
+    The tensors are plain and share memory with the tensors that this rank steps; a copy
+    of the module (``copy.deepcopy``) has its own.
 
     Args:
         parallel: the sharded module's handle.
@@ -52,7 +60,9 @@ class RankWeights(nn.Module):
         for shard in () if world is None else world.shards:
             shard.follow_parameters()
         stepped = parallel.stepped(parallel.module.parameters())
-        self.parts = nn.ParameterList(nn.Parameter(local_of(each), requires_grad=False) for each in stepped)
+        self.parts = nn.ParameterList(
+            nn.Parameter(local_of(each), requires_grad=False) for each in stepped
+        )
         for number, buffer in enumerate(parallel.module.buffers()):
             self.register_buffer(str(number), buffer)
 
@@ -65,18 +75,26 @@ class RankWeights(nn.Module):
             part.data = part.data.to(master_dtype(part))
         return self
 
-    def in_dtypes(self, parallel: ParallelModel, dtypes: Mapping[str, torch.dtype]) -> RankWeights:
-        """Replace parts and buffers by copies in the dtypes that their names have in ``dtypes``, in place."""
-        for (name, _), part in zip(parallel.module.named_parameters(), self.parts, strict=True):
+    def in_dtypes(
+        self, parallel: ParallelModel, dtypes: Mapping[str, torch.dtype]
+    ) -> RankWeights:
+        """Replace parts and buffers by copies in the dtypes that their names have in
+        ``dtypes``, in place."""
+        for (name, _), part in zip(
+            parallel.module.named_parameters(), self.parts, strict=True
+        ):
             part.data = part.data.to(dtypes.get(clean_name(name), part.dtype))
         for number, (name, buffer) in enumerate(parallel.module.named_buffers()):
-            self.register_buffer(str(number), buffer.to(dtypes.get(clean_name(name), buffer.dtype)))
+            self.register_buffer(
+                str(number), buffer.to(dtypes.get(clean_name(name), buffer.dtype))
+            )
         return self
 
 
 @torch.no_grad()
 def take_written(parallel: ParallelModel) -> None:
-    """Make the model compute with the values written into its :class:`RankWeights`. Collective."""
+    """Make the model compute with the values written into its :class:`RankWeights`.
+    Collective."""
     world = _world_of(parallel)
     for shard in () if world is None else world.shards:
         shard.update_parameters()
@@ -92,8 +110,9 @@ class ShardedAverage(AveragedModel):
     Args:
         parallel: the sharded module's handle, its optimizers prepared.
         device: the device of the average; default: that of the weights.
-        dtypes: name in the module -> dtype of the average, where the function that takes it can mix dtypes; default:
-            that of the weights. In the place of half precision it is float32.
+        dtypes: name in the module -> dtype of the average, where the function that
+            takes it can mix dtypes; default: that of the weights. In the place of half
+            precision it is float32.
         options: of ``AveragedModel``: ``avg_fn``, ``multi_avg_fn``, ``use_buffers``.
 
     Attributes:
@@ -113,19 +132,26 @@ class ShardedAverage(AveragedModel):
         for name in ("avg_fn", "multi_avg_fn"):
             if options.get(name) is not None:
                 _require_elementwise(name, options[name])
-        on_cpu = torch.device(parallel.mesh.device if device is None else device).type == "cpu"
+        on_cpu = (
+            torch.device(parallel.mesh.device if device is None else device).type
+            == "cpu"
+        )
         has_function = options.get("avg_fn") is not None or on_cpu
-        # torch's kernels for many tensors, its default elsewhere than on CPU, take one dtype: that of the weights.
+        # torch's kernels for many tensors, its default elsewhere than on CPU, take one
+        # dtype: that of the weights.
         self._in_one_dtype = options.get("multi_avg_fn") is not None or not has_function
         made = {} if self._in_one_dtype else dtypes or {}
-        super().__init__(RankWeights(parallel).in_dtypes(parallel, made).finer(), device, **options)
+        super().__init__(
+            RankWeights(parallel).in_dtypes(parallel, made).finer(), device, **options
+        )
         self.parallel = parallel
 
     def update_parameters(self, model: nn.Module | None = None) -> None:
         """Update the average with the module's present weights.
 
         Args:
-            model: the argument that callers of ``AveragedModel`` give; taken to be the sharded module.
+            model: the argument that callers of ``AveragedModel`` give; taken to be the
+                sharded module.
         """
         weights = RankWeights(self.parallel)
         super().update_parameters(weights.finer() if self._in_one_dtype else weights)
@@ -136,31 +162,53 @@ class ShardedAverage(AveragedModel):
     # Names: those of the module's state dict.
 
     def weights(self) -> dict[str, Any]:
-        """Return copies of the averages as the module's state dict: DTensors where parameters are sharded.
+        """Return copies of the averages as the module's state dict: DTensors where
+        parameters are sharded.
 
         Collective with ``optimizer_shard="world"``.
         """
         parallel, averages = self.parallel, self._parts()
-        number_of = {id(parameter): i for i, parameter in enumerate(parallel.module.parameters())}
+        number_of = {
+            id(parameter): i for i, parameter in enumerate(parallel.module.parameters())
+        }
         made: dict[int, Tensor] = {}
 
-        # Averages of masters are gathered to the parameters' shards; the others are these shards.
+        # Averages of masters are gathered to the parameters' shards; the others are
+        # these shards.
         world = _world_of(parallel)
         for shard in () if world is None else world.shards:
             numbers = [number_of[id(parameter)] for parameter in shard.parameters]
             parts = {i: averages[number] for i, number in enumerate(numbers)}
             for dtype in dict.fromkeys(part.dtype for part in parts.values()):
-                together = shard.put_together({i: part for i, part in parts.items() if part.dtype == dtype})
+                together = shard.put_together(
+                    {i: part for i, part in parts.items() if part.dtype == dtype}
+                )
                 made.update({numbers[i]: value for i, value in together.items()})
-        for parameter, number in zip(parallel.module.parameters(), number_of.values(), strict=True):
+        for parameter, number in zip(
+            parallel.module.parameters(), number_of.values(), strict=True
+        ):
             if number not in made:
                 average = averages[number]
-                made[number] = like(parameter, average, on_host=average.device.type == "cpu")
+                made[number] = like(
+                    parameter, average, on_host=average.device.type == "cpu"
+                )
 
         # All names of each of them, and of averaged buffers.
         state = self._model_state()
-        state.update({name: made[number] for name, number in self._named_parts() if name in state})
-        state.update({name: buffer.clone() for name, buffer in self._named_averaged_buffers() if name in state})
+        state.update(
+            {
+                name: made[number]
+                for name, number in self._named_parts()
+                if name in state
+            }
+        )
+        state.update(
+            {
+                name: buffer.clone()
+                for name, buffer in self._named_averaged_buffers()
+                if name in state
+            }
+        )
         return state
 
     @torch.no_grad()
@@ -172,7 +220,11 @@ class ShardedAverage(AveragedModel):
         for name, number in self._named_parts():
             if name in state:
                 place = places.get(id(parameters[number]))
-                value = local_of(state[name]) if place is None else place[0].own_of(place[1], state[name])
+                value = (
+                    local_of(state[name])
+                    if place is None
+                    else place[0].own_of(place[1], state[name])
+                )
                 averages[number].copy_(value)
         for name, buffer in self._named_averaged_buffers():
             if name in state:
@@ -184,25 +236,36 @@ class ShardedAverage(AveragedModel):
     def _named_parts(self) -> list[tuple[str, int]]:
         """Yield every name of every parameter, with its place among the averages."""
         module = self.parallel.module
-        number_of = {id(parameter): i for i, parameter in enumerate(module.parameters())}
+        number_of = {
+            id(parameter): i for i, parameter in enumerate(module.parameters())
+        }
         named = module.named_parameters(remove_duplicate=False)
-        return [(clean_name(name), number_of[id(parameter)]) for name, parameter in named]
+        return [
+            (clean_name(name), number_of[id(parameter)]) for name, parameter in named
+        ]
 
     def _named_averaged_buffers(self) -> list[tuple[str, Tensor]]:
         module, averages = self.parallel.module, list(self.module.buffers())
         number_of = {id(buffer): i for i, buffer in enumerate(module.buffers())}
         named = module.named_buffers(remove_duplicate=False)
-        return [(clean_name(name), averages[number_of[id(buffer)]]) for name, buffer in named]
+        return [
+            (clean_name(name), averages[number_of[id(buffer)]])
+            for name, buffer in named
+        ]
 
     # State dicts of AveragedModel
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of an ``AveragedModel`` of the unsharded module, with the tensors of :meth:`weights`."""
+        """Return the state of an ``AveragedModel`` of the unsharded module, with the
+        tensors of :meth:`weights`."""
         named = {f"module.{name}": value for name, value in self.weights().items()}
         return {**named, "n_averaged": self.n_averaged}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Load a state of :meth:`state_dict`, with sharded or unsharded tensors. Collective."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:  # type: ignore[override]
+        """Load a state of :meth:`state_dict`, with sharded or unsharded tensors.
+        Collective."""
         template = self.weights()
         for name, value in template.items():
             saved = state_dict[f"module.{name}"]
@@ -227,11 +290,16 @@ def _world_of(parallel: ParallelModel) -> WorldSharding | None:
 
 def _places(world: WorldSharding | None) -> dict[int, tuple[FlatShard, int]]:
     shards = [] if world is None else world.shards
-    return {id(parameter): (shard, i) for shard in shards for i, parameter in enumerate(shard.parameters)}
+    return {
+        id(parameter): (shard, i)
+        for shard in shards
+        for i, parameter in enumerate(shard.parameters)
+    }
 
 
 def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
-    """Try an averaging function that is not torch's own on a small tensor, at once and in two halves."""
+    """Try an averaging function that is not torch's own on a small tensor, at once and
+    in two halves."""
     if function.__module__ == AveragedModel.__module__:
         return
     function = copy.deepcopy(function)  # it may count its calls
@@ -247,7 +315,12 @@ def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
         return old.reshape(-1)
 
     whole = averaged(average, current.view(6, 4))
-    halves = [averaged(a, c) for a, c in zip(average.view(-1).split([10, 14]), current.split([10, 14]), strict=True)]
+    halves = [
+        averaged(a, c)
+        for a, c in zip(
+            average.view(-1).split([10, 14]), current.split([10, 14]), strict=True
+        )
+    ]
     if not torch.allclose(whole, torch.cat(halves), rtol=1e-9, atol=1e-12):
         shown = getattr(function, "__qualname__", repr(function))
         raise ValueError(

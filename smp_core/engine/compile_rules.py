@@ -1,4 +1,5 @@
-"""Rules for compilation: where there is nothing to compile, or nothing that could be."""
+"""Rules for compilation: where there is nothing to compile, or nothing that could
+be."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def _came_sharded(draft: ModelDraft) -> str | None:
 
 
 def _recomputes_split_layers(draft: ModelDraft) -> str | None:
-    # torch makes one operator of a recomputed stretch, in which nothing may stay outside of the graph.
+    # torch makes one operator of a recomputed stretch, in which nothing may stay
+    # outside of the graph.
     if draft.layout.tensor == 1 or not draft.activations.checkpointed:
         return None
     return "the compiler leaves out what is recomputed around split layers"
@@ -56,11 +58,18 @@ class Compilation(Subject):
     )
 
     def settle(self, draft: ModelDraft) -> None:
-        """Leave compilation out where there is nothing to compile, or nothing that could be."""
+        """Leave compilation out where there is nothing to compile, or nothing that
+        could be."""
         blocks = draft.shapes.units
-        reasons = [f"{what}; {clash.instead}" for clash in self.apart if (what := clash.found(draft))]
+        reasons = [
+            f"{what}; {clash.instead}"
+            for clash in self.apart
+            if (what := clash.found(draft))
+        ]
         if not blocks.blocks:
-            reasons.append(f"there are no blocks ({blocks.why}); name them with units=[...]")
+            reasons.append(
+                f"there are no blocks ({blocks.why}); name them with units=[...]"
+            )
         if draft.knobs.compile and reasons:
             draft.drop("compile", None, reasons[0])
 
@@ -68,7 +77,9 @@ class Compilation(Subject):
         """Look for a C compiler."""
         compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
         fix = "torch.compile and Triton need one: install gcc"
-        yield Finding.unless(compiler is not None, "C compiler", compiler or "none", fix)
+        yield Finding.unless(
+            compiler is not None, "C compiler", compiler or "none", fix
+        )
 
 
 COMPILATION = Compilation()

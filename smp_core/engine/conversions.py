@@ -1,26 +1,39 @@
-"""parallelize_model(): what was decided about a model is done to it. The one place that knows the order of all
-conversions, but for models that came sharded (:mod:`smp_core.engine.adoption`).
+"""parallelize_model(): what was decided about a model is done to it. The one place that
+knows the order of all conversions, but for models that came sharded
+(:mod:`smp_core.engine.adoption`).
 
-1.  _leave_out: what other pipeline stages hold, before anything is made of it; rank 0 sends each stage its own
+1.  _leave_out: what other pipeline stages hold, before anything is made of it; rank 0
+    sends each stage its own
 2.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
-3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
+3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2
+    sees them
 4.  share_sequences: attention over the ranks that share sequences
-5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
+5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of
+    the head
 6.  balance_where_asked: auxiliary losses and biases of routers, of all ranks' tokens
-7.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
-8.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
-9.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
-10. _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
+7.  CastParameters: replicated parameters in what the others are gathered in, also where
+    their use is computed again
+8.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's
+    hooks
+9.  compile_blocks: what a block computes by now, so that gathers stay outside of its
+    graph
+10. _stand_around_blocks: tokens that tensor ranks share, split and joined outside of
+    what is recomputed
 11. lay_out_contiguously: shards are stretches of a parameter's rows
-12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-13. _deal_experts: whole experts to the ranks that divide them, whose parameters are DTensors before FSDP2 sees them
-14. shard_units: fully_shard of blocks, then roots, with our communication objects; frozen ones stored as codes
+12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just
+    before it is sharded
+13. _deal_experts: whole experts to the ranks that divide them, whose parameters are
+    DTensors before FSDP2 sees them
+14. shard_units: fully_shard of blocks, then roots, with our communication objects;
+    frozen ones stored as codes
 15. apply_fsdp_options: how far ahead units are gathered
 16. materialize: what is on the meta device, shard by shard; frozen ones stored as codes
-17. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
+17. store_masters: trainable half precision parameters in float32, where `master_dtype`
+    says so
 18. move_plain_tensors: what FSDP2 does not manage, to the device
 19. register_forward_methods: methods besides forward that gather
-20. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+20. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's
+    hooks
 21. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
@@ -29,8 +42,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,15 +52,31 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, save_activations
+from smp_core.activations import (
+    NO_ACTIVATION_MEMORY_SAVED,
+    ActivationMemory,
+    save_activations,
+)
 from smp_core.cluster import Axis, Layout, SmpMesh, of_all_ranks
 from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
 from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
-from smp_core.context_parallel import chunk_losses, require_lengths, share_sequences, try_call
+from smp_core.context_parallel import (
+    ContextParallel,
+    chunk_losses,
+    require_lengths,
+    share_sequences,
+    try_call,
+)
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.expert_parallel import BalancedRouters, balance_routers, deal_experts
 from smp_core.fp8 import Fp8Model, convert_to_fp8, convert_with
-from smp_core.pipeline import Pipeline, Played, TiedGradients, leave_out_other_stages, played_of
+from smp_core.pipeline import (
+    Pipeline,
+    Played,
+    TiedGradients,
+    leave_out_other_stages,
+    played_of,
+)
 from smp_core.plan import Plan, Stages, router_losses, units_with
 from smp_core.sharding import ReplacedParameters, change_this_process
 from smp_core.sharding.fsdp import (
@@ -66,14 +96,21 @@ from smp_core.sharding.weights import (
     materialize,
     send_to_stages,
 )
-from smp_core.tensor_parallel import Inspected, SplitModel, TensorAxis, WholeGradients, apply_tensor_parallel, inspect
+from smp_core.tensor_parallel import (
+    Inspected,
+    SplitModel,
+    TensorAxis,
+    WholeGradients,
+    apply_tensor_parallel,
+    inspect,
+)
 from smp_core.topology import Topology
 from smp_core.torch_facts import is_absent, is_compiled
 
 logger = logging.getLogger("smp")
 
-# What Transformers and PEFT call besides forward. In PEFT's `generate` the adapted model is called, past the root, in
-# Transformers' the encoder.
+# What Transformers and PEFT call besides forward. In PEFT's `generate` the adapted
+# model is called, past the root, in Transformers' the encoder.
 KNOWN_METHODS = (
     "generate",
     "generate_batch",
@@ -84,8 +121,11 @@ KNOWN_METHODS = (
 )
 
 
-def mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:
-    """Make the groups of a layout that was settled, as its knobs have them. Collective over the world."""
+def mesh_of(
+    knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device
+) -> SmpMesh:
+    """Make the groups of a layout that was settled, as its knobs have them. Collective
+    over the world."""
     keep = knobs.reshard_after_forward
     return SmpMesh.build(
         layout,
@@ -96,64 +136,66 @@ def mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.
 
 
 def parallelize_model(
-    model: nn.Module, mesh: SmpMesh, plan: Plan, *, init_fn: Callable[[nn.Module], None] | None = None
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    *,
+    init_fn: Callable[[nn.Module], None] | None = None,
 ) -> ParallelModel:
     """Do to a model what was decided about it. In place; collective over the world.
 
     Args:
-        model: on any device or on meta. What is on meta is initialised shard by shard, keyed by parameter name and
-            ``delayed_init.seed``; everything else becomes what rank 0 holds.
-        init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
+        model: on any device or on meta. What is on meta is initialised shard by shard,
+            keyed by parameter name and ``delayed_init.seed``; everything else becomes
+            what rank 0 holds.
+        init_fn: initialises one module in place, for modules on meta that cannot do it
+            themselves.
 
     Returns:
-        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
+        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop
+        uses.
 
     Raises:
-        ValueError: a method of ``forward_methods`` that there is not, and what conversions refuse.
+        ValueError: a method of ``forward_methods`` that there is not, and what
+            conversions refuse.
     """
     knobs = plan.knobs
     change_this_process(mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)
     _require_methods(model, plan)
-    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
+    meter = CommMeter(
+        mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter
+    )
     whole_plan, plan = plan, plan.of_stage(mesh.stage)
     traffic = Traffic(mesh, meter, plan)
 
-    # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
-    played: dict[str, Played] = {}
-    inspected = _inspected(model, mesh, whole_plan)
-    if plan.stages is not None:
-        played = played_of(model, plan.stages.chain)
-        _leave_out(model, mesh, plan.stages)
-    fp8, fp8_region = (None, nullcontext) if knobs.fp8 is None else _to_fp8(model, mesh, knobs.fp8)
-    tensor = None if mesh.tensor_degree == 1 else _split_layers(model, traffic, plan, meter, inspected)
-    learned = require_lengths(model)
-    context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter, learned)
-    if knobs.chunked_cross_entropy is not None:
-        chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
-    routers = balance_where_asked(model, mesh, whole_plan, meter)
-    recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
-    shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
-    if plan.replicated_casts:
-        shown = CastParameters(model, plan.replicated_casts, recomputed).shown
-    saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
-    if knobs.compile is not None:
-        compile_blocks(model, plan)
-    _stand_around_blocks(tensor, plan)
+    layers = _convert_layers(model, mesh, plan, whole_plan, meter, traffic)
 
-    # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
+    # Where its parameters live: rank 0's weights for what stays whole; a unit gets them
+    # just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
-    meshes = {} if knobs.expert_parallel_degree == 1 else _deal_experts(model, mesh, plan, meter)
-    gather_of = None if fp8 is None else fp8.gather_of
-    units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, gather_of, meshes)
+    meshes = (
+        {}
+        if knobs.expert_parallel_degree == 1
+        else _deal_experts(model, mesh, plan, meter)
+    )
+    gather_of = None if layers.fp8 is None else layers.fp8.gather_of
+    units = shard_units(
+        model, plan, mesh, traffic, layers.saved.recomputed_units, gather_of, meshes
+    )
     apply_fsdp_options(model, knobs, mesh.device)
     explain_uncalled(units)
     if plan.shapes.on_meta:
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
-        materialize(model, states_on, seed=(knobs.delayed_init or DelayedInit()).seed, init_fn=init_fn)
+        materialize(
+            model,
+            states_on,
+            seed=(knobs.delayed_init or DelayedInit()).seed,
+            init_fn=init_fn,
+        )
         for unit in units:
             unit.store_coded(plan)
     if plan.dtypes.masters:
@@ -162,30 +204,130 @@ def parallelize_model(
     replaced.settle(model)
 
     # Calls into it, and its gradients from here on.
-    calls = Calls(model, mesh.shard_ranks, units, shown)
+    calls = Calls(model, mesh.shard_ranks, units, layers.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, routers, units, played, lambda: window)
-    alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
-    veto = None if fp8 is None else fp8.state.nonfinite
-    window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
+    pipeline, finishing = _join_stages(
+        model, mesh, plan, meter, layers, units, lambda: window
+    )
+    alike = _keep_alike(
+        model, mesh, plan, layers.tensor, finishing, lambda: window.world
+    )
+    veto = None if layers.fp8 is None else layers.fp8.state.nonfinite
+    window = AccumulationWindow(
+        model,
+        units,
+        traffic,
+        plan,
+        calls,
+        veto,
+        alike,
+        hooked and mesh.pipeline_degree > 1,
+    )
     follow_window(model, window)
-    _start_scales(fp8, mesh, meter)
-    parts = (mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline, routers)
-    return ParallelModel(model, tuple(units), window, calls, replaced, *parts)
+    _start_scales(layers.fp8, mesh, meter)
+    return ParallelModel(
+        model,
+        tuple(units),
+        window,
+        calls,
+        replaced,
+        mesh,
+        whole_plan,
+        meter,
+        traffic,
+        layers.saved,
+        layers.fp8,
+        layers.context,
+        layers.fp8_region,
+        layers.tensor,
+        pipeline,
+        layers.routers,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Layers:
+    """Results of the conversions of a model's layers; None where there was none."""
+
+    fp8: Fp8Model | None
+    fp8_region: Callable[[], AbstractContextManager[Any]]
+    tensor: SplitModel | None
+    context: ContextParallel | None
+    routers: BalancedRouters | None
+    saved: ActivationMemory
+    shown: Callable[[object], AbstractContextManager[Any]]
+    played: dict[str, Played]
+
+
+def _convert_layers(
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    whole_plan: Plan,
+    meter: CommMeter,
+    traffic: Traffic,
+) -> _Layers:
+    """Change what the model computes: layers in FP8, in parts, over shared sequences,
+    losses in chunks, again in backward."""
+    knobs = plan.knobs
+    played: dict[str, Played] = {}
+    inspected = _inspected(model, mesh, whole_plan)
+    if plan.stages is not None:
+        played = played_of(model, plan.stages.chain)
+        _leave_out(model, mesh, plan.stages)
+    fp8, fp8_region = (
+        (None, nullcontext) if knobs.fp8 is None else _to_fp8(model, mesh, knobs.fp8)
+    )
+    tensor = (
+        None
+        if mesh.tensor_degree == 1
+        else _split_layers(model, traffic, plan, meter, inspected)
+    )
+    learned = require_lengths(model)
+    context = (
+        None
+        if mesh.context_degree == 1
+        else share_sequences(model, mesh, plan, meter, learned)
+    )
+    if knobs.chunked_cross_entropy is not None:
+        chunk_losses(
+            model,
+            knobs.chunked_cross_entropy,
+            None if tensor is None else tensor.split_vocabulary,
+        )
+    routers = balance_where_asked(model, mesh, whole_plan, meter)
+    recomputed = [
+        model.get_submodule(each.name) for each in plan.activations.checkpointed
+    ]
+    shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
+    if plan.replicated_casts:
+        shown = CastParameters(model, plan.replicated_casts, recomputed).shown
+    saved = (
+        save_activations(model, plan, mesh.device)
+        if plan.activations.checkpointed
+        else NO_ACTIVATION_MEMORY_SAVED
+    )
+    if knobs.compile is not None:
+        compile_blocks(model, plan)
+    _stand_around_blocks(tensor, plan)
+    return _Layers(fp8, fp8_region, tensor, context, routers, saved, shown, played)
 
 
 def _require_methods(model: nn.Module, plan: Plan) -> None:
-    """Refuse methods that there are not, also where nothing is gathered and none has to be registered."""
+    """Refuse methods that there are not, also where nothing is gathered and none has to
+    be registered."""
     for method in plan.knobs.forward_methods:
         units_with(model, plan.units, method)
 
 
 def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
-    """Return whether any parameter has hooks, on all ranks alike. Collective over the world.
+    """Return whether any parameter has hooks, on all ranks alike. Collective over the
+    world.
 
     Raises:
-        ValueError: on some ranks only, or of a parameter of which two pipeline stages have a part of the gradient each.
+        ValueError: on some ranks only, or of a parameter of which two pipeline stages
+            have a part of the gradient each.
     """
     hooked = sorted(replaced.hooked)
     by_rank = of_all_ranks(hooked)
@@ -196,7 +338,11 @@ def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
                 f"{differing[0]} has a hook (register_hook, register_post_accumulate_grad_hook) on one of the ranks 0 "
                 f"and {rank} only; all ranks take part in what it sees: register it on all, and let it write on rank 0"
             )
-    tied = [] if plan.stages is None else [name for name in hooked if name in plan.stages.tied]
+    tied = (
+        []
+        if plan.stages is None
+        else [name for name in hooked if name in plan.stages.tied]
+    )
     if tied:
         raise ValueError(
             f"pipeline_parallel_degree={plan.knobs.pipeline_parallel_degree}: {tied[0]} is tied between the first and "
@@ -207,10 +353,17 @@ def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
 
 
 def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
-    """Keep this rank's pipeline stage of the model. The stage's first rank gets rank 0's values of it, which the others
-    get from that one like those of a model without stages."""
+    """Keep this rank's pipeline stage of the model. The stage's first rank gets rank
+    0's values of it, which the others get from that one like those of a model without
+    stages."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    send_to_stages([(tensor, stages.owners.get(name, range(stages.count))) for name, tensor in named], mesh)
+    send_to_stages(
+        [
+            (tensor, stages.owners.get(name, range(stages.count)))
+            for name, tensor in named
+        ],
+        mesh,
+    )
     leave_out_other_stages(model, mesh, stages)
 
 
@@ -219,24 +372,30 @@ def _join_stages(
     mesh: SmpMesh,
     plan: Plan,
     meter: CommMeter,
-    tensor: SplitModel | None,
-    routers: BalancedRouters | None,
+    layers: _Layers,
     units: Sequence[ShardedUnit],
-    played: Mapping[str, Played],
     window: Callable[[], AccumulationWindow],
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
-    """Make this rank's stage a part of a pipeline, with what travels beside activations; return what adds up gradients
-    of parameters on two stages."""
+    """Make this rank's stage a part of a pipeline, with what travels beside
+    activations; return what adds up gradients of parameters on two stages."""
     if plan.stages is None:
         return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
-    replaced = (lambda _: None) if tensor is None else tensor.axis.begin
-    recipe = plan.knobs.pipeline
-    dtype = plan.dtypes.gathered
-    passed = functools.partial(passing_by, units)
-    beside = None if routers is None else routers.stages
-    done = (window, passed, replaced, try_call, beside)
-    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, *done)
+    replaced = (lambda _: None) if layers.tensor is None else layers.tensor.axis.begin
+    pipeline = Pipeline(
+        model,
+        mesh,
+        plan.stages,
+        layers.played,
+        plan.knobs.pipeline,
+        meter,
+        plan.dtypes.gathered,
+        window,
+        functools.partial(passing_by, units),
+        replaced,
+        try_call,
+        None if layers.routers is None else layers.routers.stages,
+    )
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))
@@ -244,11 +403,14 @@ def _join_stages(
         return pipeline, nullcontext
     by_name = dict(model.named_parameters())
     tied = [by_name[name] for name in plan.stages.tied]
-    return pipeline, TiedGradients(tied, ends, mesh.group(Axis.REPLICATE), lambda: window().world).added_up
+    return pipeline, TiedGradients(
+        tied, ends, mesh.group(Axis.REPLICATE), lambda: window().world
+    ).added_up
 
 
 def follow_window(model: nn.Module, window: Window) -> None:
-    """Let ``zero_grad`` and ``load_state_dict`` of the model's modules mean what the window holds, too."""
+    """Let ``zero_grad`` and ``load_state_dict`` of the model's modules mean what the
+    window holds, too."""
     drop_with_zero_grad(model, window.zero_grad)
     load_own_parts(model, lambda: window.world)
 
@@ -261,8 +423,9 @@ def _keep_alike(
     finishing: Callable[[], AbstractContextManager[None]],
     world: Callable[[], WorldSharding | None],
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return what is entered around setting gradients: it keeps those of parameters that tensor ranks hold whole equal
-    on all of them, where sums travel in codes, and has tensor ranks learn between which blocks tokens stay split."""
+    """Return what is entered around setting gradients: it keeps those of parameters
+    that tensor ranks hold whole equal on all of them, where sums travel in codes, and
+    has tensor ranks learn between which blocks tokens stay split."""
     if tensor is None:
         return finishing
     whole = [model.get_parameter(name) for name in tensor.whole]
@@ -287,32 +450,48 @@ def _keep_alike(
 
 
 def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
-    """Return what ``tensor_parallel.plan="infer"`` finds, where the model has to be run before stages cut it."""
+    """Return what ``tensor_parallel.plan="infer"`` finds, where the model has to be run
+    before stages cut it."""
     recipe = plan.knobs.tensor_parallel
     if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
         return None
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
 
 
-def balance_where_asked(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> BalancedRouters | None:
-    """Balance the model's routers; None where it has none that anything was asked of."""
+def balance_where_asked(
+    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter
+) -> BalancedRouters | None:
+    """Balance the model's routers; None where it has none that anything was asked
+    of."""
     knobs = plan.knobs
     numbers = (knobs.router_bias_update_rate, knobs.expert_capacity_factor)
-    is_asked = any(each is not None for each in numbers) or knobs.asked("router_balance") == "global"
+    is_asked = (
+        any(each is not None for each in numbers)
+        or knobs.asked("router_balance") == "global"
+    )
     if not is_asked and not router_losses(model):
         return None
     return balance_routers(model, plan, mesh.gradient_group, meter, mesh.device)
 
 
-def _deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> dict[str, DeviceMesh]:
-    """Give each rank its experts, of rank 0's; return what each unit of experts is sharded over."""
+def _deal_experts(
+    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter
+) -> dict[str, DeviceMesh]:
+    """Give each rank its experts, of rank 0's; return what each unit of experts is
+    sharded over."""
     for site in plan.shapes.experts:
-        broadcast_from_rank_0(model.get_submodule(site.name).parameters(), mesh.device, mesh.model_group)
+        broadcast_from_rank_0(
+            model.get_submodule(site.name).parameters(), mesh.device, mesh.model_group
+        )
     return deal_experts(model, mesh, plan, meter)
 
 
 def _split_layers(
-    model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMeter, inspected: Inspected | None
+    model: nn.Module,
+    traffic: Traffic,
+    plan: Plan,
+    meter: CommMeter,
+    inspected: Inspected | None,
 ) -> SplitModel:
     """Split layers over tensor ranks, from rank 0's weights."""
     mesh = traffic.mesh
@@ -335,7 +514,8 @@ def _split_layers(
             f"tensor_parallel: {', '.join(shared)} belongs to several units and would be split over tensor ranks; "
             "write units={'min_parameters': 0}, or a tensor_parallel.plan that leaves its layers whole"
         )
-    # Equal on tensor ranks, and not so any more if codes were made of them together with weights that differ.
+    # Equal on tensor ranks, and not so any more if codes were made of them together
+    # with weights that differ.
     traffic.gather_exactly(split.whole)
     return split
 
@@ -356,8 +536,11 @@ def _to_fp8(
     return None, other.region
 
 
-def _converted_on_every_stage(model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe) -> Fp8Model | None:
-    """Convert layers to FP8; a pipeline stage that has none to convert is an error on all ranks."""
+def _converted_on_every_stage(
+    model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
+) -> Fp8Model | None:
+    """Convert layers to FP8; a pipeline stage that has none to convert is an error on
+    all ranks."""
     if mesh.pipeline_degree == 1:
         return convert_to_fp8(model, recipe, parts=mesh.tensor_degree)
     fp8, problem = None, ""
@@ -371,8 +554,8 @@ def _converted_on_every_stage(model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
 
 
 def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None:
-    """Find scales over all ranks, every one of which holds a part of the weights or sees a part of the tokens or
-    features."""
+    """Find scales over all ranks, every one of which holds a part of the weights or
+    sees a part of the tokens or features."""
     if fp8 is None:
         return
 
@@ -395,14 +578,17 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
 
 
 def register_forward_methods(
-    model: nn.Module, units: Collection[ShardedUnit], calls: Calls, methods: Collection[str]
+    model: nn.Module,
+    units: Collection[ShardedUnit],
+    calls: Calls,
+    methods: Collection[str],
 ) -> None:
-    """Let methods gather parameters as forward does: ``"decode"`` of every root that has it, ``"encoder.encode"`` of
-    the named unit, and of roots those that are known.
+    """Let methods gather parameters as forward does: ``"decode"`` of every root that
+    has it, ``"encoder.encode"`` of the named unit, and of roots those that are known.
 
-    Also tells Transformers that forward is collective (``_is_fsdp_managed_module``, as its own sharding does; Dynamo
-    wants ``_fsdp_use_orig_params`` with it): ranks then generate as long as any of them needs to, and none leaves out a
-    layer by chance.
+    Also tells Transformers that forward is collective (``_is_fsdp_managed_module``, as
+    its own sharding does; Dynamo wants ``_fsdp_use_orig_params`` with it): ranks then
+    generate as long as any of them needs to, and none leaves out a layer by chance.
 
     Raises:
         ValueError: no unit has the method.
@@ -410,16 +596,26 @@ def register_forward_methods(
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
-    found = [(unit, name) for unit in units if unit.is_root for name in KNOWN_METHODS if name not in methods]
+    found = [
+        (unit, name)
+        for unit in units
+        if unit.is_root
+        for name in KNOWN_METHODS
+        if name not in methods
+    ]
     for entry in methods:
-        found += [(unit, entry.rpartition(".")[2]) for unit in units_with(model, units, entry)]
+        found += [
+            (unit, entry.rpartition(".")[2]) for unit in units_with(model, units, entry)
+        ]
     for unit, method in found:
         own = getattr(unit.module, method, None)
         if callable(own):
             setattr(unit.module, method, _as_forward(unit, calls, own))
 
 
-def _as_forward(unit: ShardedUnit, calls: Calls, method: Callable[..., Any]) -> Callable[..., Any]:
+def _as_forward(
+    unit: ShardedUnit, calls: Calls, method: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def as_forward(*args: Any, **kwargs: Any) -> Any:
         return calls.run_as_forward(unit, method, *args, **kwargs)
@@ -437,9 +633,13 @@ def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def lay_out_contiguously(model: nn.Module) -> None:
-    """Make parameters contiguous that are transposed or in ``channels_last``: shards are stretches of a parameter's
-    rows."""
-    others = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_contiguous()}
+    """Make parameters contiguous that are transposed or in ``channels_last``: shards
+    are stretches of a parameter's rows."""
+    others = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.is_contiguous()
+    }
     for parameter in others.values():
         parameter.data = parameter.data.contiguous()
     if others:
@@ -448,23 +648,29 @@ def lay_out_contiguously(model: nn.Module) -> None:
 
 @torch.no_grad()
 def store_masters(model: nn.Module, plan: Plan, units: Sequence[ShardedUnit]) -> None:
-    """Store trainable half precision parameters in float32: the weights that the optimizer steps. They are computed
-    with in their own dtype (:meth:`Plan.computed_in`, :attr:`Plan.replicated_casts`)."""
+    """Store trainable half precision parameters in float32: the weights that the
+    optimizer steps. They are computed with in their own dtype
+    (:meth:`Plan.computed_in`, :attr:`Plan.replicated_casts`)."""
     for unit in units:
         unit.store_masters()
     for name in plan.replicated:
         parameter = model.get_parameter(name)
-        if not is_absent(parameter) and plan.dtypes.of_stepped(plan.shapes.of_name(name)) != parameter.dtype:
+        if (
+            not is_absent(parameter)
+            and plan.dtypes.of_stepped(plan.shapes.of_name(name)) != parameter.dtype
+        ):
             parameter.data = parameter.data.float()
 
 
 @torch.no_grad()
 def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
-    """Move replicated parameters, and buffers of modules outside every unit, to ``device``: FSDP2 moves what it
-    manages."""
+    """Move replicated parameters, and buffers of modules outside every unit, to
+    ``device``: FSDP2 moves what it manages."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.device.type != device.type and not isinstance(parameter, DTensor):
+            if parameter.device.type != device.type and not isinstance(
+                parameter, DTensor
+            ):
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type != device.type:
@@ -472,11 +678,12 @@ def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
 
 
 def compile_blocks(model: nn.Module, plan: Plan) -> None:
-    """Compile the blocks that the plan names, in place. Those that were compiled before stay as they are.
+    """Compile the blocks that the plan names, in place. Those that were compiled before
+    stay as they are.
 
-    A graph of a whole sharded model would have the hooks that gather in it. Blocks are compiled after they were told
-    to recompute, so that the compiler sees which values to keep, and before they are sharded, so that gathers stay
-    outside.
+    A graph of a whole sharded model would have the hooks that gather in it. Blocks are
+    compiled after they were told to recompute, so that the compiler sees which values
+    to keep, and before they are sharded, so that gathers stay outside.
     """
     asked = plan.knobs.compile
     assert asked is not None

@@ -1,12 +1,14 @@
 """decide(): everything about one model on one cluster, settled once.
 
-A :class:`Plan` comes of what a model is (:class:`~smp_core.plan.shapes.Shapes`), what was asked, and what the
-cluster is (:class:`~smp_core.plan.cluster.Cluster`), by the rules of each subject. No process group, no module, no
-collective: the same three give the same plan on every rank, on a laptop, and in a planner's loop.
+A :class:`Plan` comes of what a model is (:class:`~smp_core.plan.shapes.Shapes`), what
+was asked, and what the cluster is (:class:`~smp_core.plan.cluster.Cluster`), by the
+rules of each subject. No process group, no module, no collective: the same three give
+the same plan on every rank, on a laptop, and in a planner's loop.
 :mod:`smp_core.engine.conversions` does what it says.
 
-Before any subject is asked, :func:`settle_layout` resolves the layout: how large a partition group is, whether
-collectives run in two stages, and how many ranks hold a copy of gathered parameters between forward and backward.
+Before any subject is asked, :func:`settle_layout` resolves the layout: how large a
+partition group is, whether collectives run in two stages, and how many ranks hold a
+copy of gathered parameters between forward and backward.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from smp_core.config import SmpConfig
 from smp_core.engine.compile_rules import COMPILATION
 from smp_core.engine.subjects import SUBJECTS
 from smp_core.pipeline import PIPELINE_PARALLELISM
-from smp_core.plan import TRAINERS_OWN, Cluster, Draft, GivenSharding, ModelDraft, Plan, Precision, Shapes
+from smp_core.plan import (
+    TRAINERS_OWN,
+    Cluster,
+    Draft,
+    GivenSharding,
+    ModelDraft,
+    Plan,
+    Precision,
+    Shapes,
+)
 from smp_core.sharding import settle_given, settle_precision
 from smp_core.tensor_parallel import require_tensor_degree
 from smp_core.topology import Topology, divisors, listed
@@ -39,7 +50,8 @@ def decide(
 
     Args:
         asked: ``shard_degree="auto"`` has been replaced by a number
-            (:func:`smp_core.engine.auto_degree.decide_with_smallest_degree`), unless the model is pre-sharded.
+            (:func:`smp_core.engine.auto_degree.decide_with_smallest_degree`), unless
+            the model is pre-sharded.
         precision: what the trainer's precision means.
         given: how a pre-sharded model is sharded; it pins what was decided then.
 
@@ -48,7 +60,8 @@ def decide(
             its value, and what to write.
     """
     draft = ModelDraft(asked, shapes, cluster, precision, given)
-    # What all subjects look at: what the model's maker and the trainer want, and the degrees.
+    # What all subjects look at: what the model's maker and the trainer want, and the
+    # degrees.
     if given is not None:
         settle_given(draft)
     settle_precision(draft)
@@ -60,12 +73,14 @@ def decide(
 
 
 def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
-    """Decide anew about activations and the loss's chunks alone, on which nothing but `compile` depends. What
-    :func:`decide` would come to with these knobs, for planners that try all of them.
+    """Decide anew about activations and the loss's chunks alone, on which nothing but
+    `compile` depends. What :func:`decide` would come to with these knobs, for planners
+    that try all of them.
 
     Args:
         plan: with both knobs at their defaults.
-        shapes: of the same model, with the modules that ``activations.checkpoint`` names.
+        shapes: of the same model, with the modules that ``activations.checkpoint``
+            names.
         knobs: values for `activations` and `chunked_cross_entropy`.
 
     Raises:
@@ -76,12 +91,18 @@ def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
     ACTIVATIONS.settle(draft)
     COMPILATION.settle(draft)
     warnings = (*plan.warnings, *draft.warnings)
-    return replace(plan, knobs=draft.knobs, shapes=shapes, activations=draft.activations, warnings=warnings)
+    return replace(
+        plan,
+        knobs=draft.knobs,
+        shapes=shapes,
+        activations=draft.activations,
+        warnings=warnings,
+    )
 
 
 def decide_pipeline(plan: Plan, pipeline: Mapping[str, Any]) -> Plan:
-    """Decide anew about the schedule of pipeline stages, their micro-batches and blocks alone, on which nothing else
-    depends.
+    """Decide anew about the schedule of pipeline stages, their micro-batches and blocks
+    alone, on which nothing else depends.
 
     Raises:
         ValueError: as :func:`decide`.
@@ -92,31 +113,39 @@ def decide_pipeline(plan: Plan, pipeline: Mapping[str, Any]) -> Plan:
 
 
 def _of(plan: Plan, knobs: SmpConfig, shapes: Shapes) -> ModelDraft:
-    return ModelDraft(knobs, shapes, plan.cluster, plan.precision, plan.given, plan.layout)
+    return ModelDraft(
+        knobs, shapes, plan.cluster, plan.precision, plan.given, plan.layout
+    )
 
 
 def lines_of_subjects(plan: Plan, parallel: object = None) -> list[str]:
     """Return what all subjects say of a plan, in lines for people.
 
     Args:
-        parallel: the :class:`~smp_core.engine.parallel_model.ParallelModel` with what conversions made; None: there is
-            none yet.
+        parallel: the :class:`~smp_core.engine.parallel_model.ParallelModel` with what
+            conversions made; None: there is none yet.
     """
     lines: list[str] = []
     for subject in SUBJECTS:
         if subject.is_off(plan.knobs):
             continue
-        made = getattr(parallel, subject.part) if parallel is not None and subject.part else None
+        made = (
+            getattr(parallel, subject.part)
+            if parallel is not None and subject.part
+            else None
+        )
         lines += subject.describe(plan, made)
     return lines
 
 
 def settle_layout(draft: Draft, topology: Topology) -> Layout:
-    """Resolve ``shard_degree`` ("auto" is a number by now), ``collectives.hierarchical`` and ``reshard_after_forward``.
+    """Resolve ``shard_degree`` ("auto" is a number by now),
+    ``collectives.hierarchical`` and ``reshard_after_forward``.
 
     Raises:
-        ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not divide
-            the shard degree, ``collectives.hierarchical=True`` for a group that has only one stage.
+        ValueError: a degree that does not divide the world or straddles nodes, a
+            context degree that does not divide the shard degree,
+            ``collectives.hierarchical=True`` for a group that has only one stage.
     """
     asked, inner = draft.knobs.shard_degree, inner_degree(draft.knobs)
     stages = draft.knobs.pipeline_parallel_degree
@@ -130,11 +159,17 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     except ValueError as error:
         split = " and ".join(DEGREES[axis] for axis in INNER)
         counted = f" (each {inner} ranks of {split} count as one)" if inner > 1 else ""
-        counted += f" (the ranks of one of {stages} pipeline stages)" if stages > 1 else ""
+        counted += (
+            f" (the ranks of one of {stages} pipeline stages)" if stages > 1 else ""
+        )
         raise ValueError(f"{error}{counted}") from None
     if degree != asked:
         counted = "ranks" if inner == 1 else f"groups of {inner} tensor ranks"
-        draft.settle("shard_degree", degree, f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}")
+        draft.settle(
+            "shard_degree",
+            degree,
+            f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}",
+        )
     # The layout, and what follows from it.
     layout = Layout.of_world(world, degree, degrees_of(draft.knobs))
     _settle_hierarchical(draft, degree, groups)
@@ -166,24 +201,45 @@ def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
 
 
 def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> None:
-    """Resolve how many ranks hold a copy after forward: an integer below the shard degree, True or False."""
+    """Resolve how many ranks hold a copy after forward: an integer below the shard
+    degree, True or False."""
     asked, k = draft.knobs.reshard_after_forward, topology.ranks_per_node
     if isinstance(asked, bool):
         return
     if asked == "auto":
         kept = draft.knobs.keep_between_micro_batches
-        draft.settle("reshard_after_forward", kept == "shards", f"keep_between_micro_batches={kept!r}")
+        draft.settle(
+            "reshard_after_forward",
+            kept == "shards",
+            f"keep_between_micro_batches={kept!r}",
+        )
         return
     if asked == "node":
         if degree <= k:
-            draft.settle("reshard_after_forward", True, "the partition group lies inside one node already")
+            draft.settle(
+                "reshard_after_forward",
+                True,
+                "the partition group lies inside one node already",
+            )
         elif k == 1:
-            draft.settle("reshard_after_forward", False, "one rank per node: its copy is a whole one")
+            draft.settle(
+                "reshard_after_forward",
+                False,
+                "one rank per node: its copy is a whole one",
+            )
         else:
-            draft.settle("reshard_after_forward", k, f"a copy sharded over the {k} ranks of each node")
+            draft.settle(
+                "reshard_after_forward",
+                k,
+                f"a copy sharded over the {k} ranks of each node",
+            )
         return
     if degree % asked:
         allowed = listed(["true", "false", *divisors(degree)[1:]])
-        raise ValueError(f"reshard_after_forward={asked} does not divide shard_degree={degree}; allowed: {allowed}")
+        raise ValueError(
+            f"reshard_after_forward={asked} does not divide shard_degree={degree}; allowed: {allowed}"
+        )
     if asked == degree:
-        draft.settle("reshard_after_forward", True, "as many ranks as the partition group has")
+        draft.settle(
+            "reshard_after_forward", True, "as many ranks as the partition group has"
+        )

@@ -1,5 +1,5 @@
-"""Knobs of a further run with a model that is sharded already: it stays as it is, and other knobs for it would have no
-effect."""
+"""Knobs of a further run with a model that is sharded already: it stays as it is, and
+other knobs for it would have no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _OF_EACH_RUN = SmpConfig.settings_of("checkpoint")
 
 
 def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
-    """Return the knobs in effect: the model's, but for the few that every run sets anew.
+    """Return the knobs in effect: the model's, but for the few that every run sets
+    anew.
 
     Args:
         model: what it is called in messages.

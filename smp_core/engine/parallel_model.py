@@ -1,4 +1,5 @@
-"""ParallelModel: the handle of a parallelized module, which both faces, loops of one's own and checkpoints use."""
+"""ParallelModel: the handle of a parallelized module, which both faces, loops of one's
+own and checkpoints use."""
 
 from __future__ import annotations
 
@@ -27,12 +28,25 @@ from smp_core.plan import Plan
 from smp_core.sharding import ReplacedParameters
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.gradients import Window, require_same_collectives
-from smp_core.sharding.optimizer import clip_grad_norm_, like, local_of, master_dtype, prepare_optimizer
+from smp_core.sharding.optimizer import (
+    clip_grad_norm_,
+    like,
+    local_of,
+    master_dtype,
+    prepare_optimizer,
+)
 from smp_core.sharding.optimizer.grad_norm import grad_norm
 from smp_core.sharding.weights import broadcast_from_rank_0
 from smp_core.sharding.weights.unsharded import unsharded
 from smp_core.tensor_parallel import SplitModel
-from smp_core.torch_facts import clean_name, is_absent, lies_in, load_host_master, model_parameter, with_host_master
+from smp_core.torch_facts import (
+    clean_name,
+    is_absent,
+    lies_in,
+    load_host_master,
+    model_parameter,
+    with_host_master,
+)
 
 logger = logging.getLogger("smp")
 
@@ -55,7 +69,8 @@ class ParallelModel:
         tensor: what is split over tensor ranks; None without.
         pipeline: the pipeline that this rank has a stage of; None without.
         routers: what balances the routers of its experts.
-        fp8_region: makes the context that another library's FP8 layers want around forward.
+        fp8_region: makes the context that another library's FP8 layers want around
+            forward.
     """
 
     module: nn.Module
@@ -80,8 +95,11 @@ class ParallelModel:
         """The knobs in effect, with what was asked and why."""
         return self.plan.knobs
 
-    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``method`` of the module (``training_step``) with the module's own parameters unsharded."""
+    def run_as_forward(
+        self, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call ``method`` of the module (``training_step``) with the module's own
+        parameters unsharded."""
         if self.window.world is not None:
             self.window.world.follow_flags()
         with self.fp8_region():
@@ -95,9 +113,11 @@ class ParallelModel:
                 raise
 
     def call(self, submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a submodule by itself, outside of the model's forward, with the parameters of its unit unsharded.
-        Collective."""
-        name = next(name for name, module in self.module.named_modules() if module is submodule)
+        """Call a submodule by itself, outside of the model's forward, with the
+        parameters of its unit unsharded. Collective."""
+        name = next(
+            name for name, module in self.module.named_modules() if module is submodule
+        )
         holding = [unit for unit in self.units if lies_in(name, unit.name)]
         if not holding:
             return submodule(*args, **kwargs)
@@ -105,20 +125,28 @@ class ParallelModel:
         return self.calls.run_as_forward(unit, submodule, *args, **kwargs)
 
     def reshard(self) -> None:
-        """Free unsharded parameters, e.g. after an evaluation or before weights are loaded."""
+        """Free unsharded parameters, e.g. after an evaluation or before weights are
+        loaded."""
         reshard(self.module.modules())
         self.traffic.weights_changed()
 
     @contextmanager
-    def unsharded(self, module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model or a part of it be a plain module inside the block, for code that one rank runs alone. Only
-        where weights are sharded and nothing more can it be called there; otherwise a call raises ``RuntimeError``.
+    def unsharded(
+        self, module: nn.Module, values: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        """Let the model or a part of it be a plain module inside the block, for code
+        that one rank runs alone. Only where weights are sharded and nothing more can it
+        be called there; otherwise a call raises ``RuntimeError``.
 
         Args:
             values: unsharded weights on the host, by the names of ``module``.
         """
         config = self.config
-        split = [f"{DEGREES[axis]}={degree}" for axis, degree in degrees_of(config).items() if degree != 1]
+        split = [
+            f"{DEGREES[axis]}={degree}"
+            for axis, degree in degrees_of(config).items()
+            if degree != 1
+        ]
         if config.expert_parallel_degree != 1:
             split.append(f"expert_parallel_degree={config.expert_parallel_degree}")
         if config.fp8 is not None:
@@ -138,7 +166,8 @@ class ParallelModel:
             self.calls.unsharded = False
 
     def require_same_collectives(self) -> None:
-        """Compare what ranks that share parameters issued, where no window closes: after an evaluation. Collective.
+        """Compare what ranks that share parameters issued, where no window closes:
+        after an evaluation. Collective.
 
         Raises:
             RanksDiverged: they took different ways through the model; on all ranks.
@@ -146,10 +175,15 @@ class ParallelModel:
         require_same_collectives(self.traffic.issued, self.mesh)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[nn.Parameter] | None = None,
     ) -> Tensor:
-        """Clip by the norm over all ranks (see :func:`smp_core.sharding.optimizer.grad_norm.clip_grad_norm_`); closes
-        the window if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
+        """Clip by the norm over all ranks (see
+        :func:`smp_core.sharding.optimizer.grad_norm.clip_grad_norm_`); closes the
+        window if it is open. ``parameters``: only these, e.g. one optimizer's; default
+        all."""
         self.window.close()
         return clip_grad_norm_(
             self.stepped(parameters),
@@ -160,8 +194,11 @@ class ParallelModel:
             **self.over_stages(),
         )
 
-    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
-        """Return the gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
+    def grad_norm(
+        self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None
+    ) -> Tensor:
+        """Return the gradients' norm over all ranks: a plain 0-d tensor, equal
+        everywhere."""
         return grad_norm(
             self.stepped(parameters),
             masters_over=self.mesh.gradient_group,
@@ -171,39 +208,68 @@ class ParallelModel:
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other pipeline stages of what this rank holds a part of; None without stages."""
+        """The ranks that hold the other pipeline stages of what this rank holds a part
+        of; None without stages."""
         return None if self.pipeline is None else self.pipeline.group
 
     def over_stages(self) -> dict[str, Any]:
         """Return the arguments of norms over pipeline stages
         (:func:`smp_core.sharding.optimizer.grad_norm.grad_norm`)."""
-        return {} if self.pipeline is None else {"stages": self.pipeline.group, "counts": self.pipeline.counts}
+        return (
+            {}
+            if self.pipeline is None
+            else {"stages": self.pipeline.group, "counts": self.pipeline.counts}
+        )
 
     def stepped(self, parameters: Iterable[Tensor] | None = None) -> list[Tensor]:
-        """Return what holds the gradients of these parameters (default all; also those of before sharding): with
-        ``optimizer_shard="world"`` masters of this rank's part, otherwise they themselves."""
-        given = self.module.parameters() if parameters is None else map(self.replaced.current, parameters)
-        return list(given) if self.window.world is None else self.window.world.stepped(given)
+        """Return what holds the gradients of these parameters (default all; also those
+        of before sharding): with ``optimizer_shard="world"`` masters of this rank's
+        part, otherwise they themselves."""
+        given = (
+            self.module.parameters()
+            if parameters is None
+            else map(self.replaced.current, parameters)
+        )
+        return (
+            list(given)
+            if self.window.world is None
+            else self.window.world.stepped(given)
+        )
 
     def steps(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has any of this model's parameters, those of before sharding included."""
+        """Return whether the optimizer has any of this model's parameters, those of
+        before sharding included."""
         own = set(map(id, self.module.parameters()))
-        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)
+        stepped = (
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        return any(
+            id(model_parameter(self.replaced.current(parameter))) in own
+            for parameter in stepped
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state by parameter name, for checkpoints: that of all pipeline stages. Collective over
-        these (:func:`smp_core.checkpoint.optimizers.named_optimizer_state`)."""
+        """Return an optimizer's state by parameter name, for checkpoints: that of all
+        pipeline stages. Collective over these
+        (:func:`smp_core.checkpoint.optimizers.named_optimizer_state`)."""
         named = named_optimizer_state(self.module, optimizer)
         if self.pipeline is None:
             return named
-        return states_of_all_stages(named, self.module, self.pipeline.stages, self.mesh.stage, self.mesh.column.host)
+        return states_of_all_stages(
+            named,
+            self.module,
+            self.pipeline.stages,
+            self.mesh.stage,
+            self.mesh.column.host,
+        )
 
     @torch.no_grad()
     def model_state(self) -> dict[str, Any]:
-        """Return the module's state dict: sharded parameters as DTensors, the live ones; only where
-        ``optimizer_shard="world"`` or the host keep finer weights than parameters, copies of those. Collective with
-        the first."""
+        """Return the module's state dict: sharded parameters as DTensors, the live
+        ones; only where ``optimizer_shard="world"`` or the host keep finer weights than
+        parameters, copies of those. Collective with the first."""
         # As DCP's function for it, which walks through the model once for each name.
         state: dict[str, Any] = self.module.state_dict()
         for name in list(state):
@@ -218,9 +284,15 @@ class ParallelModel:
     @torch.no_grad()
     def take_model_state(self, state: Mapping[str, Any]) -> None:
         """Take up what was loaded into the tensors of :meth:`model_state`."""
-        loaded = {p: state[name] for name, p in self._parameters_by_name().items() if name in state}
+        loaded = {
+            p: state[name]
+            for name, p in self._parameters_by_name().items()
+            if name in state
+        }
         if self.window.world is not None:
-            self.window.world.take_weights({id(parameter): value for parameter, value in loaded.items()})
+            self.window.world.take_weights(
+                {id(parameter): value for parameter, value in loaded.items()}
+            )
         elif self._masters_on_host:
             for parameter, value in loaded.items():
                 if value.dtype != parameter.dtype:
@@ -228,30 +300,44 @@ class ParallelModel:
                     load_host_master(parameter, local_of(value))
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
-        return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
+        return {
+            clean_name(name): p
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+        }
 
     def _finer_weights(self) -> dict[str, Tensor]:
         parameters = self._parameters_by_name()
         if self.window.world is not None:
             finer = self.window.world.weights()
-            return {name: finer[id(p)] for name, p in parameters.items() if id(p) in finer}
-        half = {p for p in parameters.values() if self._masters_on_host and p.requires_grad and not is_absent(p)}
+            return {
+                name: finer[id(p)] for name, p in parameters.items() if id(p) in finer
+            }
+        half = {
+            p
+            for p in parameters.values()
+            if self._masters_on_host and p.requires_grad and not is_absent(p)
+        }
         half -= {p for p in half if p.dtype == master_dtype(p)}
         made = {p: like(p, with_host_master(p), on_host=True) for p in half}
         return {name: made[p] for name, p in parameters.items() if p in made}
 
     @property
     def _masters_on_host(self) -> bool:
-        on_host = self.config.master_dtype == "float32" and self.config.state_offload == "optimizer"
+        on_host = (
+            self.config.master_dtype == "float32"
+            and self.config.state_offload == "optimizer"
+        )
         return on_host and not self.plan.dtypes.masters
 
     def prepare_optimizer(self, optimizer: Optimizer, *others: ParallelModel) -> bool:
         """Make an optimizer over this model's parameters right for them
         (:mod:`smp_core.sharding.optimizer.prepared`). Collective over the world.
 
-        One that was made from the parameters of before sharding gets those of now. With ``optimizer_shard="world"`` it
-        steps masters of this rank's part from now on; ``state_dict`` and ``load_state_dict`` are collective then. With
-        ``state_offload="optimizer"`` it steps on the host. ``step`` closes an open window.
+        One that was made from the parameters of before sharding gets those of now. With
+        ``optimizer_shard="world"`` it steps masters of this rank's part from now on;
+        ``state_dict`` and ``load_state_dict`` are collective then. With
+        ``state_offload="optimizer"`` it steps on the host. ``step`` closes an open
+        window.
 
         Args:
             others: further models whose parameters it steps.
@@ -260,9 +346,10 @@ class ParallelModel:
             False if it was prepared before, and nothing was to be done.
 
         Raises:
-            ValueError: parameters of no model, an optimizer that cannot step shards, ``optimizer_shard="world"`` and
-                one that looks across a tensor or across tensors, pipeline stages and one that looks across tensors,
-                states that cannot be saved.
+            ValueError: parameters of no model, an optimizer that cannot step shards,
+                ``optimizer_shard="world"`` and one that looks across a tensor or across
+                tensors, pipeline stages and one that looks across tensors, states that
+                cannot be saved.
         """
         models = (self, *others)
         prepared = prepare_optimizer(optimizer, models)
@@ -278,8 +365,9 @@ class ParallelModel:
         return "\n".join(lines_of_subjects(self.plan, self))
 
     def report(self) -> str:
-        """Return at most fifteen lines for the start of a run: the layout, and what became of the knobs that were asked
-        for. All knobs, with reasons, go to the logger "smp" at DEBUG."""
+        """Return at most fifteen lines for the start of a run: the layout, and what
+        became of the knobs that were asked for. All knobs, with reasons, go to the
+        logger "smp" at DEBUG."""
         lines = self.describe().splitlines()
         asked = lines_about_asked(self.config, SmpConfig())
         room = max(REPORT_LINES - len(lines) - 1, 1)
@@ -287,21 +375,38 @@ class ParallelModel:
             asked = [*asked[: room - 1], f"and {len(asked) - room + 1} more knobs"]
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", table_as_text(self.config))
-            logger.debug("communicators of this rank's device, by their ranks: %s", self.mesh.communicators)
+            logger.debug(
+                "communicators of this rank's device, by their ranks: %s",
+                self.mesh.communicators,
+            )
             return "\n".join([*lines, *asked])
-        return "\n".join([*lines, *asked, 'all knobs and reasons: logging.getLogger("smp").setLevel("DEBUG")'])
+        return "\n".join(
+            [
+                *lines,
+                *asked,
+                'all knobs and reasons: logging.getLogger("smp").setLevel("DEBUG")',
+            ]
+        )
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
-        """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
-        saving; with pipeline stages those of the first rank of the stage on which they work. What is not saved
-        (``_non_persistent_buffers_set`` is the only list of it) is not state and is left alone."""
+        """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP
+        does: before evaluation and saving; with pipeline stages those of the first rank
+        of the stage on which they work. What is not saved
+        (``_non_persistent_buffers_set`` is the only list of it) is not state and is
+        left alone."""
         saved: list[Tensor] = []
         for module in self.module.modules():
             passing = module._non_persistent_buffers_set
-            saved += [buffer for name, buffer in module.named_buffers(recurse=False) if name not in passing]
+            saved += [
+                buffer
+                for name, buffer in module.named_buffers(recurse=False)
+                if name not in passing
+            ]
         broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
         if self.pipeline is not None:
             buffers = dict(self.module.named_buffers(remove_duplicate=False))
             for name, stage in self.pipeline.stages.buffers.items():
-                broadcast_from_rank_0([buffers[name]], self.mesh.device, self.pipeline.group, source=stage)
+                broadcast_from_rank_0(
+                    [buffers[name]], self.mesh.device, self.pipeline.group, source=stage
+                )

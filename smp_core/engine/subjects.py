@@ -1,7 +1,9 @@
-"""SUBJECTS: the list of all subjects, in the order in which they decide and describe themselves.
+"""SUBJECTS: the list of all subjects, in the order in which they decide and describe
+themselves.
 
-Each of them may build on what those before it have decided: which units some ranks may leave out is known before stages
-are asked about it, and what is recomputed before it is compiled.
+Each of them may build on what those before it have decided: which units some ranks may
+leave out is known before stages are asked about it, and what is recomputed before it is
+compiled.
 """
 
 from __future__ import annotations

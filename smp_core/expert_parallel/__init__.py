@@ -1,9 +1,11 @@
-"""Expert parallelism: ranks of a partition group hold whole experts, and tokens travel to them
-(docs/mixture-of-experts.md).
+"""Expert parallelism: ranks of a partition group hold whole experts, and tokens travel
+to them (docs/mixture-of-experts.md).
 
-The rules decide the degree; ``deal_experts`` (experts) gives each rank its experts, before FSDP2 shards those over the
-rest of the group; a dispatch (dispatch) moves rows to the ranks of their experts and back; ``balance_routers``
-(balance) lets routers learn from all ranks' tokens, with and without expert ranks, by their losses (losses) and biases.
+The rules decide the degree; ``deal_experts`` (experts) gives each rank its experts,
+before FSDP2 shards those over the rest of the group; a dispatch (dispatch) moves rows
+to the ranks of their experts and back; ``balance_routers`` (balance) lets routers learn
+from all ranks' tokens, with and without expert ranks, by their losses (losses) and
+biases.
 """
 
 from __future__ import annotations

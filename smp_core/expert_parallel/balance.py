@@ -1,5 +1,5 @@
-"""balance_routers(): auxiliary losses of all ranks' tokens (losses), biases that move by their choices (biases), and
-the most tokens that an expert takes (capacity)."""
+"""balance_routers(): auxiliary losses of all ranks' tokens (losses), biases that move
+by their choices (biases), and the most tokens that an expert takes (capacity)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ class BalancedRouters:
     """The sums and biases that balance a model's routers.
 
     Args:
-        shares_losses: whether there are auxiliary losses, and they are those of all ranks' tokens.
+        shares_losses: whether there are auxiliary losses, and they are those of all
+            ranks' tokens.
         biases: those that are updated; None: none.
-        stages: what auxiliary losses are made of that goes through pipeline stages; None: nothing.
+        stages: what auxiliary losses are made of that goes through pipeline stages;
+            None: nothing.
         capacity: of experts; None: they take all tokens.
     """
 
     def __init__(
-        self, shares_losses: bool, biases: Biases | None, stages: TotalsOfStages | None, capacity: Capacity | None
+        self,
+        shares_losses: bool,
+        biases: Biases | None,
+        stages: TotalsOfStages | None,
+        capacity: Capacity | None,
     ) -> None:
         self._shares_losses = shares_losses
         self._biases = biases
@@ -47,17 +53,25 @@ class BalancedRouters:
         if self._shares_losses:
             lines.append("auxiliary losses of routers over all ranks' tokens")
         if self._biases is not None:
-            lines.append(f"biases of {len(self._biases.names)} routers move by {self._biases.rate:g} in a step")
+            lines.append(
+                f"biases of {len(self._biases.names)} routers move by {self._biases.rate:g} in a step"
+            )
         if self._capacity is not None:
-            lines.append(f"experts take at most {self._capacity.factor:g} times an even share of a micro-batch")
+            lines.append(
+                f"experts take at most {self._capacity.factor:g} times an even share of a micro-batch"
+            )
         return "\n".join(lines)
 
 
 def balance_routers(
-    model: nn.Module, plan: Plan, group: dist.ProcessGroup, meter: CommMeter, device: torch.device
+    model: nn.Module,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    meter: CommMeter,
+    device: torch.device,
 ) -> BalancedRouters:
-    """Do what ``router_balance``, ``router_bias_update_rate`` and ``expert_capacity_factor`` ask, in place, before
-    experts are dealt.
+    """Do what ``router_balance``, ``router_bias_update_rate`` and
+    ``expert_capacity_factor`` ask, in place, before experts are dealt.
 
     Args:
         plan: of all pipeline stages.
@@ -70,12 +84,18 @@ def balance_routers(
     is_cut = plan.stages is not None
     over_stages = loss_over_stages(model) if is_cut else None
     stages = None if over_stages is None else TotalsOfStages(over_stages, device)
-    # Losses: of all ranks' tokens where that is asked for, over all stages where the model is cut.
+    # Losses: of all ranks' tokens where that is asked for, over all stages where the
+    # model is cut.
     shared, others = [], []
     for loss in router_losses(model):
         is_shared = knobs.router_balance == "global" and loss.is_known
         if is_shared or is_cut:
-            add_up(loss, sums if is_shared else None, stages if loss.is_on else None, is_cut)
+            add_up(
+                loss,
+                sums if is_shared else None,
+                stages if loss.is_on else None,
+                is_cut,
+            )
         if is_shared:
             shared.append(loss.is_on)
         elif loss.is_on:
@@ -87,17 +107,28 @@ def balance_routers(
             "knows; leave it out, and compute a loss of your own with smp_core.expert_parallel.auxiliary_loss"
         )
     is_first = dist.get_rank() == 0
-    if is_first and others and sums.ranks > 1 and knobs.asked("router_balance") != "rank":
+    if (
+        is_first
+        and others
+        and sums.ranks > 1
+        and knobs.asked("router_balance") != "rank"
+    ):
         logger.warning(
             "the auxiliary loss of %s is that of each rank's own tokens, whose mean is not the loss of all tokens (%s)",
             ", ".join(others),
-            knobs.why("router_balance") if knobs.router_balance == "rank" else "it has another form than most",
+            knobs.why("router_balance")
+            if knobs.router_balance == "rank"
+            else "it has another form than most",
         )
     # Biases.
     rate = knobs.router_bias_update_rate
     biases = None if rate is None else Biases(model, plan, rate, sums, device)
     # Capacity, after biases have counted all choices.
-    capacity = None if knobs.expert_capacity_factor is None else Capacity(knobs.expert_capacity_factor, sums)
+    capacity = (
+        None
+        if knobs.expert_capacity_factor is None
+        else Capacity(knobs.expert_capacity_factor, sums)
+    )
     if capacity is not None:
         capacity.limit(model, plan, device)
     return BalancedRouters(any(shared), biases, stages, capacity)

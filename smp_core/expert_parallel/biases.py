@@ -1,7 +1,9 @@
-"""Biases of routers that move by all ranks' choices (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+"""Biases of routers that move by all ranks' choices (DeepSeek-V3, arXiv 2412.19437,
+2.1.2).
 
-A bias is added to an expert's score where experts are chosen and has no gradient: a step raises it by a fixed rate
-where the expert got fewer tokens than the mean, and lowers it where it got more.
+A bias is added to an expert's score where experts are chosen and has no gradient: a
+step raises it by a fixed rate where the expert got fewer tokens than the mean, and
+lowers it where it got more.
 
 Shape letters: E experts of a layer.
 """
@@ -28,13 +30,25 @@ class Biases:
         rate: how far one moves in a step.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, rate: float, sums: Sums, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rate: float,
+        sums: Sums,
+        device: torch.device,
+    ) -> None:
         self.rate = rate
         self._sums = sums
         self._followed = False
-        self._pairs: list[tuple[Any, Any]] = []  # the module with the bias, and that with the experts
+        # The module with the bias, and that with the experts.
+        self._pairs: list[tuple[Any, Any]] = []
         named = dict(model.named_modules())
-        self.names = tuple(name for name, module in named.items() if isinstance(_bias_of(module), torch.Tensor))
+        self.names = tuple(
+            name
+            for name, module in named.items()
+            if isinstance(_bias_of(module), torch.Tensor)
+        )
         if not self.names:
             raise ValueError(
                 f"router_bias_update_rate={rate}: no router of {plan.shapes.kind} has a bias ({_BIAS}); leave it out"
@@ -49,12 +63,17 @@ class Biases:
             experts = named[_experts_near(name, plan, bias.numel(), rate)]
             if any(map(is_absent, experts.parameters())):
                 continue  # another pipeline stage counts its choices
-            setattr(experts, _COUNTS, torch.zeros(bias.numel(), dtype=torch.int64, device=device))
+            setattr(
+                experts,
+                _COUNTS,
+                torch.zeros(bias.numel(), dtype=torch.int64, device=device),
+            )
             experts.register_forward_pre_hook(_count, with_kwargs=True)
             self._pairs.append((named[name], experts))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update after each step of the first optimizer that is given; others step the same model in the same step."""
+        """Update after each step of the first optimizer that is given; others step the
+        same model in the same step."""
         if not self._followed:
             self._followed = True
             after_each_step(optimizer, self.update)
@@ -82,14 +101,17 @@ def _bias_of(module: Any) -> Any:
 
 
 def _experts_near(name: str, plan: Plan, size: int, rate: float) -> str:
-    """Return the experts that a bias is for: those in the smallest part of the model that holds both."""
+    """Return the experts that a bias is for: those in the smallest part of the model
+    that holds both."""
     around = name
     while True:
         inside = [site for site in plan.shapes.experts if lies_in(site.name, around)]
         if inside:
             break
         if not around:
-            raise ValueError(f"router_bias_update_rate={rate}: torch-smp knows no experts near {name}; leave it out")
+            raise ValueError(
+                f"router_bias_update_rate={rate}: torch-smp knows no experts near {name}; leave it out"
+            )
         around = around.rpartition(".")[0]
     if len(inside) > 1 or inside[0].experts != size:
         raise ValueError(
@@ -100,8 +122,8 @@ def _experts_near(name: str, plan: Plan, size: int, rate: float) -> str:
 
 
 def _count(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the choices of tokens that arrive. A recomputation counts again, in each micro-batch of a step alike, and
-    only the sign of what is counted is used."""
+    """Count the choices of tokens that arrive. A recomputation counts again, in each
+    micro-batch of a step alike, and only the sign of what is counted is used."""
     if not (experts.training and torch.is_grad_enabled()):
         return
     chosen = (*args, *kwargs.values())[1].reshape(-1)

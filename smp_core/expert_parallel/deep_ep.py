@@ -1,12 +1,16 @@
-"""DeepEP: tokens to experts and back by the kernels of a package, where ``collectives.expert_transport`` asks for it.
+"""DeepEP: tokens to experts and back by the kernels of a package, where
+``collectives.expert_transport`` asks for it.
 
-**It has never run with the package**, only with a stand-in of its interface. That is the one of ``deep_ep.Buffer`` in
-release 1.2.1, which 2.1 still has; kernels of 1.2.1 say what they take. A token goes once to each rank that has experts
-of it, with the numbers of these there (-1: an expert of another rank) and their weights. What comes back is added up,
-over ranks, without weights. The gradient of each way is the other way. The host waits for the device twice.
+**It has never run with the package**, only with a stand-in of its interface. That is
+the one of ``deep_ep.Buffer`` in release 1.2.1, which 2.1 still has; kernels of 1.2.1
+say what they take. A token goes once to each rank that has experts of it, with the
+numbers of these there (-1: an expert of another rank) and their weights. What comes
+back is added up, over ranks, without weights. The gradient of each way is the other
+way. The host waits for the device twice.
 
-Bytes are counted as if each row went straight to its rank; between nodes DeepEP passes rows on inside a node.
-Shape letters: as in dispatch, and M rows that arrive, one for each token.
+Bytes are counted as if each row went straight to its rank; between nodes DeepEP passes
+rows on inside a node. Shape letters: as in dispatch, and M rows that arrive, one for
+each token.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ _PEERS = 8
 """Ranks that DeepEP knows on a node."""
 
 _FEATURES = {False: (16, 8176), True: (256, 7936)}
-"""On one node, and on several: what widths are multiples of, and the most that kernels have memory for."""
+"""On one node, and on several: what widths are multiples of, and the most that kernels
+have memory for."""
 
 _DEGREES = (2, 4, 8, 16, 32, 64, 128, 144, 160)
 _ARGUMENTS = {
@@ -45,20 +50,25 @@ _ARGUMENTS = {
 
 
 def missing() -> str:
-    """Return why no DeepEP is here whose interface is known, and what to do; "" if it is."""
+    """Return why no DeepEP is here whose interface is known, and what to do; "" if it
+    is."""
     try:
         from deep_ep import Buffer
-    except Exception as error:  # 2.1 asserts things about CUDA and NCCL when it is imported
+    except Exception as error:
+        # 2.1 asserts things about CUDA and NCCL when it is imported.
         return f"deep_ep cannot be imported ({error}); install https://github.com/deepseek-ai/DeepEP at v1.2.1"
     for name, arguments in _ARGUMENTS.items():
         method = getattr(Buffer, name, None)
-        if method is None or not inspect.signature(method).parameters.keys() >= {*arguments.split()}:
+        if method is None or not inspect.signature(method).parameters.keys() >= {
+            *arguments.split()
+        }:
             return f"the installed deep_ep has another Buffer.{name} than release 1.2.1, which is known; install that"
     return ""
 
 
 def unfit(draft: ModelDraft, degree: int) -> str:
-    """Return why DeepEP's kernels do not fit a run, and what to write; "" if they do."""
+    """Return why DeepEP's kernels do not fit a run, and what to write; "" if they
+    do."""
     knobs, per_node = draft.knobs, draft.groups.topology.ranks_per_node
     computed = dtype_of(knobs.param_dtype)
     if draft.cluster.device != "cuda":
@@ -84,7 +94,8 @@ _by_number: WeakValueDictionary[int, DeepEpDispatch] = WeakValueDictionary()
 
 
 class DeepEpDispatch:
-    """A token once to each rank. ``group``: the ranks that divide experts, on a communicator of its own."""
+    """A token once to each rank. ``group``: the ranks that divide experts, on a
+    communicator of its own."""
 
     def __init__(self, group: dist.ProcessGroup, meter: CommMeter) -> None:
         self._group, self._counts = group, Exchange(group, meter)
@@ -95,12 +106,19 @@ class DeepEpDispatch:
         _by_number[self._number] = self
 
     def __call__(
-        self, tokens_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, n_experts: int, run: Experts
+        self,
+        tokens_TH: Tensor,
+        chosen_TK: Tensor,
+        weights_TK: Tensor,
+        n_experts: int,
+        run: Experts,
     ) -> Tensor:
         # Phase 1: tokens to ranks.
         weights_TK = weights_TK.float().contiguous()
         chosen_TK = chosen_TK.where(chosen_TK < n_experts, -1).contiguous()
-        sent = _dispatch(tokens_TH.contiguous(), weights_TK, chosen_TK, n_experts, self._number)
+        sent = _dispatch(
+            tokens_TH.contiguous(), weights_TK, chosen_TK, n_experts, self._number
+        )
         rows_MH, weights_MK, experts_MK, numbers, handle = sent
 
         # Phase 2: a row for each expert here, and the weighted sum of a token's.
@@ -115,10 +133,13 @@ class DeepEpDispatch:
     def send(
         self, tokens_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor, n_experts: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Send tokens; return rows, weights and experts that arrive, how many rows experts get, leave to and arrive
-        from each rank (on the host), and DeepEP's handle of it."""
+        """Send tokens; return rows, weights and experts that arrive, how many rows
+        experts get, leave to and arrive from each rank (on the host), and DeepEP's
+        handle of it."""
         buffer = self._buffer_for(tokens_TH)
-        to_ranks, to_nodes, to_experts, is_in_rank, _ = buffer.get_dispatch_layout(chosen_TK, n_experts)
+        to_ranks, to_nodes, to_experts, is_in_rank, _ = buffer.get_dispatch_layout(
+            chosen_TK, n_experts
+        )
         ones = [1] * self.degree
         arriving = self._counts.run(to_ranks, ones, ones, DISPATCH)
         ways = torch.cat([to_ranks, arriving]).tolist()
@@ -133,27 +154,47 @@ class DeepEpDispatch:
                 is_token_in_rank=is_in_rank,
                 num_tokens_per_expert=to_experts,
             )
-        return rows_MH, weights_MK, experts_MK, torch.tensor([sum(of_experts), *ways]), list(handle)
+        return (
+            rows_MH,
+            weights_MK,
+            experts_MK,
+            torch.tensor([sum(of_experts), *ways]),
+            list(handle),
+        )
 
-    def send_again(self, tokens_TH: Tensor, numbers: Tensor, handle: list[Tensor]) -> Tensor:
+    def send_again(
+        self, tokens_TH: Tensor, numbers: Tensor, handle: list[Tensor]
+    ) -> Tensor:
         """Send other rows the same ways: the gradient of :meth:`bring_back`."""
-        with self._counts.sending(numbers[1 : 1 + self.degree].tolist(), row_bytes(tokens_TH), COMBINE):
-            rows_MH, *_ = self._buffer.dispatch(tokens_TH.contiguous(), handle=tuple(handle))
+        with self._counts.sending(
+            numbers[1 : 1 + self.degree].tolist(), row_bytes(tokens_TH), COMBINE
+        ):
+            rows_MH, *_ = self._buffer.dispatch(
+                tokens_TH.contiguous(), handle=tuple(handle)
+            )
         return rows_MH
 
     def bring_back(
-        self, rows_MH: Tensor, weights_MK: Tensor | None, numbers: Tensor, handle: list[Tensor]
+        self,
+        rows_MH: Tensor,
+        weights_MK: Tensor | None,
+        numbers: Tensor,
+        handle: list[Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up rows where their tokens are; with weights: the gradient of :meth:`send`."""
+        """Add up rows where their tokens are; with weights: the gradient of
+        :meth:`send`."""
         size = row_bytes(rows_MH) + (0 if weights_MK is None else row_bytes(weights_MK))
         kind = COMBINE if weights_MK is None else DISPATCH
         with self._counts.sending(numbers[1 + self.degree :].tolist(), size, kind):
             weights_MK = None if weights_MK is None else weights_MK.contiguous()
-            tokens_TH, weights_TK, _ = self._buffer.combine(rows_MH.contiguous(), tuple(handle), weights_MK)
+            tokens_TH, weights_TK, _ = self._buffer.combine(
+                rows_MH.contiguous(), tuple(handle), weights_MK
+            )
         return tokens_TH, weights_TK
 
     def _buffer_for(self, tokens_TH: Tensor) -> Any:
-        """Return a buffer for rows of this width. Collective where it is made: all ranks run the same layers."""
+        """Return a buffer for rows of this width. Collective where it is made: all
+        ranks run the same layers."""
         width, (multiple, most) = tokens_TH.shape[1], _FEATURES[self.degree > _PEERS]
         if tokens_TH.dtype not in DTYPES or width % multiple or width > most:
             raise ValueError(
@@ -164,7 +205,10 @@ class DeepEpDispatch:
             from deep_ep import Buffer
 
             asked = width * tokens_TH.element_size(), self.degree
-            configs = Buffer.get_dispatch_config(self.degree), Buffer.get_combine_config(self.degree)
+            configs = (
+                Buffer.get_dispatch_config(self.degree),
+                Buffer.get_combine_config(self.degree),
+            )
             inside = max(each.get_nvl_buffer_size_hint(*asked) for each in configs)
             across = 0  # builds without NVSHMEM refuse the question
             if self.degree > _PEERS:
@@ -181,7 +225,9 @@ def _dispatch(
 
 
 @torch.library.custom_op("smp::deep_ep_combine", mutates_args=())
-def _combine(parts: Tensor, numbers: Tensor, handle: list[Tensor], number: int) -> Tensor:
+def _combine(
+    parts: Tensor, numbers: Tensor, handle: list[Tensor], number: int
+) -> Tensor:
     return _by_number[number].bring_back(parts, None, numbers, handle)[0]
 
 
@@ -191,16 +237,30 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] | Tensor) -
     ctx.save_for_backward(numbers, *handle)
 
 
-def _back_to_tokens(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _back_to_tokens(
+    ctx: Any, rows: Tensor, weights: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
     numbers, *handle = ctx.saved_tensors
-    return *_by_number[ctx.number].bring_back(rows, weights, numbers, handle), None, None, None
+    return (
+        *_by_number[ctx.number].bring_back(rows, weights, numbers, handle),
+        None,
+        None,
+        None,
+    )
 
 
 def _back_to_experts(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     numbers, *handle = ctx.saved_tensors
-    return _by_number[ctx.number].send_again(gradient, numbers, handle), None, [None] * len(handle), None
+    return (
+        _by_number[ctx.number].send_again(gradient, numbers, handle),
+        None,
+        [None] * len(handle),
+        None,
+    )
 
 
 _dispatch.register_autograd(_back_to_tokens, setup_context=_save)
 _combine.register_autograd(_back_to_experts, setup_context=_save)
-keep_outputs_of(torch.ops.smp.deep_ep_dispatch, torch.ops.smp.deep_ep_combine, in_all_modes=True)
+keep_outputs_of(
+    torch.ops.smp.deep_ep_dispatch, torch.ops.smp.deep_ep_combine, in_all_modes=True
+)

@@ -1,5 +1,6 @@
-"""Exchange: one all-to-all of rows between ranks, as an operator, so that recomputation keeps what it returns instead
-of sending again. Its gradient goes the way back. Bytes are counted as they leave: what stays on a rank is not sent.
+"""Exchange: one all-to-all of rows between ranks, as an operator, so that recomputation
+keeps what it returns instead of sending again. Its gradient goes the way back. Bytes
+are counted as they leave: what stays on a rank is not sent.
 """
 
 from __future__ import annotations
@@ -42,31 +43,51 @@ class Exchange:
         _by_number[self._number] = self
 
     def equal_parts(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Send each rank its part of ``numbers`` [degree * n]; return those that arrive, [degree * n]."""
+        """Send each rank its part of ``numbers`` [degree * n]; return those that
+        arrive, [degree * n]."""
         return _equal_parts(numbers, self._number)
 
-    def dispatch(self, rows: torch.Tensor, leaving: list[int], arriving: list[int]) -> torch.Tensor:
-        """Send rows [R, ...], sorted by rank, so many to and from each rank, on their way to experts."""
+    def dispatch(
+        self, rows: torch.Tensor, leaving: list[int], arriving: list[int]
+    ) -> torch.Tensor:
+        """Send rows [R, ...], sorted by rank, so many to and from each rank, on their
+        way to experts."""
         return _exchange(rows, leaving, arriving, self._number, DISPATCH)
 
-    def combine(self, rows: torch.Tensor, arrived: list[int], left: list[int]) -> torch.Tensor:
-        """Send what was made of rows that arrived back; it comes in the order in which they had left."""
+    def combine(
+        self, rows: torch.Tensor, arrived: list[int], left: list[int]
+    ) -> torch.Tensor:
+        """Send what was made of rows that arrived back; it comes in the order in which
+        they had left."""
         return _exchange(rows, arrived, left, self._number, COMBINE)
 
-    def run(self, rows: torch.Tensor, leaving: list[int], arriving: list[int], kind: str) -> torch.Tensor:
+    def run(
+        self, rows: torch.Tensor, leaving: list[int], arriving: list[int], kind: str
+    ) -> torch.Tensor:
         """Run one all-to-all, metered."""
         arrived = rows.new_empty((sum(arriving), *rows.shape[1:]))
         with self.sending(leaving, row_bytes(rows), kind):
-            dist.all_to_all_single(arrived, rows.contiguous(), arriving, leaving, group=self._group)
+            dist.all_to_all_single(
+                arrived, rows.contiguous(), arriving, leaving, group=self._group
+            )
         return arrived
 
     @contextlib.contextmanager
     def sending(self, leaving: list[int], size: int, kind: str) -> Iterator[None]:
         """Meter so many rows of ``size`` bytes that leave to each rank meanwhile."""
         sizes = zip(self._ranks, leaving, strict=True)
-        sent = [(rank, count * size) for rank, count in sizes if rank != self._meter.rank and count]
-        link: LinkClass = "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
-        with self._meter.point_to_point(kind, sent, link), here.waiting("tokens for experts"):
+        sent = [
+            (rank, count * size)
+            for rank, count in sizes
+            if rank != self._meter.rank and count
+        ]
+        link: LinkClass = (
+            "inter" if self._meter.topology.spans_nodes(self._ranks) else "intra"
+        )
+        with (
+            self._meter.point_to_point(kind, sent, link),
+            here.waiting("tokens for experts"),
+        ):
             yield
 
 
@@ -88,12 +109,16 @@ def _(own: torch.Tensor, number: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("smp::expert_exchange", mutates_args=())
-def _exchange(rows: torch.Tensor, leaving: list[int], arriving: list[int], number: int, kind: str) -> torch.Tensor:
+def _exchange(
+    rows: torch.Tensor, leaving: list[int], arriving: list[int], number: int, kind: str
+) -> torch.Tensor:
     return _by_number[number].run(rows, leaving, arriving, kind)
 
 
 @_exchange.register_fake
-def _(rows: torch.Tensor, leaving: list[int], arriving: list[int], number: int, kind: str) -> torch.Tensor:
+def _(
+    rows: torch.Tensor, leaving: list[int], arriving: list[int], number: int, kind: str
+) -> torch.Tensor:
     return rows.new_empty((sum(arriving), *rows.shape[1:]))
 
 
@@ -107,4 +132,6 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
 
 
 _exchange.register_autograd(_backward, setup_context=_save)
-keep_outputs_of(torch.ops.smp.expert_counts, torch.ops.smp.expert_exchange, in_all_modes=True)
+keep_outputs_of(
+    torch.ops.smp.expert_counts, torch.ops.smp.expert_exchange, in_all_modes=True
+)

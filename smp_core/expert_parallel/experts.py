@@ -1,10 +1,13 @@
-"""deal_experts(): each rank gets some of the experts of every layer, and their forward sends tokens to where they are.
-Of a model that Transformers dealt when it loaded it, experts stay where they are, and tokens go our ways.
+"""deal_experts(): each rank gets some of the experts of every layer, and their forward
+sends tokens to where they are. Of a model that Transformers dealt when it loaded it,
+experts stay where they are, and tokens go our ways.
 
-The ranks of a partition group are ``rest`` x ``experts``, expert ranks innermost: DTensors ``Shard(0)`` over expert
-ranks, which FSDP2 then shards over the rest. An expert's gradient is then summed over expert ranks by the way back of
-its tokens, over the rest by FSDP2's reduce-scatter, and over replicas by the hop: over all ranks, as any other
-parameter's, and it is divided once. No expert's part is on two ranks of a partition group, so norms count it once.
+The ranks of a partition group are ``rest`` x ``experts``, expert ranks innermost:
+DTensors ``Shard(0)`` over expert ranks, which FSDP2 then shards over the rest. An
+expert's gradient is then summed over expert ranks by the way back of its tokens, over
+the rest by FSDP2's reduce-scatter, and over replicas by the hop: over all ranks, as any
+other parameter's, and it is divided once. No expert's part is on two ranks of a
+partition group, so norms count it once.
 
 Shape letters: T tokens, K experts of a token, R rows, H features.
 """
@@ -32,18 +35,23 @@ from smp_core.torch_facts import local_part
 
 
 @torch.no_grad()
-def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> dict[str, DeviceMesh]:
-    """Leave each rank its experts, in place, before anything is sharded. Collective over the world.
+def deal_experts(
+    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter
+) -> dict[str, DeviceMesh]:
+    """Leave each rank its experts, in place, before anything is sharded. Collective
+    over the world.
 
     Args:
-        model: its experts hold the same values on all ranks, or are on meta; or Transformers has dealt them.
+        model: its experts hold the same values on all ranks, or are on meta; or
+            Transformers has dealt them.
 
     Raises:
-        ValueError: experts that cannot be computed on several ranks, or that were dealt to others than these, with what
-            to write.
+        ValueError: experts that cannot be computed on several ranks, or that were dealt
+            to others than these, with what to write.
 
     Returns:
-        the ranks that hold parts of the same experts, by the name of each unit of experts, which is sharded over them.
+        the ranks that hold parts of the same experts, by the name of each unit of
+        experts, which is sharded over them.
     """
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
@@ -62,25 +70,36 @@ def deal_experts(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) 
         if plan.given is not None:
             _require_ranks(module, site, ranks.mesh["experts"])
             module.num_experts = site.experts
-            vars(module).pop("forward", None)  # Transformers', which sends tokens itself
+            # Transformers', which sends tokens itself.
+            vars(module).pop("forward", None)
         else:
             _require_whole_tokens(module, site.name, mesh)
             _keep_own(module, ranks.mesh)
-        # The forward of the module, which gets other ranks' tokens; adapters around it are passed by.
+        # The forward of the module, which gets other ranks' tokens; adapters around it
+        # are passed by.
         adapters = adapters_of(model, site.name)
         for adapter in adapters:
             adapter.forward = functools.partial(_call_base, adapter)
         own_forward = functools.partial(type(module).forward, module)
         inner = vars(module).get("forward") or own_forward
         setattr(module, SENDS, True)
-        module.forward = _dispatching(module, inner, inspect.signature(own_forward), dispatch, site.experts, adapters)
+        module.forward = _dispatching(
+            module,
+            inner,
+            inspect.signature(own_forward),
+            dispatch,
+            site.experts,
+            adapters,
+        )
     return {site.name: ranks.mesh["rest"] for site in plan.shapes.experts}
 
 
 def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
-    """Refuse experts that tensor ranks leave whole and give different tokens: their gradients would be added up in
-    forwards that ranks without rows leave out."""
-    is_split = any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+    """Refuse experts that tensor ranks leave whole and give different tokens: their
+    gradients would be added up in forwards that ranks without rows leave out."""
+    is_split = any(
+        isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)
+    )
     if mesh.tensor_degree > 1 and not is_split and "forward" in vars(module):
         raise ValueError(
             f"expert_parallel_degree beside tensor_parallel_degree={mesh.tensor_degree}: {name} is whole on tensor "
@@ -93,7 +112,11 @@ def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
 def _require_ranks(module: Any, site: ExpertShape, ranks: DeviceMesh) -> None:
     """Refuse experts that were dealt to other ranks than ours would be."""
     for name, parameter in module.named_parameters(recurse=False):
-        dealt = parameter.device_mesh[DEALT].mesh if isinstance(parameter, DTensor) else None
+        dealt = (
+            parameter.device_mesh[DEALT].mesh
+            if isinstance(parameter, DTensor)
+            else None
+        )
         if dealt is None or not torch.equal(dealt, ranks.mesh):
             raise ValueError(
                 f"{site.name}.{name} came dealt to other ranks than {ranks.mesh.tolist()}; load the model without "
@@ -110,10 +133,14 @@ def _keep_own(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _require_products(module: Any, name: str) -> None:
-    """Refuse float64 experts whose products are torch's grouped ones. (Transformers' choice of products has no public
-    name to be read by: ``_experts_implementation``.)"""
+    """Refuse float64 experts whose products are torch's grouped ones. (Transformers'
+    choice of products has no public name to be read by:
+    ``_experts_implementation``.)"""
     products = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    is_wide = any(parameter.dtype == torch.float64 for parameter in module.parameters(recurse=False))
+    is_wide = any(
+        parameter.dtype == torch.float64
+        for parameter in module.parameters(recurse=False)
+    )
     if is_wide and products == "grouped_mm":
         raise ValueError(
             f"{name} is of float64, which torch's grouped products do not take (experts_implementation='grouped_mm'); "
@@ -122,7 +149,8 @@ def _require_products(module: Any, name: str) -> None:
 
 
 def _own_part(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return this rank's experts of a parameter, of which tensor ranks may have parts of each expert."""
+    """Return this rank's experts of a parameter, of which tensor ranks may have parts
+    of each expert."""
     if not isinstance(whole, DTensor):
         over = mesh["experts"]
         own = whole.detach().chunk(over.size())[over.get_local_rank()].clone()
@@ -130,11 +158,14 @@ def _own_part(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     over = mesh["experts", Axis.TENSOR.value]
     own = whole.to_local().detach().chunk(over.size(0))[over.get_local_rank(0)].clone()
     placements = [Shard(0), *whole.placements]
-    return DTensor.from_local(own, over, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        own, over, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _call_base(adapter: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call what an adapter is around: where the experts are, their weights are adapted."""
+    """Call what an adapter is around: where the experts are, their weights are
+    adapted."""
     return adapter.base_layer(*args, **kwargs)
 
 
@@ -146,11 +177,14 @@ def _dispatching(
     experts: int,
     adapters: Sequence[Any],
 ) -> Callable[..., torch.Tensor]:
-    """Return the forward of experts of which a rank holds E / D: the same numbers as ``inner`` with all of them."""
+    """Return the forward of experts of which a rank holds E / D: the same numbers as
+    ``inner`` with all of them."""
     local_experts = experts // dispatch.degree
     first = dispatch.rank * local_experts
 
-    def run(rows_RH: torch.Tensor, expert_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def run(
+        rows_RH: torch.Tensor, expert_R: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         with _local(module, local_experts):
             if not rows_RH.shape[0]:
                 return rows_RH + _nothing_of(module, adapters)
@@ -165,9 +199,16 @@ def _dispatching(
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
         chosen_TK = chosen.reshape(-1, chosen.shape[-1])
         weights_TK = weights.reshape(-1, weights.shape[-1])
-        made_TH = dispatch(tokens_TH, chosen_TK, weights_TK, experts, functools.partial(run, dtype=weights.dtype))
+        made_TH = dispatch(
+            tokens_TH,
+            chosen_TK,
+            weights_TK,
+            experts,
+            functools.partial(run, dtype=weights.dtype),
+        )
         made_TH = made_TH.to(hidden.dtype)
-        # No view: FSDP2's hook on an output is lost where somebody adds to a view of it in place.
+        # No view: FSDP2's hook on an output is lost where somebody adds to a view of it
+        # in place.
         return made_TH if hidden.ndim == 2 else made_TH.view(hidden.shape).clone()
 
     return forward
@@ -175,14 +216,18 @@ def _dispatching(
 
 @contextlib.contextmanager
 def _local(module: Any, experts: int) -> Iterator[None]:
-    """Let the module have this rank's experts only: plain tensors, or DTensors over tensor ranks with parts of each.
-    (They go into ``_parameters``, which has no public name: setting an attribute takes nothing but parameters in the
-    place of one.)"""
+    """Let the module have this rank's experts only: plain tensors, or DTensors over
+    tensor ranks with parts of each. (They go into ``_parameters``, which has no public
+    name: setting an attribute takes nothing but parameters in the place of one.)"""
     kept, all_experts = dict(module._parameters), module.num_experts
     try:
         module.num_experts = experts
         for name, parameter in kept.items():
-            module._parameters[name] = _of_own_experts(parameter) if isinstance(parameter, DTensor) else parameter
+            module._parameters[name] = (
+                _of_own_experts(parameter)
+                if isinstance(parameter, DTensor)
+                else parameter
+            )
         yield
     finally:
         module._parameters.update(kept)
@@ -193,31 +238,45 @@ def _of_own_experts(parameter: DTensor) -> torch.Tensor:
     own = parameter.to_local()
     if parameter.device_mesh.ndim == 1:
         return own
-    return DTensor.from_local(own, parameter.device_mesh[Axis.TENSOR.value], parameter.placements[1:], run_check=False)
+    return DTensor.from_local(
+        own,
+        parameter.device_mesh[Axis.TENSOR.value],
+        parameter.placements[1:],
+        run_check=False,
+    )
 
 
 def _adapt(module: Any, adapters: Sequence[Any], first: int, experts: int) -> None:
-    """Add their part of PEFT's adapters to the weights of this rank's experts. Adapters are of all experts, and
-    gathered with the layer around: a rank's gradients are zero for experts of others, and FSDP2 adds them up."""
+    """Add their part of PEFT's adapters to the weights of this rank's experts. Adapters
+    are of all experts, and gathered with the layer around: a rank's gradients are zero
+    for experts of others, and FSDP2 adds them up."""
     for adapter, active in _active(adapters):
         name = adapter.parameter_name
         left, right, scale = adapter.get_delta_factors(active)
         left = left.narrow(0, first, experts)
         right = right.narrow(0, first, experts)
-        with torch.autocast(left.device.type, enabled=False):  # weights keep their dtype, as with PEFT
-            module._parameters[name] = torch.baddbmm(getattr(module, name), left, right, alpha=scale)
+        # Weights keep their dtype, as with PEFT.
+        with torch.autocast(left.device.type, enabled=False):
+            module._parameters[name] = torch.baddbmm(
+                getattr(module, name), left, right, alpha=scale
+            )
 
 
 def _active(adapters: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the adapters that take part in a forward, each with the name that PEFT has it by."""
+    """Yield the adapters that take part in a forward, each with the name that PEFT has
+    it by."""
     for adapter in adapters:
         if not adapter.disable_adapters:
-            yield from ((adapter, name) for name in adapter.active_adapters if name in adapter.lora_A)
+            yield from (
+                (adapter, name)
+                for name in adapter.active_adapters
+                if name in adapter.lora_A
+            )
 
 
 def _nothing_of(module: nn.Module, adapters: Sequence[Any]) -> torch.Tensor:
-    """Return a zero that depends on all parameters, for ranks without rows: their backward pass has to come through the
-    exchanges like that of the others."""
+    """Return a zero that depends on all parameters, for ranks without rows: their
+    backward pass has to come through the exchanges like that of the others."""
     own = [local_part(each) for each in module.parameters(recurse=False)]
     for adapter, active in _active(adapters):
         own += [adapter.lora_A[active].weight, adapter.lora_B[active].weight]

@@ -1,13 +1,18 @@
-"""Auxiliary losses of routers over all ranks' tokens, and over the layers of all pipeline stages.
+"""Auxiliary losses of routers over all ranks' tokens, and over the layers of all
+pipeline stages.
 
-The loss (Switch Transformer, arXiv 2101.03961, 2.2) is ``E * sum_e f_e P_e``, where f is the share of choices that go
-to an expert and P its mean probability: a product of means, so the mean of ranks' losses is not that of all tokens. It
-is linear in P, though, and f has no gradient: with f of all ranks, and P of this rank's tokens divided by the number of
-all, the mean of ranks' losses is the loss of the global micro-batch, and that of gradients its gradient.
+The loss (Switch Transformer, arXiv 2101.03961, 2.2) is ``E * sum_e f_e P_e``, where f
+is the share of choices that go to an expert and P its mean probability: a product of
+means, so the mean of ranks' losses is not that of all tokens. It is linear in P,
+though, and f has no gradient: with f of all ranks, and P of this rank's tokens divided
+by the number of all, the mean of ranks' losses is the loss of the global micro-batch,
+and that of gradients its gradient.
 
-It is made of totals: of probabilities and of choices by expert, and of rows. Those of layers add up, so that with
-pipeline stages they go forward beside the activations, and each stage adds those of its own layers. The last one makes
-the loss of them; the gradient that comes back for the sums of probabilities is all that the routers of a stage need.
+It is made of totals: of probabilities and of choices by expert, and of rows. Those of
+layers add up, so that with pipeline stages they go forward beside the activations, and
+each stage adds those of its own layers. The last one makes the loss of them; the
+gradient that comes back for the sums of probabilities is all that the routers of a
+stage need.
 
 Shape letters: T tokens, E experts of a layer, K experts of a token.
 """
@@ -33,7 +38,8 @@ from smp_core.watch import here
 
 
 class Sums:
-    """Sums over the ranks that hold different tokens, metered as "router_all_reduce"."""
+    """Sums over the ranks that hold different tokens, metered as
+    "router_all_reduce"."""
 
     def __init__(self, group: dist.ProcessGroup, meter: CommMeter) -> None:
         self._group, self._reduce = group, FlatAllReduce(meter, prefix="router_")
@@ -45,13 +51,16 @@ class Sums:
             self._reduce(numbers, self._group)
 
 
-_MULTIPLIED: ContextVar[int] = ContextVar("what the trainer multiplies losses by", default=1)
+_MULTIPLIED: ContextVar[int] = ContextVar(
+    "what the trainer multiplies losses by", default=1
+)
 
 
 @contextlib.contextmanager
 def losses_multiplied_by(factor: int) -> Iterator[None]:
-    """Divide auxiliary losses of all ranks' tokens by what a trainer multiplies a model's loss by afterwards: Trainer
-    does so by ranks, for a loss over the targets of all of them."""
+    """Divide auxiliary losses of all ranks' tokens by what a trainer multiplies a
+    model's loss by afterwards: Trainer does so by ranks, for a loss over the targets of
+    all of them."""
     before = _MULTIPLIED.set(factor)
     try:
         yield
@@ -60,17 +69,22 @@ def losses_multiplied_by(factor: int) -> Iterator[None]:
 
 
 def auxiliary_loss(
-    logits: Sequence[torch.Tensor], experts: int, top_k: int, mask: torch.Tensor | None, sums: Sums
+    logits: Sequence[torch.Tensor],
+    experts: int,
+    top_k: int,
+    mask: torch.Tensor | None,
+    sums: Sums,
 ) -> torch.Tensor:
-    """Compute this rank's part of the auxiliary loss of all ranks' tokens; the mean over ranks is that loss.
+    """Compute this rank's part of the auxiliary loss of all ranks' tokens; the mean
+    over ranks is that loss.
 
     Args:
         logits: of each layer's router, [T, E].
         mask: nonzero for tokens that count, of T elements; None: all of them.
 
     Returns:
-        a 0-d tensor, of float32 or the logits' dtype if that is wider. As Transformers does, probabilities are
-        computed in the logits' dtype, and added up over layers.
+        a 0-d tensor, of float32 or the logits' dtype if that is wider. As Transformers
+        does, probabilities are computed in the logits' dtype, and added up over layers.
     """
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
     totals = torch.zeros(2 * experts + 1, dtype=torch.float64, device=logits[0].device)
@@ -79,9 +93,11 @@ def auxiliary_loss(
     return _loss_of(totals, sums).to(dtype)
 
 
-def _totals(logits_TE: torch.Tensor, top_k: int, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the sums of probabilities [E] and of choices [E], and the number of rows, of one layer: [2E + 1], float64.
-    Those of probabilities have a gradient."""
+def _totals(
+    logits_TE: torch.Tensor, top_k: int, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sums of probabilities [E] and of choices [E], and the number of rows,
+    of one layer: [2E + 1], float64. Those of probabilities have a gradient."""
     shares_TE = logits_TE.softmax(-1)
     chosen_TK = shares_TE.topk(top_k, -1).indices
     counted_T = shares_TE.new_ones(len(shares_TE), dtype=torch.float64)
@@ -94,7 +110,8 @@ def _totals(logits_TE: torch.Tensor, top_k: int, mask: torch.Tensor | None) -> t
 
 
 def _loss_of(totals: torch.Tensor, sums: Sums | None) -> torch.Tensor:
-    """Return this rank's part of the loss of all ranks' tokens; of its own tokens without ``sums``."""
+    """Return this rank's part of the loss of all ranks' tokens; of its own tokens
+    without ``sums``."""
     experts = len(totals) // 2
     probabilities_E = totals[:experts]
     counted = totals[experts:].detach().clone()
@@ -122,12 +139,16 @@ class TotalsOfStages:
         assert loss.experts is not None and loss.top_k is not None
         self.arrived: torch.Tensor | None = None
         self.sizes = [loss.experts, loss.top_k]
-        self._none = torch.zeros(2 * loss.experts + 1, dtype=torch.float64, device=device)
+        self._none = torch.zeros(
+            2 * loss.experts + 1, dtype=torch.float64, device=device
+        )
         self._is_collecting = False
         self._logits: list[torch.Tensor] = []
         self._mask: torch.Tensor | None = None
         routers = loss.routers()
-        self._dtype = torch.promote_types(next(routers[0][0].parameters()).dtype, torch.float32)
+        self._dtype = torch.promote_types(
+            next(routers[0][0].parameters()).dtype, torch.float32
+        )
         for router, place in routers:
             router.register_forward_hook(functools.partial(self._note, place))
 
@@ -138,8 +159,8 @@ class TotalsOfStages:
 
     @contextlib.contextmanager
     def collecting(self, mask: torch.Tensor | None) -> Iterator[None]:
-        """Collect logits inside, of a forward whose tokens count by ``mask``. Not in backward, which may compute them
-        again."""
+        """Collect logits inside, of a forward whose tokens count by ``mask``. Not in
+        backward, which may compute them again."""
         self._is_collecting = True
         self._logits = []
         self._mask = mask
@@ -153,11 +174,13 @@ class TotalsOfStages:
         totals = self._none if self.arrived is None else self.arrived
         for layer in self._logits:
             totals = totals + _totals(layer, self.sizes[1], self._mask)
-        self._logits, self._mask = [], None  # they would keep a graph beyond its backward pass
+        # They would keep a graph beyond its backward pass.
+        self._logits, self._mask = [], None
         return totals
 
     def loss(self, sums: Sums | None) -> torch.Tensor:
-        """Return this rank's part of the loss of all stages' layers, on the last stage."""
+        """Return this rank's part of the loss of all stages' layers, on the last
+        stage."""
         return _loss_of(self.given(), sums).to(self._dtype)
 
 
@@ -177,12 +200,14 @@ class _Across:
 
 
 _NOTHING = _Across()
-_ACROSS: ContextVar[_Across] = ContextVar("of the model whose forward runs", default=_NOTHING)
+_ACROSS: ContextVar[_Across] = ContextVar(
+    "of the model whose forward runs", default=_NOTHING
+)
 
 
 class _Switched:
-    """Transformers' function, which takes other ranks' tokens and other stages' layers in while a model that asks for
-    it computes."""
+    """Transformers' function, which takes other ranks' tokens and other stages' layers
+    in while a model that asks for it computes."""
 
     def __init__(self, own: Any) -> None:
         functools.update_wrapper(self, own)
@@ -194,27 +219,36 @@ class _Switched:
         divisor = 1 if across.sums is None else _MULTIPLIED.get()
         if across.stages is not None:
             _, *sizes, _ = asked.args
-            assert across.stages.sizes == sizes, f"read {across.stages.sizes}, and the loss is of {sizes}"
+            assert across.stages.sizes == sizes, (
+                f"read {across.stages.sizes}, and the loss is of {sizes}"
+            )
             return across.stages.loss(across.sums) / divisor
         if across.is_cut:
             raise ValueError(
                 "the auxiliary loss of routers reads those of all pipeline stages, and this model was cut without it: "
                 "set model.config.output_router_logits = True before the model is prepared, and not in a call"
             )
-        if across.sums is None or not isinstance(asked.args[0], tuple) or asked.args[1] is None:
+        if (
+            across.sums is None
+            or not isinstance(asked.args[0], tuple)
+            or asked.args[1] is None
+        ):
             return self._own(*args, **kwargs)
         logits, experts, top_k, mask = asked.args
         return auxiliary_loss(logits, experts, top_k, mask, across.sums) / divisor
 
 
-def add_up(loss: RouterLoss, sums: Sums | None, stages: TotalsOfStages | None, is_cut: bool) -> None:
-    """Let a model's forward add up its loss over ranks, in training, and over stages. An evaluation has the loss of a
-    rank's tokens.
+def add_up(
+    loss: RouterLoss, sums: Sums | None, stages: TotalsOfStages | None, is_cut: bool
+) -> None:
+    """Let a model's forward add up its loss over ranks, in training, and over stages.
+    An evaluation has the loss of a rank's tokens.
 
     Args:
         sums: over ranks; None: it stays that of a rank's tokens.
         stages: totals of other pipeline stages.
-        is_cut: whether there are stages; without totals of theirs, the loss is refused where it is computed.
+        is_cut: whether there are stages; without totals of theirs, the loss is refused
+            where it is computed.
     """
     if not isinstance(loss.names[LOSS], _Switched):
         loss.names[LOSS] = _Switched(loss.names[LOSS])
@@ -226,7 +260,9 @@ def add_up(loss: RouterLoss, sums: Sums | None, stages: TotalsOfStages | None, i
         is_trained = module.training and torch.is_grad_enabled()
         collecting: AbstractContextManager[None] = nullcontext()
         if stages is not None:
-            collecting = stages.collecting(parameters.bind(module, *args, **kwargs).arguments.get("attention_mask"))
+            collecting = stages.collecting(
+                parameters.bind(module, *args, **kwargs).arguments.get("attention_mask")
+            )
         before = _ACROSS.set(_Across(sums if is_trained else None, stages, is_cut))
         try:
             with collecting:

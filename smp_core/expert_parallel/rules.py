@@ -1,5 +1,5 @@
-"""Rules for expert parallelism (over how many ranks a layer's experts are dealt) and for routers (what balances them),
-and what they do not go together with yet."""
+"""Rules for expert parallelism (over how many ranks a layer's experts are dealt) and
+for routers (what balances them), and what they do not go together with yet."""
 
 from __future__ import annotations
 
@@ -9,15 +9,30 @@ from typing import Any
 from smp_core.cluster import PARTITION
 from smp_core.config import Clash
 from smp_core.expert_parallel import deep_ep
-from smp_core.plan import SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
+from smp_core.plan import (
+    SYMMETRIC_MEMORY,
+    ModelDraft,
+    Plan,
+    Subject,
+    asked_for,
+    came_sharded,
+)
 from smp_core.topology import divisors, listed
 
-KNOB, CAPACITY, AHEAD = "expert_parallel_degree", "expert_capacity_factor", "collectives.backward_prefetch"
+KNOB, CAPACITY, AHEAD = (
+    "expert_parallel_degree",
+    "expert_capacity_factor",
+    "collectives.backward_prefetch",
+)
 TRANSPORT = "collectives.expert_transport"
 
 
 def _came_with_whole_experts(draft: ModelDraft) -> str | None:
-    return came_sharded(draft) if draft.given is not None and draft.given.experts == 1 else None
+    return (
+        came_sharded(draft)
+        if draft.given is not None and draft.given.experts == 1
+        else None
+    )
 
 
 class ExpertParallelism(Subject):
@@ -47,12 +62,16 @@ class ExpertParallelism(Subject):
         """Resolve the degree, and see that tokens can travel as asked.
 
         Raises:
-            ValueError: a degree that does not divide the partition group or the experts, with those that do; a model
-                without experts, or with experts that ranks cannot divide; what it is not built together with; DeepEP
+            ValueError: a degree that does not divide the partition group or the
+                experts, with those that do; a model without experts, or with experts
+                that ranks cannot divide; what it is not built together with; DeepEP
                 where it cannot be used.
         """
         self._settle_degree(draft)
-        degree, way = draft.knobs.expert_parallel_degree, draft.knobs.collectives.expert_transport
+        degree, way = (
+            draft.knobs.expert_parallel_degree,
+            draft.knobs.collectives.expert_transport,
+        )
         assert isinstance(degree, int)
         if way == "deep_ep" and degree == 1:
             draft.drop(TRANSPORT, "all_to_all", f"{KNOB}=1")
@@ -63,8 +82,15 @@ class ExpertParallelism(Subject):
 
     def _settle_degree(self, draft: ModelDraft) -> None:
         asked = draft.knobs.expert_parallel_degree
-        allowed = divisors(math.gcd(draft.layout.size(*PARTITION), *(site.experts for site in draft.shapes.experts)))
-        inside = max(n for n in allowed if draft.groups.topology.ranks_per_node % n == 0)
+        allowed = divisors(
+            math.gcd(
+                draft.layout.size(*PARTITION),
+                *(site.experts for site in draft.shapes.experts),
+            )
+        )
+        inside = max(
+            n for n in allowed if draft.groups.topology.ranks_per_node % n == 0
+        )
         problem = _problem(draft)
         most = "the most that divide the experts, the partition group and the node"
         if asked == "auto":
@@ -75,8 +101,12 @@ class ExpertParallelism(Subject):
         # Asked for by value: what stands against it is an error.
         self.require_together(draft, f"{KNOB}={asked!r}")
         if problem:
-            instead = f"write {KNOB}=1" if draft.given is None else "load it without ep_size"
-            raise ValueError(f"{KNOB}={asked!r}: {problem}; {instead}, and they are sharded as other layers are")
+            instead = (
+                f"write {KNOB}=1" if draft.given is None else "load it without ep_size"
+            )
+            raise ValueError(
+                f"{KNOB}={asked!r}: {problem}; {instead}, and they are sharded as other layers are"
+            )
         if asked == "node":
             draft.settle(KNOB, inside, most)
         elif asked not in allowed:
@@ -88,7 +118,9 @@ class ExpertParallelism(Subject):
         degree = inside if asked == "node" else asked
         uneven = _uneven(draft, degree)
         if uneven:
-            raise ValueError(f"{KNOB}={degree}: {uneven}; write another degree or shard_degree, or {KNOB}=1")
+            raise ValueError(
+                f"{KNOB}={degree}: {uneven}; write another degree or shard_degree, or {KNOB}=1"
+            )
         if draft.groups.topology.ranks_per_node % degree:
             draft.warnings.append(
                 f"{KNOB}={degree} is more than the {draft.groups.topology.ranks_per_node} ranks of a node, so that "
@@ -103,8 +135,14 @@ class ExpertParallelism(Subject):
             return []
         rest = plan.layout.size(*PARTITION) // degree
         sites = plan.shapes.experts
-        way = ", tokens by DeepEP" if plan.knobs.collectives.expert_transport == "deep_ep" else ""
-        return [f"experts of {len(sites)} layers dealt to {degree} ranks, those of a rank sharded over {rest}{way}"]
+        way = (
+            ", tokens by DeepEP"
+            if plan.knobs.collectives.expert_transport == "deep_ep"
+            else ""
+        )
+        return [
+            f"experts of {len(sites)} layers dealt to {degree} ranks, those of a rank sharded over {rest}{way}"
+        ]
 
 
 EXPERT_PARALLELISM = ExpertParallelism()
@@ -121,13 +159,18 @@ class RouterBalance(Subject):
         Clash(
             "tensor parallelism",
             f"`{CAPACITY}`",
-            lambda draft: asked_for(CAPACITY)(draft) and asked_for("tensor_parallel_degree", unless=1)(draft),
+            lambda draft: (
+                asked_for(CAPACITY)(draft)
+                and asked_for("tensor_parallel_degree", unless=1)(draft)
+            ),
             f"write tensor_parallel_degree=1, or leave {CAPACITY} out",
         ),
         Clash(
             "compilation",
             f"`{CAPACITY}` with `compile.fullgraph`: tokens are counted outside of graphs",
-            lambda draft: asked_for(CAPACITY)(draft) and asked_for("compile.fullgraph")(draft),
+            lambda draft: (
+                asked_for(CAPACITY)(draft) and asked_for("compile.fullgraph")(draft)
+            ),
             f"write compile={{'fullgraph': false}}, or leave {CAPACITY} out",
         ),
     )
@@ -136,15 +179,22 @@ class RouterBalance(Subject):
         """Resolve whose tokens an auxiliary loss is of.
 
         Raises:
-            ValueError: a capacity of experts that there are not, or beside what it is not built together with.
+            ValueError: a capacity of experts that there are not, or beside what it is
+                not built together with.
         """
         factor = draft.knobs.expert_capacity_factor
         if factor is not None:
             asked = f"{CAPACITY}={factor:g}"
             self.require_together(draft, asked)
-            unknown = [site.problem for site in draft.shapes.experts if not site.experts]
+            unknown = [
+                site.problem for site in draft.shapes.experts if not site.experts
+            ]
             if unknown or not draft.shapes.experts:
-                why = unknown[0] if unknown else f"{draft.shapes.kind} has no experts that torch-smp knows"
+                why = (
+                    unknown[0]
+                    if unknown
+                    else f"{draft.shapes.kind} has no experts that torch-smp knows"
+                )
                 raise ValueError(f"{asked}: {why}; leave it out")
         if draft.knobs.router_balance == "auto":
             draft.settle("router_balance", "global", "as in one process")
@@ -154,24 +204,33 @@ ROUTER_BALANCE = RouterBalance()
 
 
 def _gather_a_layer_ahead(draft: ModelDraft) -> None:
-    """Let backward gather the layer before with its experts while a layer's experts compute, as it does where a layer
-    is one unit. Chunks of interleaved schedules do not run in the order of their layers."""
+    """Let backward gather the layer before with its experts while a layer's experts
+    compute, as it does where a layer is one unit. Chunks of interleaved schedules do
+    not run in the order of their layers."""
     knobs = draft.knobs
-    is_in_order = knobs.pipeline_parallel_degree == 1 or "interleaved" not in knobs.pipeline.schedule
-    is_left_to_us = knobs.asked(AHEAD) == "auto" and knobs.collectives.backward_prefetch == 1
+    is_in_order = (
+        knobs.pipeline_parallel_degree == 1
+        or "interleaved" not in knobs.pipeline.schedule
+    )
+    is_left_to_us = (
+        knobs.asked(AHEAD) == "auto" and knobs.collectives.backward_prefetch == 1
+    )
     if knobs.expert_parallel_degree != 1 and is_in_order and is_left_to_us:
-        draft.settle(AHEAD, 2, f"{KNOB}: a layer is two units, its experts and the rest")
+        draft.settle(
+            AHEAD, 2, f"{KNOB}: a layer is two units, its experts and the rest"
+        )
 
 
 def _apart(subject: Subject, draft: ModelDraft) -> str:
-    """Return the first of what was asked for that a subject does not go together with; "" if there is nothing."""
+    """Return the first of what was asked for that a subject does not go together with;
+    "" if there is nothing."""
     found = (clash.found(draft) for clash in subject.apart)
     return next(filter(None, found), "")
 
 
 def _uneven(draft: ModelDraft, degree: int) -> str:
-    """Return the first parameter that cannot be cut into equal parts by the ranks that hold the same experts, in words;
-    "" if there is none."""
+    """Return the first parameter that cannot be cut into equal parts by the ranks that
+    hold the same experts, in words; "" if there is none."""
     rest, shapes = draft.layout.size(*PARTITION) // degree, draft.shapes
     sites = {site.name for site in shapes.experts}
     for parameter in shapes.parameters:
@@ -196,13 +255,17 @@ def _problem(draft: ModelDraft) -> str:
             return site.problem
     # By what is done to them beside.
     units = {unit.name for unit in shapes.units.units if unit.parameters}
-    beside = asked_for("tensor_parallel_degree", unless=1)(draft) or asked_for("fp8")(draft)
+    beside = asked_for("tensor_parallel_degree", unless=1)(draft) or asked_for("fp8")(
+        draft
+    )
     for site in shapes.experts:
         if site.name.rpartition(".")[2] == "base_layer" and beside:
             return f"adapters of {site.kind} (PEFT's target_parameters) are not built together with {beside}"
         if site.name not in units:
             return f"{site.name} is no unit: it is in units.optional, or shares parameters with another module"
-        shared = [name for name in shapes.units.replicated if name.startswith(f"{site.name}.")]
+        shared = [
+            name for name in shapes.units.replicated if name.startswith(f"{site.name}.")
+        ]
         if shared:
             return f"{shared[0]} is shared with another module"
     return ""

@@ -1,11 +1,13 @@
 """The FP8 layers of other libraries, behind the same recipe.
 
-The modules that the native backend would choose (``nn.Linear`` only) become the library's own. Parameters stay the same
-objects with the same names; weights are gathered in the parameters' dtype, because both libraries' FP8 all-gathers turn
-parameters into tensor subclasses that state dicts would show. :class:`Fp8Recipe` refuses settings that a library lacks.
+The modules that the native backend would choose (``nn.Linear`` only) become the
+library's own. Parameters stay the same objects with the same names; weights are
+gathered in the parameters' dtype, because both libraries' FP8 all-gathers turn
+parameters into tensor subclasses that state dicts would show. :class:`Fp8Recipe`
+refuses settings that a library lacks.
 
-``backend="torchao"``: dynamic tensorwise scaling. Its layers keep no state between steps, so nothing is stepped or
-saved.
+``backend="torchao"``: dynamic tensorwise scaling. Its layers keep no state between
+steps, so nothing is stepped or saved.
 
 ``backend="transformer_engine"``: see :mod:`smp_core.fp8.transformer_engine`.
 """
@@ -37,25 +39,34 @@ class OtherLayers:
     """The needs of another library's layers in a training step.
 
     Attributes:
-        left_out: module name -> reason, of every module with a matrix product that stays as it is.
+        left_out: module name -> reason, of every module with a matrix product that
+            stays as it is.
         region: makes the context that an outermost forward pass runs in.
     """
 
     left_out: Mapping[str, str]
-    region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    region: Callable[[], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )
 
 
 def convert_with(
-    model: nn.Module, recipe: Fp8Recipe, device: torch.device, amax_group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    recipe: Fp8Recipe,
+    device: torch.device,
+    amax_group: dist.ProcessGroup | None = None,
 ) -> OtherLayers:
-    """Give ``model`` the FP8 layers of ``recipe.backend``, in place; before it is sharded.
+    """Give ``model`` the FP8 layers of ``recipe.backend``, in place; before it is
+    sharded.
 
     Args:
         device: where the model will compute.
-        amax_group: the ranks that agree on scales, where the library keeps any; default the world.
+        amax_group: the ranks that agree on scales, where the library keeps any; default
+            the world.
 
     Raises:
-        ValueError: the library is not installed (the message has the command), or it cannot convert any layer.
+        ValueError: the library is not installed (the message has the command), or it
+            cannot convert any layer.
     """
     backend = recipe.backend
     if importlib.util.find_spec(backend) is None:
@@ -64,15 +75,27 @@ def convert_with(
             "backend='native'"
         )
 
-    # The layers that the native backend would choose, as far as the library has a counterpart.
+    # The layers that the native backend would choose, as far as the library has a
+    # counterpart.
     chosen, left_out = choose(model, recipe)
-    names = {name: module for name, module, _ in chosen if name and type(module) is nn.Linear}
+    names = {
+        name: module for name, module, _ in chosen if name and type(module) is nn.Linear
+    }
     for name, *_ in chosen:
         if name not in names:
-            left_out[name] = "it converts nn.Linear only" if name else "it cannot replace the model itself"
+            left_out[name] = (
+                "it converts nn.Linear only"
+                if name
+                else "it cannot replace the model itself"
+            )
     if not names:
-        why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(left_out.items())[:5])
-        raise ValueError(f"fp8: backend={backend!r} can convert no layer ({why}); write backend='native'")
+        why = "; ".join(
+            f"{name or 'the model'}: {reason}"
+            for name, reason in list(left_out.items())[:5]
+        )
+        raise ValueError(
+            f"fp8: backend={backend!r} can convert no layer ({why}); write backend='native'"
+        )
 
     # The library's own layers.
     if backend == "transformer_engine":

@@ -1,11 +1,14 @@
-"""The casts to FP8: value * scale, clamped, rounded to nearest even; with the amax, and on the device the transpose.
+"""The casts to FP8: value * scale, clamped, rounded to nearest even; with the amax, and
+on the device the transpose.
 
-Every cast clamps first: above E4M3's range torch 2.11 makes nan and torch 2.13 saturates, also infinities, without a
-trace. Infinities are found in the amax instead. nan stays nan.
+Every cast clamps first: above E4M3's range torch 2.11 makes nan and torch 2.13
+saturates, also infinities, without a trace. Infinities are found in the amax instead.
+nan stays nan.
 
-There are two ways to the same numbers: a Triton kernel that reads the tensor once (CUDA, where Triton is installed) and
-the eager formula (everywhere; the kernel is tested against it). There is no third one by ``torch.compile``: on CUDA it
-needs Triton itself.
+There are two ways to the same numbers: a Triton kernel that reads the tensor once
+(CUDA, where Triton is installed) and the eager formula (everywhere; the kernel is
+tested against it). There is no third one by ``torch.compile``: on CUDA it needs Triton
+itself.
 
 Shape letters: R rows (tokens), C columns (features).
 """
@@ -27,7 +30,8 @@ class Quantized:
 
     Attributes:
         rows: ``[R, C]``, row-major; None if only the transpose is needed.
-        columns: ``[C, R]``, row-major, the same numbers transposed; None if no product reads it.
+        columns: ``[C, R]``, row-major, the same numbers transposed; None if no product
+            reads it.
         inverse_scale: 0-d float32.
     """
 
@@ -38,16 +42,20 @@ class Quantized:
 
 @torch.no_grad()
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude, 0-d float32; nan if there is one, 0 for an empty tensor."""
+    """Return the largest magnitude, 0-d float32; nan if there is one, 0 for an empty
+    tensor."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     return torch.linalg.vector_norm(x, ord=torch.inf).float()
 
 
-def cast_eager(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_eager(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Cast a tensor of any shape.
 
-    Scales are powers of two, so the product is exact in every dtype that has float32's exponents.
+    Scales are powers of two, so the product is exact in every dtype that has float32's
+    exponents.
     """
     if x.dtype == torch.float16:
         x = x.float()
@@ -78,7 +86,8 @@ def quantize(
     columns: bool = False,
     recording: bool = True,
 ) -> Quantized:
-    """Cast ``x_RC`` by the scale in effect for this site and role, or by its own amax while that is not calibrated.
+    """Cast ``x_RC`` by the scale in effect for this site and role, or by its own amax
+    while that is not calibrated.
 
     Args:
         columns: make the transpose, too.
@@ -101,7 +110,9 @@ def quantize(
         # The kernel's maximum goes where it is recorded.
         into_slot = recording and amax is None and not torch.compiler.is_compiling()
         slot = state.current[site, role] if into_slot else None
-        data, data_t, found = cast_fused(x_RC, scale, dtype, rows=True, columns=columns, amax=slot)
+        data, data_t, found = cast_fused(
+            x_RC, scale, dtype, rows=True, columns=columns, amax=slot
+        )
     else:
         data = cast_eager(x_RC, scale, dtype)
         data_t = transposed(data) if columns else None
@@ -133,9 +144,11 @@ def _recorded(
 ) -> torch.Tensor:
     """Record an amax, and count ``x`` if it is given, in the state with this number.
 
-    In a compiled graph the state's tensors would be inputs that the graph writes into, and of which it saves some for
-    backward if it recomputes: autograd refuses them then, because other layers have written into them since. Recording
-    twice does no harm. The product needs ``inverse``, of which a copy is returned, so that this is not left out.
+    In a compiled graph the state's tensors would be inputs that the graph writes into,
+    and of which it saves some for backward if it recomputes: autograd refuses them
+    then, because other layers have written into them since. Recording twice does no
+    harm. The product needs ``inverse``, of which a copy is returned, so that this is
+    not left out.
     """
     state = state_numbered(number)
     state.record(site, role, amax)
@@ -150,11 +163,16 @@ def _(amax: torch.Tensor, inverse: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _count(state: Fp8State, site: int, role: int, x: torch.Tensor, scale: torch.Tensor) -> None:
-    """Add to the counts of saturated, flushed (not zero before, zero in FP8) and all elements."""
+def _count(
+    state: Fp8State, site: int, role: int, x: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Add to the counts of saturated, flushed (not zero before, zero in FP8) and all
+    elements."""
     assert state.counts is not None
     counts, dtype = state.counts[site, role], state.formats[role]
     scaled = (x.float() * scale).abs()
     counts[0] += (scaled > LARGEST[dtype]).sum()
-    counts[1] += ((scaled > 0) & (scaled.clamp(max=LARGEST[dtype]).to(dtype).float() == 0)).sum()
+    counts[1] += (
+        (scaled > 0) & (scaled.clamp(max=LARGEST[dtype]).to(dtype).float() == 0)
+    ).sum()
     counts[2] += x.numel()

@@ -1,4 +1,5 @@
-"""convert_to_fp8(): the choice of modules that compute in FP8, and the handle that steps their scales."""
+"""convert_to_fp8(): the choice of modules that compute in FP8, and the handle that
+steps their scales."""
 
 from __future__ import annotations
 
@@ -36,14 +37,18 @@ def _alone(amax: Tensor) -> None:
 
 @dataclass
 class Fp8Model:
-    """A converted model: its state, the weights, and the reasons why other modules were left out.
+    """A converted model: its state, the weights, and the reasons why other modules were
+    left out.
 
     Attributes:
-        left_out: module name -> reason, of every module with a matrix product that stays as it is.
-        all_reduce_max: makes a float32 tensor the elementwise maximum over all ranks that share the model, in place.
+        left_out: module name -> reason, of every module with a matrix product that
+            stays as it is.
+        all_reduce_max: makes a float32 tensor the elementwise maximum over all ranks
+            that share the model, in place.
         device: the device on which the model computes; None: that of its parameters.
         group: the ranks that have the same sites; None: all.
-        stages: the ranks of the other pipeline stages, which have other sites; None: there are none.
+        stages: the ranks of the other pipeline stages, which have other sites; None:
+            there are none.
     """
 
     model: nn.Module
@@ -57,37 +62,50 @@ class Fp8Model:
     stages: dist.ProcessGroup | None = None
 
     def of_all_stages(self, by_site: dict[str, Any]) -> dict[str, Any]:
-        """Return what there is by site name, of all pipeline stages. Collective over these."""
+        """Return what there is by site name, of all pipeline stages. Collective over
+        these."""
         if self.stages is None:
             return by_site
         everyone: list[Any] = [None] * dist.get_world_size(self.stages)
         dist.all_gather_object(everyone, by_site, group=self.stages)
-        return {name: found for of_stage in everyone for name, found in of_stage.items()}
+        return {
+            name: found for of_stage in everyone for name, found in of_stage.items()
+        }
 
     def gather_of(self, module: nn.Module, parameter: str) -> WeightGather | None:
-        """Return the FP8 form of this parameter for all-gathers; None: it is gathered in its own dtype."""
+        """Return the FP8 form of this parameter for all-gathers; None: it is gathered
+        in its own dtype."""
         site = getattr(module, SITES, {}).get(parameter)
-        return WeightGather(self.state, site.index) if site is not None and self.recipe.fp8_all_gather else None
+        return (
+            WeightGather(self.state, site.index)
+            if site is not None and self.recipe.fp8_all_gather
+            else None
+        )
 
     @torch.no_grad()
     def weight_amax(self) -> Tensor:
-        """Return ``[N]`` float32: the largest magnitude of each weight, of this rank's shards where it is sharded."""
+        """Return ``[N]`` float32: the largest magnitude of each weight, of this rank's
+        shards where it is sharded."""
         weights = []
         for module, name, _ in self.sites:
             weight = getattr(module, name).detach()
             weights.append(local_part(weight))
         if not weights:
             return torch.zeros(0, device=self.state.device)
-        # torch._foreach_norm is one kernel for all of them and has no public name; it takes no empty tensors.
+        # torch._foreach_norm is one kernel for all of them and has no public name; it
+        # takes no empty tensors.
         filled = [weight for weight in weights if weight.numel()]
         norms = iter(torch._foreach_norm(filled, torch.inf) if filled else ())
         nothing = torch.zeros((), device=weights[0].device)
-        amax = [next(norms).float() if weight.numel() else nothing for weight in weights]
+        amax = [
+            next(norms).float() if weight.numel() else nothing for weight in weights
+        ]
         # One copy to the device where weights are in host memory.
         return torch.stack(amax).to(self.state.device)
 
     def refresh_weights(self) -> None:
-        """Scale weights by their present values, after they were made, loaded or edited. Collective."""
+        """Scale weights by their present values, after they were made, loaded or
+        edited. Collective."""
         self.state.to(self.device or next(self.model.parameters()).device)
         amax = self.weight_amax()
         self.all_reduce_max(amax)
@@ -97,21 +115,28 @@ class Fp8Model:
         """Make new scales after an optimizer step. Collective; one all-reduce."""
         bad = self.state.step(self.weight_amax(), self.all_reduce_max)
         if bad:
-            shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            shown = ", ".join(bad[:5]) + (
+                f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+            )
             # Weights alone skip no step: they became so in the one that was just taken.
             weights_alone = all(name.endswith("(weight)") for name in bad)
             skipped = "" if weights_alone else "the step is skipped and "
-            logger.warning("fp8: inf or nan in %s; %sthese scales stay as they were", shown, skipped)
+            logger.warning(
+                "fp8: inf or nan in %s; %sthese scales stay as they were",
+                shown,
+                skipped,
+            )
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Call :meth:`step` after every step of ``optimizer``."""
         after_each_step(optimizer, self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain tensors by module name, the same on every rank and for every number of ranks.
+        """Return plain tensors by module name, the same on every rank and for every
+        number of ranks.
 
-        Collective only where ``reduce_amax=False`` (ranks' own histories are merged to their maximum), and over
-        pipeline stages.
+        Collective only where ``reduce_amax=False`` (ranks' own histories are merged to
+        their maximum), and over pipeline stages.
         """
         state = self.state.state_dict()
         if not self.recipe.reduce_amax:
@@ -121,28 +146,36 @@ class Fp8Model:
                 tensors["amax_history"] = history[:, number].cpu()
         return {**state, "sites": self.of_all_stages(state["sites"])}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, name_there: Callable[[str], str] = str) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, name_there: Callable[[str], str] = str
+    ) -> None:
         """Load a state, and scale weights by their present values. Collective.
 
         Args:
-            state: of :meth:`state_dict`; None or with modules missing: those are calibrated anew, and a warning says
-                so.
+            state: of :meth:`state_dict`; None or with modules missing: those are
+                calibrated anew, and a warning says so.
             name_there: a site's name here -> its name in ``state``.
         """
         missing = self.state.load_state_dict(state or {}, name_there)
         if missing:
             logger.warning(
                 "the checkpoint has no FP8 scales of %s: calibrated anew in the next step",
-                "any module" if len(missing) == len(self.state.names) else ", ".join(missing[:5]),
+                "any module"
+                if len(missing) == len(self.state.names)
+                else ", ".join(missing[:5]),
             )
         self.refresh_weights()
 
     def describe(self) -> str:
-        """Describe the modules that compute in FP8 and those that do not, with reasons, for people."""
+        """Describe the modules that compute in FP8 and those that do not, with reasons,
+        for people."""
         kinds: dict[str, int] = defaultdict(int)
         for module, _, _ in self.sites:
             kinds[type(module).__name__] += 1
-        lines = [f"fp8: {len(self.sites)} weights in " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))]
+        lines = [
+            f"fp8: {len(self.sites)} weights in "
+            + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+        ]
         by_reason: dict[str, list[str]] = defaultdict(list)
         for name, reason in self.left_out.items():
             by_reason[reason].append(name)
@@ -152,22 +185,28 @@ class Fp8Model:
         return "\n".join(lines)
 
 
-def convert_to_fp8(model: nn.Module, recipe: Fp8Recipe | None = None, *, parts: int = 1) -> Fp8Model:
-    """Make the linear layers of ``model`` compute in FP8, in place; call it before the model is sharded.
+def convert_to_fp8(
+    model: nn.Module, recipe: Fp8Recipe | None = None, *, parts: int = 1
+) -> Fp8Model:
+    """Make the linear layers of ``model`` compute in FP8, in place; call it before the
+    model is sharded.
 
-    The function converts ``nn.Linear``, Transformers' ``Conv1D`` and fused experts with ``gate_up_proj`` and
-    ``down_proj``. Parameters stay the same objects with the same names. After every optimizer step,
-    :meth:`Fp8Model.step` has to run on every rank (:meth:`Fp8Model.follow`).
+    The function converts ``nn.Linear``, Transformers' ``Conv1D`` and fused experts with
+    ``gate_up_proj`` and ``down_proj``. Parameters stay the same objects with the same
+    names. After every optimizer step, :meth:`Fp8Model.step` has to run on every rank
+    (:meth:`Fp8Model.follow`).
 
     Args:
-        parts: tensor ranks that layers are split over afterwards; the kernels' sizes are those of a part.
+        parts: tensor ranks that layers are split over afterwards; the kernels' sizes
+            are those of a part.
 
     Returns:
-        the handle with the state. ``refresh_weights`` has to be called once the weights have values; this is done
-        here unless some are on the meta device.
+        the handle with the state. ``refresh_weights`` has to be called once the weights
+        have values; this is done here unless some are on the meta device.
 
     Raises:
-        ValueError: no module can be converted, or a glob of ``include`` matches nothing.
+        ValueError: no module can be converted, or a glob of ``include`` matches
+            nothing.
     """
     recipe = recipe or Fp8Recipe()
     if recipe.backend != "native":
@@ -178,7 +217,11 @@ def convert_to_fp8(model: nn.Module, recipe: Fp8Recipe | None = None, *, parts: 
 
     # The modules, and a site for each of their weights.
     chosen, left_out = choose(model, recipe, parts)
-    names = [_site_name(name, parameter) for name, _, parameters in chosen for parameter in parameters]
+    names = [
+        _site_name(name, parameter)
+        for name, _, parameters in chosen
+        for parameter in parameters
+    ]
     state = Fp8State(recipe, names, _device(model))
     sites: list[tuple[nn.Module, str, Fp8Site]] = []
     for _, module, parameters in chosen:
@@ -198,7 +241,8 @@ def convert_to_fp8(model: nn.Module, recipe: Fp8Recipe | None = None, *, parts: 
 def choose(
     model: nn.Module, recipe: Fp8Recipe, parts: int = 1
 ) -> tuple[list[tuple[str, nn.Module, tuple[str, ...]]], dict[str, str]]:
-    """Choose the modules to convert, as (name, module, parameters), and the reasons why others are left out."""
+    """Choose the modules to convert, as (name, module, parameters), and the reasons why
+    others are left out."""
     # The modules that hold each parameter.
     holders: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -225,7 +269,10 @@ def choose(
             f"fp8: include={unmatched[0]!r} matches no linear layer; there are for example {', '.join(examples[:3])}"
         )
     if not chosen:
-        why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(left_out.items())[:5])
+        why = "; ".join(
+            f"{name or 'the model'}: {reason}"
+            for name, reason in list(left_out.items())[:5]
+        )
         raise ValueError(
             f"fp8: no layer of {type(model).__name__} can be converted ({why or 'it has no linear layer'})"
         )
@@ -233,17 +280,25 @@ def choose(
 
 
 def _has_product(module: nn.Module) -> bool:
-    """Return whether the module itself multiplies by a weight matrix, as far as its parameters show.
+    """Return whether the module itself multiplies by a weight matrix, as far as its
+    parameters show.
 
-    Such modules are linear layers, and modules with matrices of their own that are neither embeddings nor convolutions.
+    Such modules are linear layers, and modules with matrices of their own that are
+    neither embeddings nor convolutions.
     """
     if isinstance(module, _NO_PRODUCT):
         return False
-    return any(parameter.ndim in (2, 3) for parameter in module.parameters(recurse=False))
+    return any(
+        parameter.ndim in (2, 3) for parameter in module.parameters(recurse=False)
+    )
 
 
 def _why_not(
-    name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[int, list[str]], parts: int
+    name: str,
+    module: nn.Module,
+    recipe: Fp8Recipe,
+    holders: Mapping[int, list[str]],
+    parts: int,
 ) -> str | None:
     """Return the reason why a module is not converted; None: it is."""
     # What the recipe says.
@@ -274,7 +329,8 @@ def _why_not(
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
-    """List the parameters that the FP8 forward multiplies by; none where the class has no such forward."""
+    """List the parameters that the FP8 forward multiplies by; none where the class has
+    no such forward."""
     kind = type(module)
     if kind is nn.Linear:
         return ("weight",)
@@ -292,23 +348,33 @@ _EXPERT_CALL = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
 def _are_halves(up: Tensor, down: Tensor) -> bool:
-    """Return whether the projections are [E, 2I, K] and [E, K, I], so not transposed."""
-    return up.ndim == down.ndim == 3 and up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
+    """Return whether the projections are [E, 2I, K] and [E, K, I], so not
+    transposed."""
+    return (
+        up.ndim == down.ndim == 3
+        and up.shape[1] == 2 * down.shape[2]
+        and up.shape[2] == down.shape[1]
+    )
 
 
 def _has_known_forward(experts: nn.Module) -> bool:
-    """Return whether fused experts compute as :class:`smp_core.fp8.linear._ExpertsForward`, halves side by side."""
+    """Return whether fused experts compute as
+    :class:`smp_core.fp8.linear._ExpertsForward`, halves side by side."""
     kind = type(experts)
-    has_parts = callable(getattr(experts, "act_fn", None)) and isinstance(getattr(experts, "num_experts", None), int)
+    has_parts = callable(getattr(experts, "act_fn", None)) and isinstance(
+        getattr(experts, "num_experts", None), int
+    )
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
-    is_plain = getattr(experts, "is_concatenated", True) and not any(getattr(experts, flag, False) for flag in others)
+    is_plain = getattr(experts, "is_concatenated", True) and not any(
+        getattr(experts, flag, False) for flag in others
+    )
     has_call = list(inspect.signature(kind.forward).parameters) == _EXPERT_CALL
     return has_parts and is_plain and _plain_gate(kind) and has_call
 
 
 def _plain_gate(kind: type[nn.Module]) -> bool:
-    """Return whether the experts gate as act(gate) * up: a class with another gate defines ``_apply_gate``
-    (Transformers' name) itself.
+    """Return whether the experts gate as act(gate) * up: a class with another gate
+    defines ``_apply_gate`` (Transformers' name) itself.
     """
     gate = getattr(kind, "_apply_gate", None)
     return gate is None or gate.__module__ == "transformers.integrations.moe"

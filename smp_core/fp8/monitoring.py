@@ -1,8 +1,10 @@
-"""Fp8Watch: the fit of some steps' numbers into FP8, per module, in a log that `smp fp8-report` draws.
+"""Fp8Watch: the fit of some steps' numbers into FP8, per module, in a log that `smp
+fp8-report` draws.
 
-A probed step counts, for each converted weight's input and output gradient, the elements beyond FP8's range (saturated)
-and those that became zero without having been zero (flushed). Counting reads every tensor again, so only some steps
-are probed. Weights are scaled by their present amax and never saturate; the log has their scales.
+A probed step counts, for each converted weight's input and output gradient, the
+elements beyond FP8's range (saturated) and those that became zero without having been
+zero (flushed). Counting reads every tensor again, so only some steps are probed.
+Weights are scaled by their present amax and never saturate; the log has their scales.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from rich.table import Table
 
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
-from smp_core.outside import console, matplotlibs_figure, number, numbers, printable, records_of_log, write_new
+from smp_core.outside import (
+    console,
+    matplotlibs_figure,
+    number,
+    numbers,
+    printable,
+    records_of_log,
+    write_new,
+)
 from smp_core.run_log import write as run_log
 
 
@@ -34,7 +44,11 @@ class Fp8Probe:
         all_reduce_sum: adds a tensor up over all ranks, in place; default one process.
     """
 
-    def __init__(self, fp8: Fp8Model, all_reduce_sum: Callable[[torch.Tensor], Any] = lambda _: None) -> None:
+    def __init__(
+        self,
+        fp8: Fp8Model,
+        all_reduce_sum: Callable[[torch.Tensor], Any] = lambda _: None,
+    ) -> None:
         self._fp8, self._all_reduce_sum = fp8, all_reduce_sum
 
     @property
@@ -44,15 +58,19 @@ class Fp8Probe:
     def begin(self) -> None:
         """Begin to count, until :meth:`end`."""
         state = self._fp8.state
-        state.counts = torch.zeros(len(state.names), 3, 3, device=state.device, dtype=torch.float64)
+        state.counts = torch.zeros(
+            len(state.names), 3, 3, device=state.device, dtype=torch.float64
+        )
 
     @torch.no_grad()
     def end(self) -> dict[str, dict[str, float]]:
         """Stop counting. Collective.
 
         Returns:
-            figures by site name: ``input_saturated``, ``input_flushed``, ``gradient_saturated``, ``gradient_flushed``
-            (shares of all elements in [0, 1]) and ``input_scale``, ``weight_scale``, ``gradient_scale``.
+            figures by site name: ``input_saturated``, ``input_flushed``,
+                ``gradient_saturated``, ``gradient_flushed``
+            (shares of all elements in [0, 1]) and ``input_scale``, ``weight_scale``,
+            ``gradient_scale``.
         """
         state = self._fp8.state
         counts, state.counts = state.counts, None
@@ -65,27 +83,44 @@ class Fp8Probe:
             found[name] = {f"{role}_scale": scale[r] for r, role in enumerate(ROLES)}
             for r, role in enumerate(ROLES):
                 if r != WEIGHT:
-                    found[name] |= {f"{role}_saturated": share[r][0], f"{role}_flushed": share[r][1]}
+                    found[name] |= {
+                        f"{role}_saturated": share[r][0],
+                        f"{role}_flushed": share[r][1],
+                    }
         return self._fp8.of_all_stages(found)
 
 
 class Fp8Watch:
-    """A probe of a step every so often, and its log; the core of both faces' FP8 monitors.
+    """A probe of a step every so often, and its log; the core of both faces' FP8
+    monitors.
 
     Args:
         monitor: the name of the face's monitor, for messages.
         every_n_steps: optimizer steps from one probe to the next, >= 1.
         path: the log; default ``fp8.jsonl`` in the folder that :meth:`start` is given.
-        modules: globs over module names whose figures :meth:`step_ends` returns; the log gets all.
+        modules: globs over module names whose figures :meth:`step_ends` returns; the
+            log gets all.
 
     Raises:
         ValueError: ``every_n_steps`` below 1.
     """
 
-    def __init__(self, monitor: str, every_n_steps: int, path: str | Path | None, modules: Sequence[str]) -> None:
+    def __init__(
+        self,
+        monitor: str,
+        every_n_steps: int,
+        path: str | Path | None,
+        modules: Sequence[str],
+    ) -> None:
         if every_n_steps < 1:
-            raise ValueError(f"{monitor}: every_n_steps={every_n_steps} is not allowed; allowed: 1 and more")
-        self.monitor, self.every_n_steps, self.modules = monitor, every_n_steps, tuple(modules)
+            raise ValueError(
+                f"{monitor}: every_n_steps={every_n_steps} is not allowed; allowed: 1 and more"
+            )
+        self.monitor, self.every_n_steps, self.modules = (
+            monitor,
+            every_n_steps,
+            tuple(modules),
+        )
         self.path = None if path is None else Path(path)
         self._probe: Fp8Probe | None = None
         self._began = 0
@@ -111,14 +146,16 @@ class Fp8Watch:
             self.path = Path(folder) / "fp8.jsonl"
 
     def step_begins(self, step: int) -> None:
-        """Begin a probe if one is due. Call it before a batch, with the number of optimizer steps done."""
+        """Begin a probe if one is due. Call it before a batch, with the number of
+        optimizer steps done."""
         assert self._probe is not None
         if not self._probe.is_counting and step % self.every_n_steps == 0:
             self._probe.begin()
             self._began = step
 
     def step_ends(self, step: int, *, writes: bool) -> dict[str, float]:
-        """End a probe if its step has ended. Call it after a batch, with the number of optimizer steps done.
+        """End a probe if its step has ended. Call it after a batch, with the number of
+        optimizer steps done.
 
         Collective where a probed step has ended.
 
@@ -126,7 +163,8 @@ class Fp8Watch:
             writes: whether this rank writes the log.
 
         Returns:
-            ``fp8/<module>/<figure>`` of the chosen modules; empty where no probed step has ended.
+            ``fp8/<module>/<figure>`` of the chosen modules; empty where no probed step
+            has ended.
         """
         assert self._probe is not None and self.path is not None
         if not self._probe.is_counting or step == self._began:
@@ -138,7 +176,9 @@ class Fp8Watch:
         shown: dict[str, float] = {}
         for name, values in figures.items():
             if any(fnmatch.fnmatchcase(name, glob) for glob in self.modules):
-                shown |= {f"fp8/{name}/{figure}": value for figure, value in values.items()}
+                shown |= {
+                    f"fp8/{name}/{figure}": value for figure, value in values.items()
+                }
         return shown
 
 
@@ -157,32 +197,43 @@ _DRAWN, _POINTS = 100, 2000  # modules, and steps of each
 
 @dataclass(frozen=True)
 class Fp8Log:
-    """The content of a log: steps, and per figure and module a value for each of them (nan where there is none)."""
+    """The content of a log: steps, and per figure and module a value for each of them
+    (nan where there is none)."""
 
     steps: list[int]
     figures: dict[str, dict[str, list[float]]]
 
     @classmethod
     def read(cls, path: Path) -> Fp8Log:
-        """Read a log; of a step that was logged twice (by a resumed run) the later line counts.
+        """Read a log; of a step that was logged twice (by a resumed run) the later line
+        counts.
 
         Raises:
             ValueError: no such file, no log, or an empty one.
         """
         records = dict(records_of_log(path, _of_line, "Fp8Monitor's log"))
         if not records:
-            raise ValueError(f"{path} holds no step that was probed; Fp8Monitor writes such a log")
+            raise ValueError(
+                f"{path} holds no step that was probed; Fp8Monitor writes such a log"
+            )
         steps = sorted(records)
         figures: dict[str, dict[str, list[float]]] = {}
         for name in dict.fromkeys(name for step in steps for name in records[step]):
-            for figure in dict.fromkeys(f for step in steps for f in records[step].get(name, {})):
-                values = [records[step].get(name, {}).get(figure, float("nan")) for step in steps]
+            for figure in dict.fromkeys(
+                f for step in steps for f in records[step].get(name, {})
+            ):
+                values = [
+                    records[step].get(name, {}).get(figure, float("nan"))
+                    for step in steps
+                ]
                 figures.setdefault(figure, {})[name] = values
         return cls(steps, figures)
 
     def worst(self, figure: str, count: int = 5) -> list[tuple[str, float]]:
         """List the modules with the largest values of a figure in any step."""
-        largest = {name: max(values) for name, values in self.figures.get(figure, {}).items()}
+        largest = {
+            name: max(values) for name, values in self.figures.get(figure, {}).items()
+        }
         return sorted(largest.items(), key=lambda pair: -pair[1])[:count]
 
 
@@ -190,7 +241,9 @@ def _of_line(line: Mapping[str, Any]) -> tuple[int, dict[str, dict[str, float]]]
     step, modules = number(line.get("step")), line.get("modules")
     if step is None or not isinstance(modules, Mapping):
         return None
-    return int(step), {printable(str(name)): _figures(values) for name, values in modules.items()}
+    return int(step), {
+        printable(str(name)): _figures(values) for name, values in modules.items()
+    }
 
 
 def _figures(values: Any) -> dict[str, float]:
@@ -199,9 +252,11 @@ def _figures(values: Any) -> dict[str, float]:
 
 
 def draw(log: Fp8Log, path: Path) -> None:
-    """Draw scales and rates over steps, a line per module, as PNG (or in the format of the suffix).
+    """Draw scales and rates over steps, a line per module, as PNG (or in the format of
+    the suffix).
 
-    Where there are more modules than lines can be told apart, those that saturate or flush most.
+    Where there are more modules than lines can be told apart, those that saturate or
+    flush most.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (the extra ``plot``).
@@ -214,7 +269,12 @@ def draw(log: Fp8Log, path: Path) -> None:
         for axis, name in zip(axes, names, strict=True):
             by_module = log.figures.get(name, {})
             for module in (module for module in modules if module in by_module):
-                axis.plot(log.steps[::every], by_module[module][::every], linewidth=0.8, label=module)
+                axis.plot(
+                    log.steps[::every],
+                    by_module[module][::every],
+                    linewidth=0.8,
+                    label=module,
+                )
             axis.set_title(f"{role}: {name.removeprefix(role + '_')}")
             if name.endswith("scale"):
                 axis.set_yscale("log", base=2)
@@ -223,7 +283,12 @@ def draw(log: Fp8Log, path: Path) -> None:
     for axis in grid[-1]:
         axis.set_xlabel("optimizer step")
     if len(modules) <= 16:
-        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+        figure.legend(
+            *grid[0][0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=4,
+            fontsize="small",
+        )
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix.removeprefix(".") or "png", dpi=120)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,21 +297,37 @@ def draw(log: Fp8Log, path: Path) -> None:
 
 def _worst_modules(log: Fp8Log) -> list[str]:
     """List the modules that are drawn, in the model's order."""
-    names = list(dict.fromkeys(name for by_module in log.figures.values() for name in by_module))
+    names = list(
+        dict.fromkeys(name for by_module in log.figures.values() for name in by_module)
+    )
     if len(names) <= _DRAWN:
         return names
-    shares = {figure for figures in _ROWS.values() for figure in figures if not figure.endswith("scale")}
-    worst = {name for figure in shares for name, _ in log.worst(figure, _DRAWN // len(shares))}
+    shares = {
+        figure
+        for figures in _ROWS.values()
+        for figure in figures
+        if not figure.endswith("scale")
+    }
+    worst = {
+        name
+        for figure in shares
+        for name, _ in log.worst(figure, _DRAWN // len(shares))
+    }
     return [name for name in names if name in worst]
 
 
 def fp8_report(
     log: Annotated[Path, typer.Argument(help="the file Fp8Monitor writes: fp8.jsonl")],
-    out: Annotated[Path | None, typer.Option(help="the picture; default: the log's name with .png")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the picture; default: the log's name with .png")
+    ] = None,
 ) -> None:
-    """Draw scales, saturation and underflow over training, and list the modules that fit FP8 worst."""
+    """Draw scales, saturation and underflow over training, and list the modules that
+    fit FP8 worst."""
     found = Fp8Log.read(log)
-    table = Table(title=f"{len(found.steps)} probed steps, {found.steps[0]} to {found.steps[-1]}: worst modules")
+    table = Table(
+        title=f"{len(found.steps)} probed steps, {found.steps[0]} to {found.steps[-1]}: worst modules"
+    )
     for column in ("share of elements", "module", "largest in any step"):
         table.add_column(column)
     for role in ("input", "gradient"):

@@ -4,13 +4,15 @@
     input gradient  dx[R, K] = g[R, N] w[N, K]
     weight gradient dw[N, K] = g[R, N]^T x[R, K]
 
-On CUDA from capability 8.9 on these are ``torch._scaled_mm`` (torch has no public name for it before 2.13), which needs
-the first operand row-major and the second column-major: so the gradients' products read transposed copies, made by the
-casts. Fast accumulation (fewer bits in the tensor core's sums) is used in the forward product only. Sizes are multiples
-of 16; rows are padded here where they are not.
+On CUDA from capability 8.9 on these are ``torch._scaled_mm`` (torch has no public name
+for it before 2.13), which needs the first operand row-major and the second
+column-major: so the gradients' products read transposed copies, made by the casts. Fast
+accumulation (fewer bits in the tensor core's sums) is used in the forward product only.
+Sizes are multiples of 16; rows are padded here where they are not.
 
-Elsewhere operands are dequantised and multiplied: the same numbers up to the order of summation. FP8 numbers and their
-products are exact in float32, so the results differ from the device's only by the rounding of sums.
+Elsewhere operands are dequantised and multiplied: the same numbers up to the order of
+summation. FP8 numbers and their products are exact in float32, so the results differ
+from the device's only by the rounding of sums.
 
 Shape letters: R rows (tokens), K inputs, N outputs.
 """
@@ -27,7 +29,9 @@ from smp_core.torch_facts import device_multiplies_fp8
 _ALIGNMENT = 16
 
 
-def forward_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def forward_product(
+    x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
     """Compute ``[R, N]`` in ``dtype``, with the bias added."""
     assert x.rows is not None and w.rows is not None
     if not device_multiplies_fp8(x.rows.device):
@@ -65,7 +69,8 @@ def weight_gradient(g: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def needs_columns(device: torch.device) -> bool:
-    """Return whether the products on this device read transposed copies of inputs and gradients."""
+    """Return whether the products on this device read transposed copies of inputs and
+    gradients."""
     return device_multiplies_fp8(device)
 
 
@@ -79,15 +84,21 @@ def scaled_mm(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """Compute ``a8 @ b8`` by ``torch._scaled_mm``, after a check of Hopper's rules on every device.
+    """Compute ``a8 @ b8`` by ``torch._scaled_mm``, after a check of Hopper's rules on
+    every device.
 
     Raises:
-        ValueError: ``a8`` is not row-major, ``b8`` not column-major, both are E5M2, or a size is no multiple of 16.
+        ValueError: ``a8`` is not row-major, ``b8`` not column-major, both are E5M2, or
+            a size is no multiple of 16.
     """
     if not a8.is_contiguous() or not b8.t().is_contiguous():
-        raise ValueError(f"_scaled_mm wants a row-major and a column-major operand, got {a8.stride()}, {b8.stride()}")
+        raise ValueError(
+            f"_scaled_mm wants a row-major and a column-major operand, got {a8.stride()}, {b8.stride()}"
+        )
     if a8.shape[1] % _ALIGNMENT or b8.shape[0] % _ALIGNMENT or b8.shape[1] % _ALIGNMENT:
-        raise ValueError(f"_scaled_mm wants sizes that 16 divides, got {tuple(a8.shape)} x {tuple(b8.shape)}")
+        raise ValueError(
+            f"_scaled_mm wants sizes that 16 divides, got {tuple(a8.shape)} x {tuple(b8.shape)}"
+        )
     if a8.dtype == b8.dtype == torch.float8_e5m2:
         raise ValueError("_scaled_mm has no product of two E5M2 operands")
     result = torch._scaled_mm(
@@ -102,7 +113,9 @@ def scaled_mm(
     return result.to(dtype)
 
 
-def _emulate(a8: Tensor, b8: Tensor, a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+def _emulate(
+    a8: Tensor, b8: Tensor, a: Quantized, b: Quantized, dtype: torch.dtype
+) -> Tensor:
     """Compute ``a8 @ b8`` on dequantised operands."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     with torch.autocast(a8.device.type, enabled=False):

@@ -1,5 +1,5 @@
-"""FP8, as one of the subjects. There is nothing to settle: which layers compute in FP8 is found when they are
-converted."""
+"""FP8, as one of the subjects. There is nothing to settle: which layers compute in FP8
+is found when they are converted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ class Fp8(Subject):
     def machine(self) -> Iterator[Finding]:
         """Look whether the device has FP8 tensor cores."""
         if torch.cuda.is_available():
-            capable = device_multiplies_fp8(torch.device("cuda", torch.cuda.current_device()))
+            capable = device_multiplies_fp8(
+                torch.device("cuda", torch.cuda.current_device())
+            )
             found = "yes" if capable else "needs 8.9"
-            yield Finding.unless(capable, "FP8", found, "leave fp8 out; products are emulated")
+            yield Finding.unless(
+                capable, "FP8", found, "leave fp8 out; products are emulated"
+            )
 
 
 FP8 = Fp8()

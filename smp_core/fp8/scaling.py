@@ -1,18 +1,24 @@
-"""Fp8State: the amax history and scales of every FP8 product of a model, in three tensors.
+"""Fp8State: the amax history and scales of every FP8 product of a model, in three
+tensors.
 
-Delayed scaling (Transformer Engine's, NVIDIA; arXiv 2209.05433, 3): a tensor is cast with a scale found from the
-largest magnitudes (amax) it had in earlier steps, so that the cast needs no pass of its own to look at it first.
+Delayed scaling (Transformer Engine's, NVIDIA; arXiv 2209.05433, 3): a tensor is cast
+with a scale found from the largest magnitudes (amax) it had in earlier steps, so that
+the cast needs no pass of its own to look at it first.
 
-- A *site* is one weight with the products it takes part in; each has three *roles*: its input x, its weight w, the
-  gradient g of its output.
-- While a step runs, magnitudes are recorded (a running maximum, no communication) and scales stay as they are. After
-  the optimizer step one MAX all-reduce makes the amaxes those of all ranks, histories roll, and new scales are made.
-  Since a maximum does not mind being taken twice, recomputing activations needs nothing special, and the micro-batches
-  of a step roll the history once.
-- Weights are scaled by their present amax, which is known exactly after the optimizer step: they never overflow.
-- Scales are powers of two, rounded down: multiplying by them rounds nothing, in any dtype, so a value casts to the
-  same FP8 number whichever scale (large enough) is in effect. At most one of FP8's 9 (E5M2: 15) binades is given up.
-- A scale with no history yet is *not calibrated*: its tensors are cast by their own present amax.
+- A *site* is one weight with the products it takes part in; each has three *roles*: its
+  input x, its weight w, the gradient g of its output.
+- While a step runs, magnitudes are recorded (a running maximum, no communication) and
+  scales stay as they are. After the optimizer step one MAX all-reduce makes the amaxes
+  those of all ranks, histories roll, and new scales are made. Since a maximum does not
+  mind being taken twice, recomputing activations needs nothing special, and the
+  micro-batches of a step roll the history once.
+- Weights are scaled by their present amax, which is known exactly after the optimizer
+  step: they never overflow.
+- Scales are powers of two, rounded down: multiplying by them rounds nothing, in any
+  dtype, so a value casts to the same FP8 number whichever scale (large enough) is in
+  effect. At most one of FP8's 9 (E5M2: 15) binades is given up.
+- A scale with no history yet is *not calibrated*: its tensors are cast by their own
+  present amax.
 
 Shape letters: H history length, N sites, 3 roles.
 """
@@ -50,15 +56,16 @@ def formats_of(recipe: Fp8Recipe) -> tuple[torch.dtype, torch.dtype, torch.dtype
 
 
 def scale_for(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
-    """Return the largest power of two that keeps ``amax * scale * 2 ** margin`` within ``largest``; float32, same
-    shape.
+    """Return the largest power of two that keeps ``amax * scale * 2 ** margin`` within
+    ``largest``; float32, same shape.
 
     1 where ``amax`` is zero or not finite.
     """
     usable = torch.isfinite(amax) & (amax > 0)
-    ratio = (largest / torch.where(usable, amax.float(), torch.ones_like(amax, dtype=torch.float32))).clamp(
-        2.0**-_EXPONENT_LIMIT, 2.0**_EXPONENT_LIMIT
-    )
+    ratio = (
+        largest
+        / torch.where(usable, amax.float(), torch.ones_like(amax, dtype=torch.float32))
+    ).clamp(2.0**-_EXPONENT_LIMIT, 2.0**_EXPONENT_LIMIT)
     _, exponent = torch.frexp(ratio)
     scale = torch.ldexp(torch.ones_like(ratio), exponent - 1 - margin)
     return torch.where(usable, scale, torch.ones_like(scale))
@@ -80,18 +87,27 @@ class Fp8State:
 
     Args:
         recipe: history length, algorithm, margin, formats.
-        names: the sites' names, which are those of the modules (or parameters, for fused experts).
+        names: the sites' names, which are those of the modules (or parameters, for
+            fused experts).
         device: the device of the tensors.
 
     Attributes:
         history: ``[H, N, 3]`` float32, newest first; 0 where nothing has been recorded.
-        current: ``[N, 3]`` float32, the running maximum of the present step on this rank.
-        scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so that scales that an earlier
-            forward pass saved for its backward pass do not change.
-        number: this state's, for operators that torch compiles, which take tensors and numbers only.
+        current: ``[N, 3]`` float32, the running maximum of the present step on this
+            rank.
+        scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so
+            that scales that an earlier forward pass saved for its backward pass do not
+            change.
+        number: this state's, for operators that torch compiles, which take tensors and
+            numbers only.
     """
 
-    def __init__(self, recipe: Fp8Recipe, names: Sequence[str], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        recipe: Fp8Recipe,
+        names: Sequence[str],
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.recipe = recipe
         self.names = tuple(names)
         self.formats = formats_of(recipe)
@@ -99,12 +115,15 @@ class Fp8State:
         self.history = torch.zeros(recipe.amax_history_len, count, 3, device=device)
         self.current = torch.zeros(count, 3, device=device)
         self._scale_by(torch.ones(count, 3, device=device))
-        self._largest = torch.tensor([LARGEST[dtype] for dtype in self.formats], device=device)
+        self._largest = torch.tensor(
+            [LARGEST[dtype] for dtype in self.formats], device=device
+        )
         self.steps = 0
         self.number = _known(self)
         self.calibrated = [[False] * 3 for _ in self.names]
         self.counts: Tensor | None = None
-        """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero and all elements per role."""
+        """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero
+        and all elements per role."""
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         """Restore a copy as a state of its own, with a number of its own."""
@@ -122,22 +141,30 @@ class Fp8State:
         self._scale_by(self.scale.to(device))
 
     def uses_history(self, site: int, role: int) -> bool:
-        """Return whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
-        # A look-up of a bool, so that a compiled forward is compiled again when it changes, and not in every step.
+        """Return whether tensors of this role are cast with ``scale``; otherwise by
+        their own present amax."""
+        # A look-up of a bool, so that a compiled forward is compiled again when it
+        # changes, and not in every step.
         return self._delayed[site][role]
 
     @property
     def calibrated(self) -> list[list[bool]]:
-        """The flags, per site and role, that tell whether ``scale`` comes from a history."""
+        """The flags, per site and role, that tell whether ``scale`` comes from a
+        history."""
         return self._calibrated
 
     @calibrated.setter
     def calibrated(self, flags: list[list[bool]]) -> None:
         self._calibrated = flags
-        delays = self.recipe.scaling == "delayed" and self.steps >= self.recipe.calibration_steps
+        delays = (
+            self.recipe.scaling == "delayed"
+            and self.steps >= self.recipe.calibration_steps
+        )
         self._delayed = []
         for row in flags:
-            self._delayed.append([known and (delays or role == WEIGHT) for role, known in enumerate(row)])
+            self._delayed.append(
+                [known and (delays or role == WEIGHT) for role, known in enumerate(row)]
+            )
 
     def scales(self, site: int, role: int) -> tuple[Tensor, Tensor]:
         """Return the scale and its inverse, 0-d float32."""
@@ -145,19 +172,21 @@ class Fp8State:
 
     @torch.no_grad()
     def record(self, site: int, role: int, amax: Tensor) -> None:
-        """Record a 0-d amax of the present step; nan and inf are kept, and veto the step (see :meth:`nonfinite`)."""
+        """Record a 0-d amax of the present step; nan and inf are kept, and veto the
+        step (see :meth:`nonfinite`)."""
         slot = self.current[site, role]
         torch.maximum(slot, amax.to(slot.dtype), out=slot)
 
     @torch.no_grad()
     def nonfinite(self) -> Tensor:
-        """Tell, as 0-d bool, whether an input or gradient of the present step held inf or nan on this rank."""
+        """Tell, as 0-d bool, whether an input or gradient of the present step held inf
+        or nan on this rank."""
         return ~torch.isfinite(self.current).all()
 
     @torch.no_grad()
     def set_weight_scales(self, amax: Tensor) -> None:
-        """Set the scales of the weights from their present amaxes ``[N]``, those of unsharded weights, equal on all
-        ranks.
+        """Set the scales of the weights from their present amaxes ``[N]``, those of
+        unsharded weights, equal on all ranks.
         """
         fresh = scale_for(amax, LARGEST[self.formats[WEIGHT]], self.recipe.margin)
         scale = self.scale.clone()
@@ -166,20 +195,26 @@ class Fp8State:
         self.calibrated = [[x, True, g] for x, _, g in self.calibrated]
 
     @torch.no_grad()
-    def step(self, weight_amax: Tensor, all_reduce_max: Callable[[Tensor], None]) -> list[str]:
-        """Agree on the amaxes after an optimizer step, roll histories, make new scales. Collective.
+    def step(
+        self, weight_amax: Tensor, all_reduce_max: Callable[[Tensor], None]
+    ) -> list[str]:
+        """Agree on the amaxes after an optimizer step, roll histories, make new scales.
+        Collective.
 
         Args:
             weight_amax: ``[N]``, of this rank's shards of the weights.
-            all_reduce_max: makes a float32 tensor the elementwise maximum over the ranks, in place. Called once.
+            all_reduce_max: makes a float32 tensor the elementwise maximum over the
+                ranks, in place. Called once.
 
         Returns:
-            tensors that held inf or nan on any rank, as ``"<site> (<role>)"``; their histories and scales stay.
+            tensors that held inf or nan on any rank, as ``"<site> (<role>)"``; their
+            histories and scales stay.
         """
         # The amaxes of all ranks.
         amax = self.current.clone()
         amax[:, WEIGHT] = weight_amax
-        # Libraries compare, and a nan wins or loses by its place in the comparison; inf is ordered.
+        # Libraries compare, and a nan wins or loses by its place in the comparison; inf
+        # is ordered.
         amax = torch.where(torch.isfinite(amax), amax, torch.full_like(amax, torch.inf))
         if self.recipe.reduce_amax:
             all_reduce_max(amax)
@@ -191,17 +226,26 @@ class Fp8State:
         fine = torch.isfinite(amax) & (amax > 0)
         rolled = torch.cat([amax[None], self.history[:-1]])
         self.history = torch.where(fine[None], rolled, self.history)
-        basis = self.history.amax(0) if self.recipe.amax_compute_algo == "max" else self.history[0].clone()
+        basis = (
+            self.history.amax(0)
+            if self.recipe.amax_compute_algo == "max"
+            else self.history[0].clone()
+        )
         basis[:, WEIGHT] = self.history[0, :, WEIGHT]
         self._make_scales(basis)
         self.current.zero_()  # a CUDA graph that records goes on with this memory
         self.steps += 1
-        # One copy to the host per step; the veto of a non-finite step has waited for the device already.
+        # One copy to the host per step; the veto of a non-finite step has waited for
+        # the device already.
         seen, bad = torch.stack([basis > 0, torch.isinf(amax)]).tolist()
         self.calibrated = seen
         found = []
         for name, row in zip(self.names, bad, strict=True):
-            found += [f"{name} ({role})" for role, is_bad in zip(ROLES, row, strict=True) if is_bad]
+            found += [
+                f"{name} ({role})"
+                for role, is_bad in zip(ROLES, row, strict=True)
+                if is_bad
+            ]
         return found
 
     def _make_scales(self, basis: Tensor) -> None:
@@ -209,25 +253,32 @@ class Fp8State:
         self._scale_by(torch.where(basis > 0, fresh, self.scale))
 
     def _scale_by(self, scale: Tensor) -> None:
-        """Take new scales, and their inverses, which lie 16 bytes apart: cuBLASLt takes no scale at another address."""
+        """Take new scales, and their inverses, which lie 16 bytes apart: cuBLASLt takes
+        no scale at another address."""
         self.scale = scale
         self.inverse = scale.new_empty(*scale.shape, 16 // scale.element_size())[..., 0]
         self.inverse.copy_(1.0 / scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain CPU tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``), and the step
-        count.
+        """Return plain CPU tensors by site name (``amax_history`` ``[H, 3]``, ``scale``
+        ``[3]``), and the step count.
         """
         history, scale = self.history.cpu(), self.scale.cpu()
         sites = {
-            clean_name(name): {"amax_history": history[:, i].clone(), "scale": scale[i].clone()}
+            clean_name(name): {
+                "amax_history": history[:, i].clone(),
+                "scale": scale[i].clone(),
+            }
             for i, name in enumerate(self.names)
         }
         return {"steps": self.steps, "sites": sites}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], name_there: Callable[[str], str] = str) -> list[str]:
-        """Load a state of :meth:`state_dict`; a history of another length is cut or filled up with zeros.
+    def load_state_dict(
+        self, state: Mapping[str, Any], name_there: Callable[[str], str] = str
+    ) -> list[str]:
+        """Load a state of :meth:`state_dict`; a history of another length is cut or
+        filled up with zeros.
 
         Args:
             name_there: a site's name here -> its name in ``state``.
@@ -235,7 +286,10 @@ class Fp8State:
         Returns:
             names of sites that ``state`` lacks: they are calibrated anew.
         """
-        saved = {clean_name(name): tensors for name, tensors in state.get("sites", {}).items()}
+        saved = {
+            clean_name(name): tensors
+            for name, tensors in state.get("sites", {}).items()
+        }
         missing = []
         self.history = torch.zeros_like(self.history)
         scale = torch.ones_like(self.scale)

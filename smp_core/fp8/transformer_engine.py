@@ -1,18 +1,22 @@
-"""The linear layers of Transformer Engine behind our recipe: ``backend="transformer_engine"``.
+"""The linear layers of Transformer Engine behind our recipe:
+``backend="transformer_engine"``.
 
     scaling="delayed"   its ``DelayedScaling``; amaxes are agreed on over all ranks, forward ones at the end of the
                         outermost forward pass and backward ones at the end of backward, so once per micro-batch
     scaling="dynamic"   its ``Float8CurrentScaling``
 
-Its layers compute in FP8 inside a context around the outermost forward pass; :func:`convert` returns a function that
-makes one, and the caller of the model enters it. Outside, as in recomputed activations, they would compute in high
-precision, so activation checkpointing is refused.
+Its layers compute in FP8 inside a context around the outermost forward pass;
+:func:`convert` returns a function that makes one, and the caller of the model enters
+it. Outside, as in recomputed activations, they would compute in high precision, so
+activation checkpointing is refused.
 
-Its layers lack some features of ours: they run on CUDA only; a non-finite amax drops no step; amax histories stay in
-the layers (state dicts show parameters only), so that a resumed run of delayed scaling finds them anew, of which one
-warning tells. ``Fp8Monitor`` sees the native layers only.
+Its layers lack some features of ours: they run on CUDA only; a non-finite amax drops no
+step; amax histories stay in the layers (state dicts show parameters only), so that a
+resumed run of delayed scaling finds them anew, of which one warning tells.
+``Fp8Monitor`` sees the native layers only.
 
-Signatures as in Transformer Engine 2.2 to 2.20; ``autocast`` is ``fp8_autocast`` before 2.9.
+Signatures as in Transformer Engine 2.2 to 2.20; ``autocast`` is ``fp8_autocast`` before
+2.9.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ def convert(
     """Replace ``linears`` (by name) in ``model`` by Transformer Engine's.
 
     Returns:
-        a function that makes the context of an outermost forward pass. ``model``'s own forward enters one by itself.
+        a function that makes the context of an outermost forward pass. ``model``'s own
+        forward enters one by itself.
 
     Raises:
         ValueError: on a device other than CUDA.
@@ -73,7 +78,11 @@ def convert(
 
 def recipe_for(recipe: Fp8Recipe) -> Any:
     """Return Transformer Engine's recipe of the same meaning."""
-    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+    from transformer_engine.common.recipe import (
+        DelayedScaling,
+        Float8CurrentScaling,
+        Format,
+    )
 
     fp8_format = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}[recipe.fp8_format]
     if recipe.scaling == "dynamic":
@@ -91,8 +100,15 @@ def _counterpart(te: Any, linear: nn.Module) -> nn.Module:
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, torch.Tensor)
     out_features, in_features = weight.shape
-    # On meta nothing is allocated or initialised; the parameters that are there move over.
-    made = _linear_class(te)(in_features, out_features, bias=bias is not None, params_dtype=weight.dtype, device="meta")
+    # On meta nothing is allocated or initialised; the parameters that are there move
+    # over.
+    made = _linear_class(te)(
+        in_features,
+        out_features,
+        bias=bias is not None,
+        params_dtype=weight.dtype,
+        device="meta",
+    )
     made.weight = weight
     if bias is not None:
         made.bias = bias
@@ -102,7 +118,8 @@ def _counterpart(te: Any, linear: nn.Module) -> nn.Module:
 @functools.cache
 def _linear_class(te: Any) -> Any:
     class Linear(te.Linear):
-        """A linear layer of Transformer Engine with ``nn.Linear``'s initial values and state dict."""
+        """A linear layer of Transformer Engine with ``nn.Linear``'s initial values and
+        state dict."""
 
         def reset_parameters(self, defer_init: bool | None = False) -> None:
             if not defer_init:
@@ -117,12 +134,17 @@ def _linear_class(te: Any) -> Any:
 
 def _region(te: Any, recipe: Any, amax_group: dist.ProcessGroup | None) -> Region:
     if hasattr(te, "autocast"):
-        return lambda: te.autocast(enabled=True, recipe=recipe, amax_reduction_group=amax_group)
-    return lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=amax_group)
+        return lambda: te.autocast(
+            enabled=True, recipe=recipe, amax_reduction_group=amax_group
+        )
+    return lambda: te.fp8_autocast(
+        enabled=True, fp8_recipe=recipe, fp8_group=amax_group
+    )
 
 
 def _enclose(model: nn.Module, region: Region) -> None:
-    """Run ``model``'s forward inside a region of its own; a region inside another one changes nothing."""
+    """Run ``model``'s forward inside a region of its own; a region inside another one
+    changes nothing."""
     entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(*_: Any) -> None:

@@ -1,11 +1,13 @@
-"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, or their transpose, and its amax; and the
-transpose of numbers that are in FP8 already.
+"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, or their
+transpose, and its amax; and the transpose of numbers that are in FP8 already.
 
-The one pass makes delayed scaling cheaper than current scaling: with the scale known beforehand the tensor is read
-once. Where Hopper's gradient products need the transpose too it is made of the numbers, by a kernel of its own: Triton
-3.6 on an H100 left a part of the second layout unwritten when one kernel stored both of a float32 tensor (`casts` of
-`make gpu-check`). Numbers are those of :func:`smp_core.fp8.casting.cast_eager` (clamp, round to nearest even, nan stays
-nan); the amax is inf where the tensor holds a nan.
+The one pass makes delayed scaling cheaper than current scaling: with the scale known
+beforehand the tensor is read once. Where Hopper's gradient products need the transpose
+too it is made of the numbers, by a kernel of its own: Triton 3.6 on an H100 left a part
+of the second layout unwritten when one kernel stored both of a float32 tensor (`casts`
+of `make gpu-check`). Numbers are those of :func:`smp_core.fp8.casting.cast_eager`
+(clamp, round to nearest even, nan stays nan); the amax is inf where the tensor holds a
+nan.
 
 The module is imported only where Triton is installed. Shape letters: R rows, C columns.
 """
@@ -59,12 +61,15 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 ):
     r, c = _tile(BLOCK_R, BLOCK_C)
     inside = (r[:, None] < R) & (c[None, :] < C)
-    x = tl.load(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(
+        x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0.0
+    ).to(tl.float32)
     # A maximum passes over nan, so nan counts as inf here.
     magnitude = tl.where(x == x, tl.abs(x), float("inf"))
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
-    # Comparisons and not tl.clamp: its min.NaN and max.NaN make Triton write garbage into transposed one-byte stores
-    # (triton-lang/triton#11111). A comparison with nan is false, so nan stays.
+    # Comparisons and not tl.clamp: its min.NaN and max.NaN make Triton write garbage
+    # into transposed one-byte stores (triton-lang/triton#11111). A comparison with nan
+    # is false, so nan stays.
     scaled = x * tl.load(scale_ptr)
     scaled = tl.where(scaled > LARGEST_VALUE, LARGEST_VALUE, scaled)
     scaled = tl.where(scaled < -LARGEST_VALUE, -LARGEST_VALUE, scaled)
@@ -91,15 +96,18 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
 ):
     r, c = _tile(BLOCK_R, BLOCK_C)
     inside = (r[:, None] < R) & (c[None, :] < C)
-    numbers = tl.load(bytes_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0)
+    numbers = tl.load(
+        bytes_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0
+    )
     _store_transposed(columns_ptr, numbers, r, c, R, C)
 
 
 def transposed_fused(x8_RC: Tensor) -> Tensor:
-    """Make a row-major copy ``[C, R]`` of FP8 numbers of any strides on the current CUDA device.
+    """Make a row-major copy ``[C, R]`` of FP8 numbers of any strides on the current
+    CUDA device.
 
-    Tiles pass through shared memory, so that both sides are touched 16 bytes at a time; torch's copy of a transposed
-    view of bytes touches one side byte by byte.
+    Tiles pass through shared memory, so that both sides are touched 16 bytes at a time;
+    torch's copy of a transposed view of bytes touches one side byte by byte.
     """
     count_r, count_c = x8_RC.shape
     given_RC = x8_RC.view(torch.uint8)
@@ -127,13 +135,14 @@ def cast_fused(
     columns: bool,
     amax: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted (one of them is), and the 0-d float32 amax of
-    ``x_RC``.
+    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted (one of them is),
+    and the 0-d float32 amax of ``x_RC``.
 
     Args:
         x_RC: on the current CUDA device, any strides, floating point.
         scale: 0-d float32 on the same device.
-        amax: 0-d float32, the amax so far, which takes up that of ``x_RC``; None: a new one.
+        amax: 0-d float32, the amax so far, which takes up that of ``x_RC``; None: a new
+            one.
     """
     count_r, count_c = x_RC.shape
     if amax is None:

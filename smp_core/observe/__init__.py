@@ -1,7 +1,8 @@
-"""Figures of a run: rates and bytes of the whole job, memory by kind, seconds by part of a step, router loads.
+"""Figures of a run: rates and bytes of the whole job, memory by kind, seconds by part
+of a step, router loads.
 
-The monitors of both faces build on JobFigures (job_figures), MemoryWatch (memory_watch) and RunRecord (run_record),
-which writes the log.
+The monitors of both faces build on JobFigures (job_figures), MemoryWatch (memory_watch)
+and RunRecord (run_record), which writes the log.
 """
 
 from __future__ import annotations

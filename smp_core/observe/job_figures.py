@@ -1,13 +1,15 @@
-"""JobFigures: the rates and bytes of a whole job, from the counts of its ranks; the core of both faces' monitors.
+"""JobFigures: the rates and bytes of a whole job, from the counts of its ranks; the
+core of both faces' monitors.
 
-A face counts each batch of its rank, and asks for a report every so many optimizer steps. A report adds up the counts
-of all ranks, with one small sum and one small maximum, so that its figures are those of the job and not rank 0's times
-a guess. Each of R ranks that share a sample counts it, so samples are divided by R; of its tokens and its FLOPs each
-rank counts its own part.
+A face counts each batch of its rank, and asks for a report every so many optimizer
+steps. A report adds up the counts of all ranks, with one small sum and one small
+maximum, so that its figures are those of the job and not rank 0's times a guess. Each
+of R ranks that share a sample counts it, so samples are divided by R; of its tokens and
+its FLOPs each rank counts its own part.
 
-Where hosts wait for collectives (on CPU) a report also tells what the parts of a step take, and which rank the others
-wait for (:mod:`smp_core.observe.step_times`); with pipeline stages also what each of them computes and how long it is
-idle.
+Where hosts wait for collectives (on CPU) a report also tells what the parts of a step
+take, and which rank the others wait for (:mod:`smp_core.observe.step_times`); with
+pipeline stages also what each of them computes and how long it is idle.
 """
 
 from __future__ import annotations
@@ -26,14 +28,35 @@ from torch import Tensor
 from smp_core.cluster import Axis
 from smp_core.comm import LINK_CLASSES, LinkClass
 from smp_core.engine import ParallelModel
-from smp_core.observe.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
+from smp_core.observe.monitoring import (
+    FlopMeasurement,
+    ModelFlops,
+    StepMeter,
+    device_peak_flops,
+)
 from smp_core.observe.router_loads import RouterLoads
-from smp_core.observe.step_times import PARTS, Part, StepTimes, Straggler, find_straggler
-from smp_core.pipeline import Computation, Direction, Pipeline, draw_timeline, idle_shares, unmeasured
+from smp_core.observe.step_times import (
+    PARTS,
+    Part,
+    StepTimes,
+    Straggler,
+    find_straggler,
+)
+from smp_core.pipeline import (
+    Computation,
+    Direction,
+    Pipeline,
+    draw_timeline,
+    idle_shares,
+    unmeasured,
+)
 
 logger = logging.getLogger("smp")
 
-BYTES: dict[LinkClass, str] = {"inter": "bytes_between_nodes", "intra": "bytes_inside_nodes"}
+BYTES: dict[LinkClass, str] = {
+    "inter": "bytes_between_nodes",
+    "intra": "bytes_inside_nodes",
+}
 """The names of the figures of bytes, by link class."""
 
 _MOST_RANKS = 64  # whose times by part are told: those that worked longest
@@ -54,13 +77,17 @@ class JobFigures:
     """The figures of one training run.
 
     Args:
-        parallel: the handle of the sharded model, for bytes; None: bytes are not reported.
+        parallel: the handle of the sharded model, for bytes; None: bytes are not
+            reported.
         device: the device of this rank.
         world_size: all ranks; each is one device.
         data_size: ranks that read different samples.
-        over_ranks: (values, "sum" or "max") -> the sum or the maximum of each value over all ranks. Collective.
-        peak_tflops: the device's peak in TFLOPS, for MFU; None: the known dense bfloat16 peak of the device, if any.
-        flops_per_sample: model FLOPs of one sample's training step; None: measured by :meth:`measure_forward`.
+        over_ranks: (values, "sum" or "max") -> the sum or the maximum of each value
+            over all ranks. Collective.
+        peak_tflops: the device's peak in TFLOPS, for MFU; None: the known dense
+            bfloat16 peak of the device, if any.
+        flops_per_sample: model FLOPs of one sample's training step; None: measured by
+            :meth:`measure_forward`.
         step: optimizer steps taken before.
     """
 
@@ -76,22 +103,35 @@ class JobFigures:
         flops_per_sample: float | None = None,
         step: int = 0,
     ) -> None:
-        self._meter = parallel.meter if parallel is not None and parallel.meter.enabled else None
+        self._meter = (
+            parallel.meter if parallel is not None and parallel.meter.enabled else None
+        )
         self._nodes = 1 if parallel is None else parallel.mesh.topology.num_nodes
         self._sharing = world_size // data_size
         # Of these each sees all tokens of its batch; context ranks see their own.
-        self._same_tokens = 1 if parallel is None else parallel.mesh.tensor_degree * parallel.mesh.pipeline_degree
+        self._same_tokens = (
+            1
+            if parallel is None
+            else parallel.mesh.tensor_degree * parallel.mesh.pipeline_degree
+        )
         self._over_ranks = over_ranks
         peak = device_peak_flops(device) if peak_tflops is None else peak_tflops * 1e12
-        # Counts are added up over the ranks before they are booked, so to the meter there is one data rank.
-        self._rates = StepMeter(world_size=world_size, peak_flops_per_device=peak, window=1)
-        self._clock_runs, self._clocked = False, 0  # optimizer steps since the clock was last read
+        # Counts are added up over the ranks before they are booked, so to the meter
+        # there is one data rank.
+        self._rates = StepMeter(
+            world_size=world_size, peak_flops_per_device=peak, window=1
+        )
+        # Optimizer steps since the clock was last read.
+        self._clock_runs, self._clocked = False, 0
         self._parallel, self._world_size = parallel, world_size
-        self._times = StepTimes() if parallel is not None and device.type == "cpu" else None
+        self._times = (
+            StepTimes() if parallel is not None and device.type == "cpu" else None
+        )
         self.straggler: Straggler | None = None
         """The rank that the others waited for in most steps before the last report."""
         self.loss: float | None = None
-        """The mean of the losses that were counted before the last report, over batches and ranks."""
+        """The mean of the losses that were counted before the last report, over batches
+        and ranks."""
         self._by_rank: dict[int, list[float]] = {}
         self._routers = RouterLoads(
             () if parallel is None else (parallel.module,),
@@ -105,7 +145,9 @@ class JobFigures:
         self._timeline: list[list[Computation]] = []
         self._steps_of_stages = 0
         # This rank's part of a shared sample.
-        self._flops_per_sample = None if flops_per_sample is None else flops_per_sample / self._sharing
+        self._flops_per_sample = (
+            None if flops_per_sample is None else flops_per_sample / self._sharing
+        )
         self._measurement: FlopMeasurement | None = None
         self._measures = False
         self._forward_flops = 0
@@ -117,8 +159,11 @@ class JobFigures:
 
     @property
     def details(self) -> dict[str, Any]:
-        """Return what the last report knows of ranks (seconds of their steps by part, on average) and of routers."""
-        longest = sorted(self._by_rank, key=lambda rank: -sum(self._by_rank[rank]))[:_MOST_RANKS]
+        """Return what the last report knows of ranks (seconds of their steps by part,
+        on average) and of routers."""
+        longest = sorted(self._by_rank, key=lambda rank: -sum(self._by_rank[rank]))[
+            :_MOST_RANKS
+        ]
         times = {str(rank): self._by_rank[rank] for rank in sorted(longest)}
         details = {"seconds_by_rank": times, "routers": self._routers.by_router}
         return {name: value for name, value in details.items() if value}
@@ -129,15 +174,17 @@ class JobFigures:
         return self._meter is not None
 
     def measure_forward(self) -> None:
-        """Count the FLOPs of the operations from here to :meth:`end_forward`, until those of a sample are known. With
-        pipeline stages backward passes run in between; they do not count."""
+        """Count the FLOPs of the operations from here to :meth:`end_forward`, until
+        those of a sample are known. With pipeline stages backward passes run in
+        between; they do not count."""
         self._measures = self._flops_per_sample is None
         if self._measures and self._pipeline is None:
             self._measurement = FlopMeasurement()
             self._measurement.start()
 
     def end_forward(self) -> None:
-        """End :meth:`measure_forward`, if it runs. A batch may have several forward passes."""
+        """End :meth:`measure_forward`, if it runs. A batch may have several forward
+        passes."""
         self._measures = False
         if self._measurement is not None:
             self._forward_flops += self._measurement.stop().forward
@@ -154,7 +201,9 @@ class JobFigures:
             yield
         self._forward_flops += measured.flops.forward
 
-    def count(self, samples: int, tokens: int | None, loss: Tensor | None = None) -> None:
+    def count(
+        self, samples: int, tokens: int | None, loss: Tensor | None = None
+    ) -> None:
         """Count a batch of this rank.
 
         Args:
@@ -164,7 +213,9 @@ class JobFigures:
         """
         self.end_forward()
         if self._flops_per_sample is None and samples:
-            self._flops_per_sample = ModelFlops({"forward": self._forward_flops}).training / samples
+            self._flops_per_sample = (
+                ModelFlops({"forward": self._forward_flops}).training / samples
+            )
         self._forward_flops = 0
         self._tokens_known = self._tokens_known and tokens is not None
         self._samples += samples
@@ -176,7 +227,8 @@ class JobFigures:
             self._since.loss = self._since.loss + loss.detach()
 
     def start_clock(self) -> None:
-        """Start the clock, unless it runs. Call it after the first optimizer step, which has the warm-up in it."""
+        """Start the clock, unless it runs. Call it after the first optimizer step,
+        which has the warm-up in it."""
         if not self._clock_runs:
             self._rates.start()
             if self._times is not None:
@@ -185,7 +237,8 @@ class JobFigures:
                 self._pipeline.times.take()
                 self._steps_of_stages = 0
             since = self._since
-            self._since = _Counts(batches=since.batches, loss=since.loss)  # losses are no rates
+            # Losses are no rates.
+            self._since = _Counts(batches=since.batches, loss=since.loss)
             self._clock_runs, self._clocked = True, 0
 
     def pause(self) -> None:
@@ -211,18 +264,22 @@ class JobFigures:
         self._steps_of_stages += 1
 
     def report(self, step: int, highest: Mapping[str, float]) -> dict[str, float]:
-        """Add up the counts since the last report. Collective: every rank calls it after the same optimizer step.
+        """Add up the counts since the last report. Collective: every rank calls it
+        after the same optimizer step.
 
         Args:
             step: optimizer steps taken.
             highest: figures of which the highest of all ranks is reported.
 
         Returns:
-            figures by name: ``samples`` since the start, the rates of :class:`smp_core.observe.monitoring.Throughput`
-            and ``seconds_step`` once the clock runs, ``highest`` over all ranks, bytes per optimizer step and node,
-            ``seconds_forward`` and the like: of a step, waits for other ranks apart, the mean of all ranks;
-            ``seconds_waiting``, the rest of the step; ``straggler_rank`` if there is one; and of pipeline stages
-            ``seconds_stage_0`` and the like, ``bubble_share_stage_0``, ``bubble_share``; and those of
+            figures by name: ``samples`` since the start, the rates of
+                :class:`smp_core.observe.monitoring.Throughput`
+            and ``seconds_step`` once the clock runs, ``highest`` over all ranks, bytes
+            per optimizer step and node, ``seconds_forward`` and the like: of a step,
+            waits for other ranks apart, the mean of all ranks; ``seconds_waiting``, the
+            rest of the step; ``straggler_rank`` if there is one; and of pipeline stages
+            ``seconds_stage_0`` and the like, ``bubble_share_stage_0``,
+            ``bubble_share``; and those of
             :meth:`smp_core.observe.router_loads.RouterLoads.report`.
         """
         self.enter(None)  # waiting for the others' reports is no work
@@ -230,14 +287,26 @@ class JobFigures:
         sent = self._sent_bytes()
         sent_since = [sent[link] - self._sent[link] for link in LINK_CLASSES]
         since = self._since
-        own = [self._samples, since.samples, since.tokens, since.flops, since.batches, float(since.loss), *sent_since]
-        all_samples, samples, tokens, flops, batches, loss, *bytes_sent = self._over_ranks(own, "sum")
+        own = [
+            self._samples,
+            since.samples,
+            since.tokens,
+            since.flops,
+            since.batches,
+            float(since.loss),
+            *sent_since,
+        ]
+        all_samples, samples, tokens, flops, batches, loss, *bytes_sent = (
+            self._over_ranks(own, "sum")
+        )
         figures = {"samples": all_samples / self._sharing}
         self.loss = loss / batches if batches else None
 
         if self._clock_runs:
             known_tokens = round(tokens) if self._tokens_known else None
-            self._rates.step(round(samples / self._sharing), known_tokens, flops or None)
+            self._rates.step(
+                round(samples / self._sharing), known_tokens, flops or None
+            )
             throughput = self._rates.throughput()
             figures |= {} if throughput is None else throughput.as_dict()
             if throughput is not None and samples and self._clocked:
@@ -253,7 +322,11 @@ class JobFigures:
             for link, value in zip(LINK_CLASSES, bytes_sent, strict=True):
                 figures[BYTES[link]] = value / self._nodes / steps
         self._step, self._sent, self._since = step, sent, _Counts()
-        figures |= self._report_times() | self._report_stages() | self._routers.report(self._over_ranks)
+        figures |= (
+            self._report_times()
+            | self._report_stages()
+            | self._routers.report(self._over_ranks)
+        )
         if "seconds_step" in figures and "seconds_data" in figures:
             worked = sum(figures[f"seconds_{part}"] for part in PARTS)
             figures["seconds_waiting"] = max(figures["seconds_step"] - worked, 0.0)
@@ -265,12 +338,23 @@ class JobFigures:
         own = [] if self._times is None else self._times.take()
         if self._parallel is None or not own:
             return {}
-        # Each rank fills its own place of a table, which a sum makes whole: [ranks, steps, parts].
+        # Each rank fills its own place of a table, which a sum makes whole: [ranks,
+        # steps, parts].
         mesh, size = self._parallel.mesh, len(own) * len(PARTS)
         told = [0.0] * (self._world_size * size)
-        told[mesh.rank * size : (mesh.rank + 1) * size] = [value for step in own for value in step]
-        everyone = torch.tensor(self._over_ranks(told, "sum")).view(self._world_size, len(own), len(PARTS))
-        figures = dict(zip((f"seconds_{part}" for part in PARTS), everyone.mean((0, 1)).tolist(), strict=True))
+        told[mesh.rank * size : (mesh.rank + 1) * size] = [
+            value for step in own for value in step
+        ]
+        everyone = torch.tensor(self._over_ranks(told, "sum")).view(
+            self._world_size, len(own), len(PARTS)
+        )
+        figures = dict(
+            zip(
+                (f"seconds_{part}" for part in PARTS),
+                everyone.mean((0, 1)).tolist(),
+                strict=True,
+            )
+        )
         # A straggler is a warning when it is new.
         self._by_rank = dict(enumerate(everyone.mean(1).tolist()))
         before = self.straggler
@@ -278,13 +362,22 @@ class JobFigures:
         if self.straggler is None:
             return figures
         if mesh.rank == 0:
-            is_new = before is None or (before.rank, before.part) != (self.straggler.rank, self.straggler.part)
-            node = mesh.topology.node_of(self.straggler.rank) if self._nodes > 1 else None
-            logger.log(logging.WARNING if is_new else logging.INFO, self.straggler.in_words(node))
+            is_new = before is None or (before.rank, before.part) != (
+                self.straggler.rank,
+                self.straggler.part,
+            )
+            node = (
+                mesh.topology.node_of(self.straggler.rank) if self._nodes > 1 else None
+            )
+            logger.log(
+                logging.WARNING if is_new else logging.INFO,
+                self.straggler.in_words(node),
+            )
         return figures | {"straggler_rank": float(self.straggler.rank)}
 
     def _report_stages(self) -> dict[str, float]:
-        """Tell all ranks what the pipeline stages computed since the last report. Collective."""
+        """Tell all ranks what the pipeline stages computed since the last report.
+        Collective."""
         if self._pipeline is None or self._times is None or not self._clock_runs:
             return {}
         assert self._parallel is not None
@@ -309,7 +402,8 @@ class JobFigures:
         return figures
 
     def end(self) -> None:
-        """End the run: stages and routers are not measured for these figures any more."""
+        """End the run: stages and routers are not measured for these figures any
+        more."""
         self.end_forward()
         self._routers.end()
         if self._pipeline is not None and self._pipeline.times.around == self._around:
@@ -326,7 +420,11 @@ class JobFigures:
 
     def _sent_bytes(self) -> dict[LinkClass, float]:
         """Return the bytes that this rank has sent in closed steps, by link class."""
-        return dict.fromkeys(LINK_CLASSES, 0.0) if self._meter is None else self._meter.totals_by_link()
+        return (
+            dict.fromkeys(LINK_CLASSES, 0.0)
+            if self._meter is None
+            else self._meter.totals_by_link()
+        )
 
 
 def check_peak(peak_tflops: float | None) -> None:
@@ -336,16 +434,20 @@ def check_peak(peak_tflops: float | None) -> None:
         ValueError: names the peak, and the fix.
     """
     if peak_tflops is not None and peak_tflops <= 0:
-        raise ValueError(f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out")
+        raise ValueError(
+            f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out"
+        )
 
 
 class DrawsTimeline:
-    """A base of the monitors of both faces: a picture of what pipeline stages computed."""
+    """A base of the monitors of both faces: a picture of what pipeline stages
+    computed."""
 
     _figures: JobFigures | None = None
 
     def save_timeline(self, path: str | Path) -> None:
-        """Draw when each pipeline stage computed in the last batch before the last report.
+        """Draw when each pipeline stage computed in the last batch before the last
+        report.
 
         Args:
             path: the picture's; the ending says which format (png, svg, pdf).
@@ -354,5 +456,7 @@ class DrawsTimeline:
             ValueError: nothing was reported about stages, matplotlib is not installed.
         """
         if self._figures is None:
-            raise ValueError(f"no timeline of pipeline stages: {type(self).__name__} has seen no training yet")
+            raise ValueError(
+                f"no timeline of pipeline stages: {type(self).__name__} has seen no training yet"
+            )
         self._figures.save_timeline(path)

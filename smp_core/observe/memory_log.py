@@ -1,4 +1,5 @@
-"""The peaks of memory by kind: the record of a step, its log of JSON lines, the picture, and `smp memory-report`."""
+"""The peaks of memory by kind: the record of a step, its log of JSON lines, the
+picture, and `smp memory-report`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from smp_core.outside import console, matplotlibs_figure, number, numbers, records_of_log, write_new
+from smp_core.outside import (
+    console,
+    matplotlibs_figure,
+    number,
+    numbers,
+    records_of_log,
+    write_new,
+)
 from smp_core.run_log import write as run_log
 
 MIB = 2**20
@@ -35,11 +43,14 @@ class StepMemory:
 
 def append_to_log(path: Path, step: int, memory: StepMemory) -> None:
     """Append one JSON line for a step."""
-    run_log.append(path, "memory", step=step, device=dict(memory.device), host=dict(memory.host))
+    run_log.append(
+        path, "memory", step=step, device=dict(memory.device), host=dict(memory.host)
+    )
 
 
 def read_log(path: Path) -> dict[int, StepMemory]:
-    """Read the steps in order; of a step that was logged twice (by a resumed run) the later line counts.
+    """Read the steps in order; of a step that was logged twice (by a resumed run) the
+    later line counts.
 
     Raises:
         ValueError: no such file, no log, or an empty one.
@@ -56,7 +67,11 @@ def _of_line(line: Mapping[str, Any]) -> tuple[int, StepMemory] | None:
     step = number(line.get("step"))
     device = _by_kind(line.get("device"))
     host = _by_kind(line.get("host"))
-    return None if step is None or device is None or host is None else (int(step), StepMemory(device, host))
+    return (
+        None
+        if step is None or device is None or host is None
+        else (int(step), StepMemory(device, host))
+    )
 
 
 def _by_kind(value: Any) -> dict[str, int] | None:
@@ -67,20 +82,24 @@ def _by_kind(value: Any) -> dict[str, int] | None:
 
 
 def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
-    """Draw a stacked bar for each step, as a PNG (or in the format of the ending of ``path``). Of more steps than bars
-    can be told apart, the highest of each stretch.
+    """Draw a stacked bar for each step, as a PNG (or in the format of the ending of
+    ``path``). Of more steps than bars can be told apart, the highest of each stretch.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     steps = _highest(steps)
-    figure = matplotlibs_figure()(figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained")
+    figure = matplotlibs_figure()(
+        figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained"
+    )
     axes = figure.add_subplot()
     places, bottoms = range(len(steps)), [0.0] * len(steps)
     for kind in KINDS:
         heights = [memory.device.get(kind, 0) / MIB for memory in steps.values()]
         axes.bar(places, heights, bottom=bottoms, label=kind)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        bottoms = [
+            bottom + height for bottom, height in zip(bottoms, heights, strict=True)
+        ]
     shown = list(places)[:: max(1, len(steps) // 20)]
     axes.set_xticks(shown, [str(list(steps)[place]) for place in shown])
     axes.set_xlabel("step")
@@ -94,16 +113,26 @@ def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
 def _highest(steps: Mapping[int, StepMemory]) -> dict[int, StepMemory]:
     numbers = list(steps)
     stretch = -(-len(numbers) // _BARS)
-    stretches = [numbers[begin : begin + stretch] for begin in range(0, len(numbers), stretch)]
+    stretches = [
+        numbers[begin : begin + stretch] for begin in range(0, len(numbers), stretch)
+    ]
     highest = [max(part, key=lambda step: steps[step].total) for part in stretches]
     return {step: steps[step] for step in highest}
 
 
 def memory_report(
-    log: Annotated[Path, typer.Argument(help="the file SmpMonitor(memory_every_n_steps=...) writes: memory.jsonl")],
-    out: Annotated[Path | None, typer.Option(help="the picture; default: the log's name with .png")] = None,
+    log: Annotated[
+        Path,
+        typer.Argument(
+            help="the file SmpMonitor(memory_every_n_steps=...) writes: memory.jsonl"
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="the picture; default: the log's name with .png")
+    ] = None,
 ) -> None:
-    """Show the parts of a step's peak memory: a table of the highest one, and a stacked bar for each step."""
+    """Show the parts of a step's peak memory: a table of the highest one, and a stacked
+    bar for each step."""
     picture = out or log.with_suffix(".png")
     steps = read_log(log)
     console().print(_table(steps))
@@ -114,8 +143,15 @@ def memory_report(
 def _table(steps: Mapping[int, StepMemory]) -> Table:
     highest = max(steps, key=lambda step: steps[step].total)
     numbers = list(steps)
-    table = Table(title=f"{len(steps)} watched steps, {numbers[0]} to {numbers[-1]}; MiB, the highest of all ranks")
-    for heading in ("kind", f"at the highest peak (step {highest})", "most in any step", "in host memory"):
+    table = Table(
+        title=f"{len(steps)} watched steps, {numbers[0]} to {numbers[-1]}; MiB, the highest of all ranks"
+    )
+    for heading in (
+        "kind",
+        f"at the highest peak (step {highest})",
+        "most in any step",
+        "in host memory",
+    ):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
 
     def mib(n_bytes: int) -> str:
@@ -124,7 +160,12 @@ def _table(steps: Mapping[int, StepMemory]) -> Table:
     for kind in KINDS:
         most = max(memory.device.get(kind, 0) for memory in steps.values())
         on_host = max(memory.host.get(kind, 0) for memory in steps.values())
-        table.add_row(kind, mib(steps[highest].device.get(kind, 0)), mib(most), mib(on_host) if on_host else "")
+        table.add_row(
+            kind,
+            mib(steps[highest].device.get(kind, 0)),
+            mib(most),
+            mib(on_host) if on_host else "",
+        )
     table.add_section()
     table.add_row("together", mib(steps[highest].total), "", "")
     return table

@@ -13,11 +13,13 @@ The kinds of memory:
 
 Host memory under ``state_offload`` or ``activations.offload`` is counted apart.
 
-Saved-tensor hooks see each tensor that autograd saves; a storage counts once, parameters not at all. Torch applies the
-innermost pair of hooks only: tensors saved inside a checkpointed module go to checkpointing's own pair, which holds
-nothing; the module's inputs come to ours, or to the offloader's. Samples are taken when a unit begins and ends its
-forward, and now and then in backward; the largest is the step's peak by kind. On CUDA the allocator's own peak, which
-may lie between samples, decides how much is "other". On a CPU there is no allocator to ask.
+Saved-tensor hooks see each tensor that autograd saves; a storage counts once,
+parameters not at all. Torch applies the innermost pair of hooks only: tensors saved
+inside a checkpointed module go to checkpointing's own pair, which holds nothing; the
+module's inputs come to ours, or to the offloader's. Samples are taken when a unit
+begins and ends its forward, and now and then in backward; the largest is the step's
+peak by kind. On CUDA the allocator's own peak, which may lie between samples, decides
+how much is "other". On a CPU there is no allocator to ask.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from smp_core.torch_facts import StepsOnHost, local_part
 if TYPE_CHECKING:
     from rich.table import Table
 
-# One in so many tensors that backward takes back is an occasion to sample: walking over all parameters is not free.
+# One in so many tensors that backward takes back is an occasion to sample: walking over
+# all parameters is not free.
 _SAMPLE_EVERY = 32
 
 
@@ -57,19 +60,23 @@ class _Saved:
 class MemoryReport:
     """The peak memory of this rank's steps by kind.
 
-    Write ``with report.step():`` around forward, backward and optimizer step; ``steps`` has the peaks, and ``table()``
-    and ``save_plot()`` show them.
+    Write ``with report.step():`` around forward, backward and optimizer step; ``steps``
+    has the peaks, and ``table()`` and ``save_plot()`` show them.
 
     Args:
-        parallel: the parallelized model (``trainer.strategy.parallel``, ``accelerator.parallel``).
+        parallel: the parallelized model (``trainer.strategy.parallel``,
+            ``accelerator.parallel``).
         optimizers: the optimizers whose states count.
     """
 
-    def __init__(self, parallel: ParallelModel, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    def __init__(
+        self, parallel: ParallelModel, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
         self._parallel, self._optimizers = parallel, list(optimizers)
         self._device = parallel.mesh.device
         self.steps: list[StepMemory] = []
-        self._held: dict[int, tuple[int, int]] = {}  # address of a storage -> (bytes, how many hold it)
+        # Address of a storage -> (bytes, how many hold it).
+        self._held: dict[int, tuple[int, int]] = {}
         self._unpacked = 0
         self._peak: dict[str, int] = {}
         self._watching = contextlib.ExitStack()
@@ -88,15 +95,24 @@ class MemoryReport:
     def begin(self) -> None:
         """Watch until :meth:`end`, for callers without a ``with`` (callbacks).
 
-        Contexts that are entered in between have to be left in between: hooks of saved tensors are a stack.
+        Contexts that are entered in between have to be left in between: hooks of saved
+        tensors are a stack.
         """
         self._peak, self._parameters = {}, self._addresses_of_parameters()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        modules: list[nn.Module] = [self._parallel.module, *(unit.module for unit in self._parallel.units)]
-        modules += [self._parallel.module.get_submodule(each.name) for each in self._parallel.activations.checkpointed]
+        modules: list[nn.Module] = [
+            self._parallel.module,
+            *(unit.module for unit in self._parallel.units),
+        ]
+        modules += [
+            self._parallel.module.get_submodule(each.name)
+            for each in self._parallel.activations.checkpointed
+        ]
         for module in dict.fromkeys(modules):
-            self._watching.callback(module.register_forward_pre_hook(self._sample).remove)
+            self._watching.callback(
+                module.register_forward_pre_hook(self._sample).remove
+            )
             self._watching.callback(module.register_forward_hook(self._sample).remove)
         self._watching.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         self._watching.enter_context(kept_outputs_shown_to(self._keep))
@@ -108,7 +124,9 @@ class MemoryReport:
         self.abandon()
         if self._device.type == "cuda":
             known = sum(self._peak.values())
-            self._peak["other"] = max(0, torch.cuda.max_memory_allocated(self._device) - known)
+            self._peak["other"] = max(
+                0, torch.cuda.max_memory_allocated(self._device) - known
+            )
         self.steps.append(StepMemory(dict(self._peak), self._on_host()))
         return self.steps[-1]
 
@@ -125,15 +143,20 @@ class MemoryReport:
     # The memory that is held
 
     def _addresses_of_parameters(self) -> set[int]:
-        return {local_part(p).untyped_storage().data_ptr() for p in self._own_parameters()}
+        return {
+            local_part(p).untyped_storage().data_ptr() for p in self._own_parameters()
+        }
 
     def _own_parameters(self) -> list[Tensor]:
-        """List the shards and the replicated parameters; ``module.parameters()`` has unsharded ones in between."""
+        """List the shards and the replicated parameters; ``module.parameters()`` has
+        unsharded ones in between."""
         parallel = self._parallel
         if not parallel.units:
             return list(parallel.module.parameters())
         named = dict(parallel.module.named_parameters())
-        shards = [parameter for unit in parallel.units for parameter in unit.parameters()]
+        shards = [
+            parameter for unit in parallel.units for parameter in unit.parameters()
+        ]
         return [*shards, *(named[name] for name in parallel.plan.replicated)]
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -161,7 +184,9 @@ class MemoryReport:
         weakref.finalize(holder, self._release, key)
 
     def _is_gathered(self, address: int) -> bool:
-        return any(address in unit.gathered_addresses() for unit in self._parallel.units)
+        return any(
+            address in unit.gathered_addresses() for unit in self._parallel.units
+        )
 
     def _release(self, key: int) -> None:
         size, count = self._held[key]
@@ -179,7 +204,11 @@ class MemoryReport:
 
     def _on_device(self) -> dict[str, int]:
         everything_offloaded = self._parallel.config.state_offload == "all"
-        on_device = [p for p in self._own_parameters() if not (everything_offloaded and isinstance(p, DTensor))]
+        on_device = [
+            p
+            for p in self._own_parameters()
+            if not (everything_offloaded and isinstance(p, DTensor))
+        ]
         gradients = [p.grad for p in on_device if p.grad is not None]
         held = self._parallel.window.held_bytes()
         states = 0 if self._parallel.config.state_offload else self._state_bytes()
@@ -198,20 +227,32 @@ class MemoryReport:
     def _on_host(self) -> dict[str, int]:
         host: dict[str, int] = {}
         if self._parallel.config.state_offload == "optimizer":
-            host["optimizer"] = sum(each.host_bytes() for each in self._optimizers if isinstance(each, StepsOnHost))
+            host["optimizer"] = sum(
+                each.host_bytes()
+                for each in self._optimizers
+                if isinstance(each, StepsOnHost)
+            )
         if self._parallel.config.state_offload == "all":
             host["optimizer"] = self._state_bytes()
             sharded = [p for p in self._own_parameters() if isinstance(p, DTensor)]
             host["parameters"] = sum(map(_bytes, sharded))
-            host["gradients"] = sum(_bytes(p.grad) for p in sharded if p.grad is not None)
+            host["gradients"] = sum(
+                _bytes(p.grad) for p in sharded if p.grad is not None
+            )
         offloader = self._parallel.activations.offloader
         if offloader is not None:
             host["activations"] = offloader.pool.n_bytes
         return host
 
     def _state_bytes(self) -> int:
-        entries = (entry for optimizer in self._optimizers for entry in optimizer.state.values())
-        values = (value for entry in entries for key, value in entry.items() if key != "step")
+        entries = (
+            entry
+            for optimizer in self._optimizers
+            for entry in optimizer.state.values()
+        )
+        values = (
+            value for entry in entries for key, value in entry.items() if key != "step"
+        )
         return sum(_bytes(value) for value in values if isinstance(value, Tensor))
 
     # For people
@@ -220,7 +261,9 @@ class MemoryReport:
         """Make a table of the steps by kind in MiB."""
         from rich.table import Table
 
-        table = Table(title="peak memory by step, MiB on the device", caption=self._host_caption())
+        table = Table(
+            title="peak memory by step, MiB on the device", caption=self._host_caption()
+        )
         for heading in ("step", *KINDS, "total"):
             table.add_column(heading, justify="right")
         for number, step in enumerate(self.steps):
@@ -232,16 +275,21 @@ class MemoryReport:
         host = self.steps[-1].host if self.steps else {}
         if not host:
             return None
-        return "in host memory: " + ", ".join(f"{kind} {size / MIB:.2f} MiB" for kind, size in host.items())
+        return "in host memory: " + ", ".join(
+            f"{kind} {size / MIB:.2f} MiB" for kind, size in host.items()
+        )
 
     def save_plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw a stacked bar for each step, as a PNG (or in the format of the ending of ``path``).
+        """Draw a stacked bar for each step, as a PNG (or in the format of the ending of
+        ``path``).
 
         Raises:
             ValueError: no step has been watched, or matplotlib is not installed.
         """
         if not self.steps:
-            raise ValueError("no step was watched; write `with report.step():` around a training step")
+            raise ValueError(
+                "no step was watched; write `with report.step():` around a training step"
+            )
         draw(dict(enumerate(self.steps)), path)
 
 

@@ -1,7 +1,8 @@
-"""MemoryWatch: the parts of a step's peak memory every so many optimizer steps, over all ranks, in a log.
+"""MemoryWatch: the parts of a step's peak memory every so many optimizer steps, over
+all ranks, in a log.
 
-What the monitors of both faces use. A watched step is slower (docs/memory-reports.md has figures), the others are not
-touched.
+What the monitors of both faces use. A watched step is slower (docs/memory-reports.md
+has figures), the others are not touched.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class MemoryWatch:
         parallel: the parallelized model.
         optimizers: the optimizers whose states count.
         every_n_steps: >= 1; each step whose number it divides is watched.
-        log: rank 0 adds a line for each watched step to this file (:mod:`smp_core.observe.memory_log`).
+        log: rank 0 adds a line for each watched step to this file
+            (:mod:`smp_core.observe.memory_log`).
         step: optimizer steps that were taken before.
 
     Attributes:
-        latest: figures of the last watched step in GiB: ``peak_parameters_gib``, ``peak_activations_gib``, ...; on CPU
-            without ``peak_other_gib``, which is not known there.
+        latest: figures of the last watched step in GiB: ``peak_parameters_gib``,
+            ``peak_activations_gib``, ...; on CPU without ``peak_other_gib``, which is
+            not known there.
         steps: the peaks of the watched steps, by number of the step.
     """
 
@@ -58,11 +61,13 @@ class MemoryWatch:
         return (step // self._every + 1) * self._every
 
     def is_due(self, step: int) -> bool:
-        """Return whether :meth:`begin` is to be called now, after ``step`` optimizer steps."""
+        """Return whether :meth:`begin` is to be called now, after ``step`` optimizer
+        steps."""
         return self._began is None and step + 1 >= self._due
 
     def begin(self, step: int) -> None:
-        """Begin to watch. Call it before the first forward of the step after number ``step``."""
+        """Begin to watch. Call it before the first forward of the step after number
+        ``step``."""
         self._began = step
         self._report.begin()
 
@@ -88,7 +93,11 @@ class MemoryWatch:
             dict(zip(host, most_bytes[len(device) :], strict=True)),
         )
         self.steps[step] = seen
-        known = [kind for kind in KINDS if kind != "other" or self._mesh.device.type == "cuda"]
+        known = [
+            kind
+            for kind in KINDS
+            if kind != "other" or self._mesh.device.type == "cuda"
+        ]
         self.latest = {f"peak_{kind}_gib": seen.device[kind] / GIB for kind in known}
         if self._mesh.rank == 0:
             append_to_log(self._log, step, seen)
@@ -101,18 +110,22 @@ class MemoryWatch:
             self._report.abandon()
 
     def save_plot(self, path: str | Path) -> None:
-        """Draw a stacked bar for each watched step, as a PNG (or in the format of the ending of ``path``).
+        """Draw a stacked bar for each watched step, as a PNG (or in the format of the
+        ending of ``path``).
 
         Raises:
             ValueError: no step has been watched, or matplotlib is not installed.
         """
         if not self.steps:
-            raise ValueError(f"no step was watched yet; the next one is number {self._due}")
+            raise ValueError(
+                f"no step was watched yet; the next one is number {self._due}"
+            )
         draw(self.steps, path)
 
 
 class WatchesMemory:
-    """A base of the monitors of both faces: the peak memory of a training run, and on request its parts."""
+    """A base of the monitors of both faces: the peak memory of a training run, and on
+    request its parts."""
 
     def _will_watch(self, every_n_steps: int | None) -> None:
         """Take the option of the same name, before anything runs."""
@@ -132,7 +145,8 @@ class WatchesMemory:
         step: int,
         why_not: str,
     ) -> None:
-        """Begin a training run: with a watch if one was asked for, and without the peaks of an earlier run.
+        """Begin a training run: with a watch if one was asked for, and without the
+        peaks of an earlier run.
 
         Args:
             step: optimizer steps taken before.
@@ -147,8 +161,12 @@ class WatchesMemory:
         if self.memory_every_n_steps is None:
             return
         if parallel is None:
-            raise ValueError(f"{type(self).__name__}(memory_every_n_steps=...) {why_not}")
-        self._watch = MemoryWatch(parallel, optimizers, self.memory_every_n_steps, log, step)
+            raise ValueError(
+                f"{type(self).__name__}(memory_every_n_steps=...) {why_not}"
+            )
+        self._watch = MemoryWatch(
+            parallel, optimizers, self.memory_every_n_steps, log, step
+        )
 
     def _abandon_watch(self) -> None:
         """Stop watching a step that did not come to its end."""
@@ -160,18 +178,21 @@ class WatchesMemory:
             self._highest[name] = max(value, self._highest.get(name, 0.0))
 
     def _watch_if_due(self, step: int, device: torch.device) -> None:
-        """Begin a watch if one is due. Call it before the first forward of the step after number ``step``."""
+        """Begin a watch if one is due. Call it before the first forward of the step
+        after number ``step``."""
         if self._watch is not None and self._watch.is_due(step):
             self._note_peak(device)  # watching starts the allocator's own peak anew
             self._watch.begin(step)
 
     def save_memory_plot(self, path: str | Path) -> None:
-        """Draw the parts of the watched steps' peaks as stacked bars, into a PNG or the format of the ending of
-        ``path``.
+        """Draw the parts of the watched steps' peaks as stacked bars, into a PNG or the
+        format of the ending of ``path``.
 
         Raises:
             ValueError: no step has been watched, or matplotlib is not installed.
         """
         if self._watch is None:
-            raise ValueError(f"no step was watched; write {type(self).__name__}(memory_every_n_steps=100)")
+            raise ValueError(
+                f"no step was watched; write {type(self).__name__}(memory_every_n_steps=100)"
+            )
         self._watch.save_plot(path)

@@ -1,13 +1,16 @@
-"""The throughput and memory of training: samples/s, tokens/s, model TFLOPS per device, MFU, peak memory.
+"""The throughput and memory of training: samples/s, tokens/s, model TFLOPS per device,
+MFU, peak memory.
 
-Model FLOPs are counted by torch's FlopCounterMode while a forward pass runs: matrix products, convolutions and
-attention, with one multiply-add as two operations and causal attention as if it were full (the convention of PaLM,
-arXiv 2204.02311, appendix B). A training step is taken as three forwards, also where layers are frozen or recomputed:
-MFU is about the model's useful work, not about what the hardware was kept busy with. Not counted: element-wise
-operations, normalisation, softmax, embedding look-ups, recurrent (LSTM, GRU) kernels, the optimizer, communication.
+Model FLOPs are counted by torch's FlopCounterMode while a forward pass runs: matrix
+products, convolutions and attention, with one multiply-add as two operations and causal
+attention as if it were full (the convention of PaLM, arXiv 2204.02311, appendix B). A
+training step is taken as three forwards, also where layers are frozen or recomputed:
+MFU is about the model's useful work, not about what the hardware was kept busy with.
+Not counted: element-wise operations, normalisation, softmax, embedding look-ups,
+recurrent (LSTM, GRU) kernels, the optimizer, communication.
 
-All rates are of the whole job. Ranks that share samples (context parallel ones) are one data rank: samples are counted
-once, not once per rank.
+All rates are of the whole job. Ranks that share samples (context parallel ones) are one
+data rank: samples are counted once, not once per rank.
 """
 
 from __future__ import annotations
@@ -31,15 +34,19 @@ from smp_core.planner import peak_flops
 
 def device_peak_flops(device: torch.device) -> float | None:
     """Return `peak_flops` of a torch device; None for a CPU."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return (
+        peak_flops(torch.cuda.get_device_name(device))
+        if device.type == "cuda"
+        else None
+    )
 
 
 @dataclass
 class ModelFlops:
     """The model FLOPs of one batch of one data rank.
 
-    `forward` is what was counted; `training` three times that (the backward pass costs two forwards). `by_operator`
-    splits `forward` by operator, as in {"aten.mm": ...}.
+    `forward` is what was counted; `training` three times that (the backward pass costs
+    two forwards). `by_operator` splits `forward` by operator, as in {"aten.mm": ...}.
     """
 
     by_operator: dict[str, int] = field(default_factory=dict)
@@ -54,10 +61,12 @@ class ModelFlops:
 
 
 class FlopMeasurement:
-    """A counter of the model FLOPs of operations between `start` and `stop`, for example of a real first forward.
+    """A counter of the model FLOPs of operations between `start` and `stop`, for
+    example of a real first forward.
 
-    Works on sharded models (their parameters are whole while a unit computes) and costs some time per operator, so it
-    is meant for one batch. Use `start`/`stop`, or `with FlopMeasurement() as measured: model(batch)`.
+    Works on sharded models (their parameters are whole while a unit computes) and costs
+    some time per operator, so it is meant for one batch. Use `start`/`stop`, or `with
+    FlopMeasurement() as measured: model(batch)`.
     """
 
     def __init__(self) -> None:
@@ -66,7 +75,9 @@ class FlopMeasurement:
 
     def start(self) -> None:
         assert self._counter is None, "already started"
-        self._counter = FlopCounterMode(display=False, custom_mapping=_formulas_torch_lacks())
+        self._counter = FlopCounterMode(
+            display=False, custom_mapping=_formulas_torch_lacks()
+        )
         self._counter.__enter__()
 
     def stop(self) -> ModelFlops:
@@ -74,7 +85,9 @@ class FlopMeasurement:
         counter, self._counter = self._counter, None
         counter.__exit__(None, None, None)
         counts = counter.get_flop_counts().get("Global", {})
-        self.flops = ModelFlops({str(operator): int(count) for operator, count in counts.items()})
+        self.flops = ModelFlops(
+            {str(operator): int(count) for operator, count in counts.items()}
+        )
         return self.flops
 
     def __enter__(self) -> FlopMeasurement:
@@ -86,15 +99,18 @@ class FlopMeasurement:
 
 
 def count_model_flops(
-    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], object] | None = None
+    model: nn.Module,
+    batch: Any,
+    forward: Callable[[nn.Module, Any], object] | None = None,
 ) -> ModelFlops:
-    """Count the model FLOPs of a forward pass on `batch` without computing it: everything runs on the meta device.
+    """Count the model FLOPs of a forward pass on `batch` without computing it:
+    everything runs on the meta device.
 
     Args:
         model: real or on meta, not sharded yet; it is neither changed nor copied.
         batch: any nest of tensors (only shapes and dtypes count), on any device.
-        forward: (model, batch) -> anything; by default the batch is passed as the model's arguments: a dict as
-            keywords, a tuple or list as positions.
+        forward: (model, batch) -> anything; by default the batch is passed as the
+            model's arguments: a dict as keywords, a tuple or list as positions.
 
     Raises:
         ValueError: the model is sharded already.
@@ -127,7 +143,9 @@ def count_model_flops(
 class _Call(nn.Module):
     """Makes a free function of a model something that `functional_call` can call."""
 
-    def __init__(self, model: nn.Module, function: Callable[[nn.Module, Any], object]) -> None:
+    def __init__(
+        self, model: nn.Module, function: Callable[[nn.Module, Any], object]
+    ) -> None:
         super().__init__()
         self.model = model
         self.function = function
@@ -142,19 +160,29 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _formulas_torch_lacks() -> dict[Any, Callable[..., int]]:
-    """Return FLOP formulas that FlopCounterMode (torch 2.13) lacks: attention on CPU, and grouped products of
-    mixture-of-experts layers.
+    """Return FLOP formulas that FlopCounterMode (torch 2.13) lacks: attention on CPU,
+    and grouped products of mixture-of-experts layers.
     """
 
     formulas: dict[str, Callable[..., int]] = {}
 
-    def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        *args: Any,
+        out_shape: Any = None,
+        **kwargs: Any,
+    ) -> int:
         batch, heads, queries, width = query
         keys, value_width = key[2], value[3]
         return 2 * batch * heads * queries * keys * (width + value_width)
 
-    def grouped_product(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        # The groups split one of the three dimensions between them, unless both operands have a group dimension
+    def grouped_product(
+        a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+    ) -> int:
+        # The groups split one of the three dimensions between them, unless both
+        # operands have a group dimension
         groups = a[0] if len(a) == len(b) == 3 else 1
         return 2 * groups * a[-2] * a[-1] * b[-1]
 
@@ -163,7 +191,11 @@ def _formulas_torch_lacks() -> dict[Any, Callable[..., int]]:
         "_scaled_dot_product_fused_attention_overrideable": attention,
         "_grouped_mm": grouped_product,
     }
-    return {getattr(torch.ops.aten, name): f for name, f in formulas.items() if hasattr(torch.ops.aten, name)}
+    return {
+        getattr(torch.ops.aten, name): f
+        for name, f in formulas.items()
+        if hasattr(torch.ops.aten, name)
+    }
 
 
 @dataclass(frozen=True)
@@ -184,7 +216,8 @@ class StepMeter:
     """A meter of rates over the last steps.
 
     Args:
-        data_size: data ranks, that is ranks that read different samples (`SmpMesh.data_size`).
+        data_size: data ranks, that is ranks that read different samples
+            (`SmpMesh.data_size`).
         world_size: all ranks; each is one device.
         peak_flops_per_device: in FLOP/s, for MFU; None: MFU is not reported.
         window: how many steps the rates are averaged over.
@@ -201,9 +234,13 @@ class StepMeter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if window < 1:
-            raise ValueError(f"window={window} is not a number of steps; allowed: 1 and more")
+            raise ValueError(
+                f"window={window} is not a number of steps; allowed: 1 and more"
+            )
         if not 1 <= data_size <= world_size:
-            raise ValueError(f"data_size={data_size} must be between 1 and world_size={world_size}")
+            raise ValueError(
+                f"data_size={data_size} must be between 1 and world_size={world_size}"
+            )
         self.data_size = data_size
         self.world_size = world_size
         self.peak_flops_per_device = peak_flops_per_device
@@ -212,16 +249,23 @@ class StepMeter:
         self._clock = clock
         self._pauses = 0.0
         self._paused_at: float | None = None
-        # (end of step, samples, tokens, flops) of data rank 0; the first entry only marks where the window begins
-        self._steps: deque[tuple[float, int, int | None, float | None]] = deque(maxlen=window + 1)
+        # (end of step, samples, tokens, flops) of data rank 0; the first entry only
+        # marks where the window begins
+        self._steps: deque[tuple[float, int, int | None, float | None]] = deque(
+            maxlen=window + 1
+        )
 
     def start(self) -> None:
-        """Begin a new window now: before the first step, and after anything that should not count."""
+        """Begin a new window now: before the first step, and after anything that should
+        not count."""
         self._steps.clear()
         self._steps.append((self._now(), 0, None, None))
 
-    def step(self, samples: int, tokens: int | None = None, flops: float | None = None) -> None:
-        """Count a step that has just ended. All figures are of this data rank's batch, unsplit sequences.
+    def step(
+        self, samples: int, tokens: int | None = None, flops: float | None = None
+    ) -> None:
+        """Count a step that has just ended. All figures are of this data rank's batch,
+        unsplit sequences.
 
         Args:
             samples: samples in the batch.
@@ -244,8 +288,8 @@ class StepMeter:
             self._paused_at = None
 
     def throughput(self) -> Throughput | None:
-        """Return rates over the window; None before the first step. Other data ranks are taken to do as much as this
-        one.
+        """Return rates over the window; None before the first step. Other data ranks
+        are taken to do as much as this one.
         """
         if len(self._steps) < 2:
             return None
@@ -269,14 +313,18 @@ class StepMeter:
         )
 
     def _now(self) -> float:
-        return (self._clock() if self._paused_at is None else self._paused_at) - self._pauses
+        return (
+            self._clock() if self._paused_at is None else self._paused_at
+        ) - self._pauses
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """Return the highest memory use so far in GiB, under a name that tells the kind of memory.
+    """Return the highest memory use so far in GiB, under a name that tells the kind of
+    memory.
 
-    On CUDA "peak_device_memory_gib", the allocator's peak since `torch.cuda.reset_peak_memory_stats`; elsewhere
-    "peak_host_rss_gib", the resident set of this process since it started (not of its data loader workers).
+    On CUDA "peak_device_memory_gib", the allocator's peak since
+    `torch.cuda.reset_peak_memory_stats`; elsewhere "peak_host_rss_gib", the resident
+    set of this process since it started (not of its data loader workers).
     """
     if device.type == "cuda":
         return {"peak_device_memory_gib": torch.cuda.max_memory_allocated(device) / GIB}
@@ -285,4 +333,8 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
     except ImportError:  # not on Windows
         return {}
     unit = 1 if sys.platform == "darwin" else 1024
-    return {"peak_host_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+    return {
+        "peak_host_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * unit
+        / GIB
+    }

@@ -1,8 +1,9 @@
 """RouterLoads: how evenly a mixture of experts uses its experts.
 
-A router is a module with the numbers ``num_experts`` and ``top_k`` whose forward returns, among other things, the
-experts chosen for each token: an integer tensor [..., top_k]. Those of most Transformers models are such modules.
-Choices are counted on their device, and nothing waits for them between two reports.
+A router is a module with the numbers ``num_experts`` and ``top_k`` whose forward
+returns, among other things, the experts chosen for each token: an integer tensor [...,
+top_k]. Those of most Transformers models are such modules. Choices are counted on their
+device, and nothing waits for them between two reports.
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ _COUNTS = "_smp_expert_counts"
 
 
 def _count(router: Any, args: Any, output: Any) -> None:
-    """Count a router's choices. One hook for all, and the counts on the router: a compiled block is one graph for all
-    layers."""
+    """Count a router's choices. One hook for all, and the counts on the router: a
+    compiled block is one graph for all layers."""
     if not router.training:
         return
     for each in _values(output):
-        if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim > 1:
+        if (
+            isinstance(each, torch.Tensor)
+            and each.dtype in (torch.int64, torch.int32)
+            and each.ndim > 1
+        ):
             if each.shape[-1] == router.top_k:
                 chosen = each.detach().reshape(-1).to(torch.int64)
                 experts = router.num_experts
                 is_none = (chosen < 0) | (chosen >= experts)  # tokens that are dropped
                 counts = getattr(router, _COUNTS)
-                counts.scatter_add_(0, torch.where(is_none, experts, chosen), torch.ones_like(chosen))
+                counts.scatter_add_(
+                    0, torch.where(is_none, experts, chosen), torch.ones_like(chosen)
+                )
                 return
 
 
@@ -54,47 +61,75 @@ class RouterLoads:
         device: of this rank.
 
     Attributes:
-        by_router: of the last report: ``busiest``, the tokens of a router's busiest expert over the mean of its experts
-            (1: all have as many), and ``idle``, the share of its experts without a token. Routers that were not
-            called are left out.
+        by_router: of the last report: ``busiest``, the tokens of a router's busiest
+            expert over the mean of its experts (1: all have as many), and ``idle``, the
+            share of its experts without a token. Routers that were not called are left
+            out.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], share_models: bool, device: torch.device) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], share_models: bool, device: torch.device
+    ) -> None:
         self.by_router: dict[str, dict[str, float]] = {}
         self._share_models = share_models
         self._routers = dict(_routers(modules))
-        self._limited = [each for module in modules for each in module.modules() if hasattr(each, DROPPED)]
+        self._limited = [
+            each
+            for module in modules
+            for each in module.modules()
+            if hasattr(each, DROPPED)
+        ]
         self._sizes: dict[str, int] | None = None  # experts of every router of the job
         self._warned = False
-        self._hooks = [router.register_forward_hook(_count) for router in self._routers.values()]
+        self._hooks = [
+            router.register_forward_hook(_count) for router in self._routers.values()
+        ]
         for router in self._routers.values():  # the last count is of what is no expert
-            setattr(router, _COUNTS, torch.zeros(router.num_experts + 1, dtype=torch.int64, device=device))
+            setattr(
+                router,
+                _COUNTS,
+                torch.zeros(router.num_experts + 1, dtype=torch.int64, device=device),
+            )
 
-    def report(self, over_ranks: Callable[[list[float], str], list[float]]) -> dict[str, float]:
+    def report(
+        self, over_ranks: Callable[[list[float], str], list[float]]
+    ) -> dict[str, float]:
         """Add up the choices of all ranks since the last report. Collective.
 
         Returns:
-            ``expert_load``: the highest ``busiest`` of all routers; ``idle_experts``: the share of all experts without
-            a token; ``dropped_choices``: the share of choices that experts with a capacity left out. Empty for a model
-            without routers, or if none was called.
+            ``expert_load``: the highest ``busiest`` of all routers; ``idle_experts``:
+                the share of all experts without
+            a token; ``dropped_choices``: the share of choices that experts with a
+            capacity left out. Empty for a model without routers, or if none was called.
         """
         if self._sizes is None:
-            self._sizes = {name: router.num_experts for name, router in self._routers.items()}
+            self._sizes = {
+                name: router.num_experts for name, router in self._routers.items()
+            }
             if self._share_models:
                 everyone: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everyone, self._sizes)
-                self._sizes = {name: size for sizes in everyone for name, size in sizes.items()}
+                self._sizes = {
+                    name: size for sizes in everyone for name, size in sizes.items()
+                }
         if not self._sizes:
             return {}
         # Tokens of each expert, over all ranks.
         sizes = dict(sorted(self._sizes.items()))
-        own = [float(count) for name, size in sizes.items() for count in self._taken(name, size)]
+        own = [
+            float(count)
+            for name, size in sizes.items()
+            for count in self._taken(name, size)
+        ]
         own += self._dropped()
         *counts, dropped, limited = over_ranks(own, "sum")
         together = torch.tensor(counts, dtype=torch.float64)
         loads = dict(zip(sizes, together.split(list(sizes.values())), strict=True))
         self.by_router = {
-            name: {"busiest": float(load.max() / load.mean()), "idle": float((load == 0).double().mean())}
+            name: {
+                "busiest": float(load.max() / load.mean()),
+                "idle": float((load == 0).double().mean()),
+            }
             for name, load in loads.items()
             if load.sum() > 0
         }
@@ -103,7 +138,10 @@ class RouterLoads:
             return {}
         used = torch.cat([loads[name] for name in self.by_router])
         highest = max(figures["busiest"] for figures in self.by_router.values())
-        found = {"expert_load": highest, "idle_experts": float((used == 0).double().mean())}
+        found = {
+            "expert_load": highest,
+            "idle_experts": float((used == 0).double().mean()),
+        }
         return {**found, "dropped_choices": dropped / limited} if limited else found
 
     def _taken(self, name: str, size: int) -> list[int]:
@@ -115,7 +153,8 @@ class RouterLoads:
         return taken
 
     def _dropped(self) -> list[float]:
-        """Take what this rank's experts left out, and all choices of those that may leave out any."""
+        """Take what this rank's experts left out, and all choices of those that may
+        leave out any."""
         totals = [getattr(experts, DROPPED) for experts in self._limited]
         if not totals:
             return [0.0, 0.0]

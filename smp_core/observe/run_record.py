@@ -1,7 +1,9 @@
-"""RunRecord: what a monitor writes into the log of its run: what was asked and chosen, steps, and the end.
+"""RunRecord: what a monitor writes into the log of its run: what was asked and chosen,
+steps, and the end.
 
-The format is that of :mod:`smp_core.run_log.write`; `smp report` makes a page of it. Only rank 0 writes, and nothing
-here communicates. Where nodes are several, it lists the knobs that would send fewer bytes between them.
+The format is that of :mod:`smp_core.run_log.write`; `smp report` makes a page of it.
+Only rank 0 writes, and nothing here communicates. Where nodes are several, it lists the
+knobs that would send fewer bytes between them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class RunRecord:
     """The log of one training run.
 
     Args:
-        parallel: the parallelized model; None: nothing is sharded, and the log has no plan.
+        parallel: the parallelized model; None: nothing is sharded, and the log has no
+            plan.
         optimizers: for the memory plan.
         path: the file.
         step: optimizer steps taken before; a log of a run that is resumed goes on.
@@ -49,10 +52,18 @@ class RunRecord:
     ) -> None:
         self._parallel = parallel
         self._log = run_log.start(path, step)
-        fields = {} if parallel is None else _as_far_as_known(parallel.plan, optimizers, micro_batches)
-        self._log.append("run", micro_batches=micro_batches, torch=torch.__version__, **fields)
+        fields = (
+            {}
+            if parallel is None
+            else _as_far_as_known(parallel.plan, optimizers, micro_batches)
+        )
+        self._log.append(
+            "run", micro_batches=micro_batches, torch=torch.__version__, **fields
+        )
 
-    def write_step(self, step: int, figures: Mapping[str, float], details: Mapping[str, Any]) -> None:
+    def write_step(
+        self, step: int, figures: Mapping[str, float], details: Mapping[str, Any]
+    ) -> None:
         """Append a report.
 
         Args:
@@ -67,27 +78,39 @@ class RunRecord:
         self._log.step = step
 
     def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append what the user's code has logged: numbers by name; nothing where there are none."""
+        """Append what the user's code has logged: numbers by name; nothing where there
+        are none."""
         if values:
             self._log.append("metrics", step=step, values=dict(values))
 
     def end(self, step: int, error: BaseException | None = None) -> None:
         """Append the end of the run, once, and close the log."""
-        how = "completed" if error is None else f"{type(error).__name__}: {error}"[:2000]
+        how = (
+            "completed" if error is None else f"{type(error).__name__}: {error}"[:2000]
+        )
         self._log.append("end", step=step, how=how)
         run_log.close(self._log)
 
 
-def _as_far_as_known(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) -> dict[str, Any]:
-    """Return what :func:`_of_plan` does; no error of it ends a run, on one rank alone."""
+def _as_far_as_known(
+    plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int
+) -> dict[str, Any]:
+    """Return what :func:`_of_plan` does; no error of it ends a run, on one rank
+    alone."""
     try:
         return _of_plan(plan, optimizers, micro_batches)
     except Exception as error:
-        logger.warning("run.jsonl does not say what was decided: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "run.jsonl does not say what was decided: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return {}
 
 
-def _of_plan(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) -> dict[str, Any]:
+def _of_plan(
+    plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int
+) -> dict[str, Any]:
     """Return what was asked for, what was decided and what is expected of it."""
     knobs = plan.knobs
     topology = plan.cluster.topology
@@ -97,7 +120,14 @@ def _of_plan(plan: Plan, optimizers: Sequence[Optimizer], micro_batches: int) ->
     for knob in knobs.settings():
         if (why := knobs.why(knob)) != DEFAULT:
             value = shown(attrgetter(knob)(knobs))
-            rows.append({"knob": knob, "asked": shown(knobs.asked(knob)), "value": value, "why": why})
+            rows.append(
+                {
+                    "knob": knob,
+                    "asked": shown(knobs.asked(knob)),
+                    "value": value,
+                    "why": why,
+                }
+            )
     fields: dict[str, Any] = {
         "knobs": rows,
         "plan": lines_of_subjects(plan),
@@ -128,9 +158,16 @@ def _of_links(links: Links) -> dict[str, Any]:
         if found is None:
             return None
         fits = {kind: getattr(found, kind) for kind in KINDS}
-        return {kind: {"latency": fit.latency, "bandwidth": fit.bandwidth} for kind, fit in fits.items()}
+        return {
+            kind: {"latency": fit.latency, "bandwidth": fit.bandwidth}
+            for kind, fit in fits.items()
+        }
 
-    return {"measured_with": links.measured_with, "inter": of_place(links.inter), "intra": of_place(links.intra)}
+    return {
+        "measured_with": links.measured_with,
+        "inter": of_place(links.inter),
+        "intra": of_place(links.intra),
+    }
 
 
 @dataclass(frozen=True)
@@ -139,7 +176,8 @@ class Saving:
 
     Attributes:
         knob: as it is typed.
-        kinds: the collectives whose bytes between nodes become fewer, by the names of the meter.
+        kinds: the collectives whose bytes between nodes become fewer, by the names of
+            the meter.
         share: what is left of those bytes, by the codec's own size for the median unit.
     """
 
@@ -149,7 +187,8 @@ class Saving:
 
 
 def savings(plan: Plan) -> list[Saving]:
-    """List the knobs that would send fewer bytes between nodes than the plan does; none on one node."""
+    """List the knobs that would send fewer bytes between nodes than the plan does; none
+    on one node."""
     topology, knobs = plan.cluster.topology, plan.knobs
     if topology.num_nodes == 1 or not plan.shapes.unit_elements:
         return []
@@ -159,7 +198,9 @@ def savings(plan: Plan) -> list[Saving]:
     found = []
 
     def add(field: str, code: CodeName, kinds: tuple[str, ...], reduced: bool) -> None:
-        dtype = plan.dtypes.of_reduced(first) if reduced else plan.dtypes.of_gathered(first)
+        dtype = (
+            plan.dtypes.of_reduced(first) if reduced else plan.dtypes.of_gathered(first)
+        )
         share = compression(code, dtype, elements)
         if share < 1:
             word = "bf16" if code == "bfloat16" else code
@@ -169,5 +210,10 @@ def savings(plan: Plan) -> list[Saving]:
         add("gather", "int8", ("all_gather",), reduced=False)
     if knobs.compression.reduce is None:
         add("reduce", "bfloat16", ("all_reduce",), reduced=True)
-        add("reduce", "int8", ("reduce_scatter", "all_reduce") if spans else ("all_reduce",), reduced=True)
+        add(
+            "reduce",
+            "int8",
+            ("reduce_scatter", "all_reduce") if spans else ("all_reduce",),
+            reduced=True,
+        )
     return found

@@ -1,8 +1,10 @@
-"""StepTimes: the seconds of a rank's steps by part, without those in which it waits for other ranks; and who is slow.
+"""StepTimes: the seconds of a rank's steps by part, without those in which it waits for
+other ranks; and who is slow.
 
-Ranks of one job take the same time for a step, because all wait for the slowest. What tells them apart is the time in
-which they do not wait: the slowest has most of it. Waits are those that :mod:`smp_core.watch.whereabouts` is told of,
-on the host; on an accelerator, whose host runs ahead, they say nothing, and nothing is measured.
+Ranks of one job take the same time for a step, because all wait for the slowest. What
+tells them apart is the time in which they do not wait: the slowest has most of it.
+Waits are those that :mod:`smp_core.watch.whereabouts` is told of, on the host; on an
+accelerator, whose host runs ahead, they say nothing, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ Part = Literal["data", "forward", "backward", "optimizer"]
 PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer")
 # Steps of which each rank tells its times in a report: the last ones.
 KEPT = 20
-# A rank is slow in a step when it works longer than the others by this share of what they work; it is named when it is
-# so in more than half of the steps of a report, which has at least _FEWEST.
+# A rank is slow in a step when it works longer than the others by this share of what
+# they work; it is named when it is so in more than half of the steps of a report, which
+# has at least _FEWEST.
 _SHARE = 0.1
 _FEWEST = 3
 
 
 class StepTimes:
-    """The times of this rank. A part begins with :meth:`enter` and lasts until the next one begins."""
+    """The times of this rank. A part begins with :meth:`enter` and lasts until the next
+    one begins."""
 
     def __init__(self) -> None:
         self._steps: list[list[float]] = []
@@ -35,7 +39,8 @@ class StepTimes:
         self._since = self._waited = 0.0
 
     def enter(self, part: Part | None) -> None:
-        """Begin a part of a step; None: what follows is part of no step (evaluations, saves)."""
+        """Begin a part of a step; None: what follows is part of no step (evaluations,
+        saves)."""
         now, waited = time.perf_counter(), here.waited
         if self._part is not None:
             self._sums[self._part] += (now - self._since) - (waited - self._waited)
@@ -50,7 +55,8 @@ class StepTimes:
         self._sums = [0.0] * len(PARTS)
 
     def take(self) -> list[list[float]]:
-        """Return the seconds of the steps since the last call, at most KEPT: of each step by part."""
+        """Return the seconds of the steps since the last call, at most KEPT: of each
+        step by part."""
         taken, self._steps = self._steps, []
         return taken
 
@@ -103,11 +109,15 @@ def find_straggler(of_ranks: Sequence[Sequence[Sequence[float]]]) -> Straggler |
     if slow[rank] * 2 <= steps:
         return None
     own = _by_part(of_ranks[rank])
-    others_by_part = [_by_part(each) for number, each in enumerate(of_ranks) if number != rank]
+    others_by_part = [
+        _by_part(each) for number, each in enumerate(of_ranks) if number != rank
+    ]
     usual = [statistics.median(values) for values in zip(*others_by_part, strict=True)]
     more = [mine - theirs for mine, theirs in zip(own, usual, strict=True)]
     part = PARTS[max(range(len(PARTS)), key=more.__getitem__)]
-    return Straggler(rank, part, sum(more) / sum(usual) if sum(usual) else 0.0, slow[rank], steps)
+    return Straggler(
+        rank, part, sum(more) / sum(usual) if sum(usual) else 0.0, slow[rank], steps
+    )
 
 
 def _by_part(steps: Sequence[Sequence[float]]) -> list[float]:

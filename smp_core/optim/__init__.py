@@ -1,8 +1,9 @@
 """Optimizers that know of shards.
 
-Muon orthogonalizes whole matrices, each on the one rank that owns it (owners); ``muon_groups`` says which parameters
-of a model these are. Adafactor adds its column factors up over shards. AdamW8bit keeps AdamW's moments in 8 bits. Which
-of other libraries' optimizers may step shards is said in sharding/optimizer.
+Muon orthogonalizes whole matrices, each on the one rank that owns it (owners);
+``muon_groups`` says which parameters of a model these are. Adafactor adds its column
+factors up over shards. AdamW8bit keeps AdamW's moments in 8 bits. Which of other
+libraries' optimizers may step shards is said in sharding/optimizer.
 """
 
 from __future__ import annotations

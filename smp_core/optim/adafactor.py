@@ -1,11 +1,15 @@
-"""Adafactor on shards: torch.optim.Adafactor's numbers, with two small sums over the partition group in a step.
+"""Adafactor on shards: torch.optim.Adafactor's numbers, with two small sums over the
+partition group in a step.
 
-Adafactor (arXiv 1804.04235) keeps, of the squares of a matrix's gradients, the means of rows and of columns. FSDP2
-shards by rows: row factors are this rank's rows and need nothing of others; column factors, and the norms of weights
-and updates, are sums over all rows. In a step the sums of all parameters travel together: first column sums, sums of
-row factors and norms of weights, then norms of updates. R, C: rows and columns of a matrix; r: this rank's rows.
+Adafactor (arXiv 1804.04235) keeps, of the squares of a matrix's gradients, the means of
+rows and of columns. FSDP2 shards by rows: row factors are this rank's rows and need
+nothing of others; column factors, and the norms of weights and updates, are sums over
+all rows. In a step the sums of all parameters travel together: first column sums, sums
+of row factors and norms of weights, then norms of updates. R, C: rows and columns of a
+matrix; r: this rank's rows.
 
-An update is computed twice, for its norm and to be applied, so that those of all parameters are never there at once.
+An update is computed twice, for its norm and to be applied, so that those of all
+parameters are never there at once.
 """
 
 from __future__ import annotations
@@ -28,20 +32,24 @@ _FACTORS = ("row_var", "col_var")
 
 
 class Adafactor(StepsTogether):
-    """torch.optim.Adafactor on parameters that are sharded by rows, as FSDP2 does, or not at all.
+    """torch.optim.Adafactor on parameters that are sharded by rows, as FSDP2 does, or
+    not at all.
 
-    A state has torch's names: ``step``; ``row_var`` [..., R, 1] and ``col_var`` [..., 1, C] of matrices and stacks of
-    them; ``variance`` of vectors. Those of half precision parameters are float32.
+    A state has torch's names: ``step``; ``row_var`` [..., R, 1] and ``col_var`` [...,
+    1, C] of matrices and stacks of them; ``variance`` of vectors. Those of half
+    precision parameters are float32.
 
     Args:
-        params, lr, beta2_decay, eps, d, weight_decay, maximize: as of torch.optim.Adafactor.
+        params, lr, beta2_decay, eps, d, weight_decay, maximize: as of
+            torch.optim.Adafactor.
 
     Raises:
         ValueError: an option is out of range.
     """
 
     states_by_rows: ClassVar[frozenset[str]] = frozenset(_FACTORS)
-    """States that checkpoints give back sharded, without being of the parameter's shape."""
+    """States that checkpoints give back sharded, without being of the parameter's
+    shape."""
     exchanged = "sums"
 
     def __init__(
@@ -55,7 +63,12 @@ class Adafactor(StepsTogether):
         *,
         maximize: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps[0]", eps[0] or 0.0), ("eps[1]", eps[1])):
+        for name, value in (
+            ("lr", lr),
+            ("weight_decay", weight_decay),
+            ("eps[0]", eps[0] or 0.0),
+            ("eps[1]", eps[1]),
+        ):
             if value < 0:
                 raise ValueError(f"{name}={value}: allowed are 0 and above")
         if beta2_decay > 0:
@@ -63,7 +76,9 @@ class Adafactor(StepsTogether):
         if d < 1:
             raise ValueError(f"d={d}: allowed are 1 and above")
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
-        super().__init__(params, {**defaults, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params, {**defaults, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
     @staticmethod
     @override
@@ -71,11 +86,15 @@ class Adafactor(StepsTogether):
         return 0  # factors of rows and columns
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, of torch.optim.Adafactor too. Factors keep their dtype, where torch's own method would make
-        them of the parameter's."""
+        """Load a state, of torch.optim.Adafactor too. Factors keep their dtype, where
+        torch's own method would make them of the parameter's."""
         super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [
+            number for group in state_dict["param_groups"] for number in group["params"]
+        ]
+        parameters = [
+            parameter for group in self.param_groups for parameter in group["params"]
+        ]
         for number, parameter in zip(numbers, parameters, strict=True):
             for name in (*_FACTORS, "variance"):
                 if name in state_dict["state"].get(number, {}):
@@ -84,13 +103,15 @@ class Adafactor(StepsTogether):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient. Collective over the partition group.
+        """Step all parameters that have a gradient. Collective over the partition
+        group.
 
         Returns:
             What ``closure`` returns.
 
         Raises:
-            ValueError: a parameter is sharded in another way than by rows. On all ranks.
+            ValueError: a parameter is sharded in another way than by rows. On all
+                ranks.
         """
         loss = None
         if closure is not None:
@@ -111,12 +132,15 @@ class Adafactor(StepsTogether):
         return loss
 
     def _sum(self, parts: Sequence[torch.Tensor], stepped: Sequence[_Stepped]) -> None:
-        """Add up each parameter's numbers over the ranks that it is sharded over, all of them in one collective."""
+        """Add up each parameter's numbers over the ranks that it is sharded over, all
+        of them in one collective."""
         together: dict[Any, list[tuple[torch.Tensor, _Stepped]]] = {}
         for part, each in zip(parts, stepped, strict=True):
             each.summed = part
             if each.group is not None:
-                together.setdefault((each.group, part.dtype, part.device), []).append((part, each))
+                together.setdefault((each.group, part.dtype, part.device), []).append(
+                    (part, each)
+                )
         for (group, _, _), members in together.items():
             flat = torch.cat([part for part, _ in members])
             ranks = dist.get_process_group_ranks(group)
@@ -125,7 +149,9 @@ class Adafactor(StepsTogether):
             else:
                 with self.meter.ring("adafactor_all_reduce", ranks, flat.nbytes):
                     dist.all_reduce(flat, group=group)
-            for (_, each), part in zip(members, flat.split([part.numel() for part, _ in members]), strict=True):
+            for (_, each), part in zip(
+                members, flat.split([part.numel() for part, _ in members]), strict=True
+            ):
                 each.summed = part
 
 
@@ -137,15 +163,22 @@ class _Stepped:
         summed: what was added up last.
     """
 
-    def __init__(self, parameter: nn.Parameter, state: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, state: dict[str, Any], options: dict[str, Any]
+    ) -> None:
         self.group = _group_of_rows(parameter)
         self._shape, self._options = parameter.shape, options
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
         self._weights = local_part(parameter)
         assert parameter.grad is not None
         self._gradient = local_part(parameter.grad)
-        self._eps1 = torch.finfo(parameter.dtype).eps if options["eps"][0] is None else options["eps"][0]
-        # Only of a matrix are rows, and columns' sums, divided among ranks; of a stack whole matrices are.
+        self._eps1 = (
+            torch.finfo(parameter.dtype).eps
+            if options["eps"][0] is None
+            else options["eps"][0]
+        )
+        # Only of a matrix are rows, and columns' sums, divided among ranks; of a stack
+        # whole matrices are.
         self._rows_are_divided = parameter.ndim == 2 and self.group is not None
         _complete(state, parameter, self._dtype)
         state["step"] += 1
@@ -155,8 +188,9 @@ class _Stepped:
         self._row_mean: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
-        """Advance what needs no other rank, and return what does: the square of the weights' norm; of a matrix the sum
-        of its row factors and column sums [C] too."""
+        """Advance what needs no other rank, and return what does: the square of the
+        weights' norm; of a matrix the sum of its row factors and column sums [C]
+        too."""
         weights_norm = _square_sum(self._weights, self._dtype)
         squares = self._gradient.to(self._dtype).square()
         fraction = self._number ** self._options["beta2_decay"]
@@ -167,16 +201,21 @@ class _Stepped:
         row_var.lerp_(squares.mean(dim=-1, keepdim=True), fraction)
         if self._rows_are_divided:
             return torch.cat([weights_norm, row_var.sum().view(1), squares.sum(dim=0)])
-        local_part(self._state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), fraction)
+        local_part(self._state["col_var"]).lerp_(
+            squares.mean(dim=-2, keepdim=True), fraction
+        )
         return weights_norm
 
     def take_sums(self) -> None:
-        """Advance column factors and find the step's size, by sums over all ranks; decay the weights."""
+        """Advance column factors and find the step's size, by sums over all ranks;
+        decay the weights."""
         lr, (_, eps2) = _number(self._options["lr"]), self._options["eps"]
         rows = self._shape[0] if self._shape else 1
         if self._rows_are_divided:
             column_means = self.summed[2:].view(1, -1) / rows
-            self._state["col_var"].lerp_(column_means, self._number ** self._options["beta2_decay"])
+            self._state["col_var"].lerp_(
+                column_means, self._number ** self._options["beta2_decay"]
+            )
             self._row_mean = self.summed[1] / rows
         norm = (self.summed[0] / self._shape.numel()).sqrt()
         self._alpha = norm.clamp(min=eps2) * min(lr, 1 / math.sqrt(self._number))
@@ -199,27 +238,40 @@ class _Stepped:
             variance = local_part(self._state["variance"]).clone()
         else:
             row_var, col_var = (local_part(self._state[name]) for name in _FACTORS)
-            mean = row_var.mean(dim=-2, keepdim=True) if self._row_mean is None else self._row_mean
+            mean = (
+                row_var.mean(dim=-2, keepdim=True)
+                if self._row_mean is None
+                else self._row_mean
+            )
             variance = (row_var @ col_var).div_(mean.clamp(min=self._eps1))
         return variance.clamp_(min=self._eps1**2).rsqrt_().mul_(self._gradient)
 
 
-def _complete(state: dict[str, Any], parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Make a parameter's state what it has to be: zeros at first, this rank's rows of factors that were loaded whole,
-    column factors whole."""
+def _complete(
+    state: dict[str, Any], parameter: nn.Parameter, dtype: torch.dtype
+) -> None:
+    """Make a parameter's state what it has to be: zeros at first, this rank's rows of
+    factors that were loaded whole, column factors whole."""
     if "step" not in state:
         state["step"] = torch.tensor(0.0)
     shape = parameter.shape
     wanted: Iterable[tuple[str, tuple[int, ...]]] = [("variance", tuple(shape))]
     if len(shape) > 1:
-        wanted = [("row_var", (*shape[:-1], 1)), ("col_var", (*shape[:-2], 1, shape[-1]))]
+        wanted = [
+            ("row_var", (*shape[:-1], 1)),
+            ("col_var", (*shape[:-2], 1, shape[-1])),
+        ]
     for name, of_shape in wanted:
-        by_rows = isinstance(parameter, DTensor) and not (name == "col_var" and len(shape) == 2)
+        by_rows = isinstance(parameter, DTensor) and not (
+            name == "col_var" and len(shape) == 2
+        )
         kept = state.get(name)
         if kept is None and by_rows:
             state[name] = like_parameter(parameter, of_shape, dtype, by_rows=True)
         elif kept is None:
-            state[name] = torch.zeros(of_shape, dtype=dtype, device=local_part(parameter).device)
+            state[name] = torch.zeros(
+                of_shape, dtype=dtype, device=local_part(parameter).device
+            )
         elif isinstance(kept, DTensor) and not by_rows:
             state[name] = kept.full_tensor()  # a checkpoint's
         elif by_rows and not isinstance(kept, DTensor):

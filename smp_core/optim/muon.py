@@ -1,18 +1,22 @@
-"""Muon over sharded parameters: each matrix's update is orthogonalized whole, on one rank.
+"""Muon over sharded parameters: each matrix's update is orthogonalized whole, on one
+rank.
 
-Momentum stays sharded as the parameters are. In a step all matrices of a partition group travel to their owners and
-back (:mod:`smp_core.optim.owners`), in the dtype of the iteration: bfloat16 loses nothing, since the iteration begins
-by rounding to it and ends in it. Replicas repeat the work. Matrices that a rank holds whole are worked on where they
-are: unsharded parameters, and stacks [experts, rows, columns] that are sharded by experts. What is sharded in another
-way (layers over tensor ranks) is gathered by every rank.
+Momentum stays sharded as the parameters are. In a step all matrices of a partition
+group travel to their owners and back (:mod:`smp_core.optim.owners`), in the dtype of
+the iteration: bfloat16 loses nothing, since the iteration begins by rounding to it and
+ends in it. Replicas repeat the work. Matrices that a rank holds whole are worked on
+where they are: unsharded parameters, and stacks [experts, rows, columns] that are
+sharded by experts. What is sharded in another way (layers over tensor ranks) is
+gathered by every rank.
 
-The rest of a model (embeddings, head, vectors) is stepped by torch's AdamW in the same optimizer, by groups:
-:func:`smp_core.optim.muon_groups` makes them.
+The rest of a model (embeddings, head, vectors) is stepped by torch's AdamW in the same
+optimizer, by groups: :func:`smp_core.optim.muon_groups` makes them.
 
-An update (Keller Jordan, https://kellerjordan.github.io/posts/muon/) is the nearest matrix with orthonormal rows or
-columns, roughly: a Newton-Schulz iteration of fifth order. The coefficients are chosen for speed: singular values come
-out between about 0.7 and 1.2 and not at 1. The operations are torch.optim.Muon's, in its order, so that a matrix comes
-out bit for bit as there.
+An update (Keller Jordan, https://kellerjordan.github.io/posts/muon/) is the nearest
+matrix with orthonormal rows or columns, roughly: a Newton-Schulz iteration of fifth
+order. The coefficients are chosen for speed: singular values come out between about 0.7
+and 1.2 and not at 1. The operations are torch.optim.Muon's, in its order, so that a
+matrix comes out bit for bit as there.
 """
 
 from __future__ import annotations
@@ -43,10 +47,12 @@ class Muon(StepsTogether):
     """torch.optim.Muon's numbers on shards, and AdamW for what is no hidden matrix.
 
     Args:
-        params: matrices [rows, columns] and stacks of them [n, rows, columns], or groups; a group with
-            ``"algorithm": "adamw"`` takes any shape and AdamW's options, one with ``"split"`` (:data:`Split`) has
-            several matrices in each parameter.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as of torch.optim.Muon.
+        params: matrices [rows, columns] and stacks of them [n, rows, columns], or
+            groups; a group with ``"algorithm": "adamw"`` takes any shape and AdamW's
+            options, one with ``"split"`` (:data:`Split`) has several matrices in each
+            parameter.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps,
+            adjust_lr_fn: as of torch.optim.Muon.
         ns_dtype: of the Newton-Schulz iteration, and that matrices travel in.
 
     Raises:
@@ -66,11 +72,17 @@ class Muon(StepsTogether):
         adjust_lr_fn: AdjustLr | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
+        for name, value in (
+            ("lr", lr),
+            ("weight_decay", weight_decay),
+            ("momentum", momentum),
+        ):
             if value < 0:
                 raise ValueError(f"{name}={value}: allowed are 0 and above")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: allowed are 'original' (or None) and 'match_rms_adamw'")
+            raise ValueError(
+                f"adjust_lr_fn={adjust_lr_fn!r}: allowed are 'original' (or None) and 'match_rms_adamw'"
+            )
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -95,7 +107,9 @@ class Muon(StepsTogether):
         """
         algorithm = param_group.get("algorithm", "muon")
         if algorithm not in _ALGORITHMS:
-            raise ValueError(f"a group's algorithm={algorithm!r}: allowed are {', '.join(map(repr, _ALGORITHMS))}")
+            raise ValueError(
+                f"a group's algorithm={algorithm!r}: allowed are {', '.join(map(repr, _ALGORITHMS))}"
+            )
         if algorithm == "adamw":
             # AdamW's own defaults, not those of the same names that Muon has
             param_group = {**_adamw([]).defaults, **param_group}
@@ -109,9 +123,17 @@ class Muon(StepsTogether):
         return 2 if group["algorithm"] == "adamw" else 1
 
     def _require_matrices(self, group: dict[str, Any]) -> None:
-        shapes = [list(parameter.shape) for parameter in group["params"] if parameter.ndim not in (2, 3)]
+        shapes = [
+            list(parameter.shape)
+            for parameter in group["params"]
+            if parameter.ndim not in (2, 3)
+        ]
         if group["split"] is not None:
-            shapes += [list(parameter.shape) for parameter in group["params"] if not _fits(parameter, group["split"])]
+            shapes += [
+                list(parameter.shape)
+                for parameter in group["params"]
+                if not _fits(parameter, group["split"])
+            ]
         if shapes:
             self.param_groups.pop()
             raise ValueError(
@@ -121,7 +143,8 @@ class Muon(StepsTogether):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state, of torch.optim.Muon too, whose groups know nothing of what is added here."""
+        """Take a state, of torch.optim.Muon too, whose groups know nothing of what is
+        added here."""
         super().__setstate__(state)
         self.__dict__.setdefault("_owners", {})
         for group in self.param_groups:
@@ -142,7 +165,9 @@ class Muon(StepsTogether):
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 self._step_matrices(group)
-        self._step_rest([group for group in self.param_groups if group["algorithm"] == "adamw"])
+        self._step_rest(
+            [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        )
         return loss
 
     def _step_rest(self, groups: list[dict[str, Any]]) -> None:
@@ -152,7 +177,9 @@ class Muon(StepsTogether):
             adamw.step()
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        parameters = [
+            parameter for parameter in group["params"] if parameter.grad is not None
+        ]
         updates = [self._with_momentum(parameter, group) for parameter in parameters]
 
         def work(matrices: Tensor) -> Tensor:
@@ -164,7 +191,8 @@ class Muon(StepsTogether):
                 dtype=group["ns_dtype"],
             )
 
-        # one exchange for each mesh that parameters are sharded over by rows; the rest by itself
+        # one exchange for each mesh that parameters are sharded over by rows; the rest
+        # by itself
         by_rows: dict[Any, list[int]] = {}
         for place, parameter in enumerate(parameters):
             mesh = _mesh_of_rows(parameter)
@@ -175,9 +203,13 @@ class Muon(StepsTogether):
         for mesh, places in by_rows.items():
             of_mesh = [parameters[place] for place in places]
             locals_ = [local_part(updates[place]) for place in places]
-            for matrix, update in self._owners_of(mesh, of_mesh, group).work(locals_, work, group["ns_dtype"]):
+            for matrix, update in self._owners_of(mesh, of_mesh, group).work(
+                locals_, work, group["ns_dtype"]
+            ):
                 degree, rank = mesh.size(), mesh.get_local_rank()
-                weights = matrix.part_of(local_part(of_mesh[matrix.parameter]), rank, degree)
+                weights = matrix.part_of(
+                    local_part(of_mesh[matrix.parameter]), rank, degree
+                )
                 _apply(weights, update, matrix.shape, group)
 
     def _with_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
@@ -188,13 +220,26 @@ class Muon(StepsTogether):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
-        update: Tensor = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        update: Tensor = (
+            gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        )
         return update
 
-    def _owners_of(self, mesh: DeviceMesh, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> Owners:
-        """Return who owns which of these parameters' matrices; found once for parameters of the same shapes."""
+    def _owners_of(
+        self,
+        mesh: DeviceMesh,
+        parameters: Sequence[nn.Parameter],
+        group: dict[str, Any],
+    ) -> Owners:
+        """Return who owns which of these parameters' matrices; found once for
+        parameters of the same shapes."""
         process_group = mesh.get_group()
-        key = process_group, group["split"], group["ns_steps"], tuple(parameter.shape for parameter in parameters)
+        key = (
+            process_group,
+            group["split"],
+            group["ns_steps"],
+            tuple(parameter.shape for parameter in parameters),
+        )
         if key not in self._owners:
             matrices = [
                 Matrix(place, parameter.shape[0], rows, columns)
@@ -220,7 +265,9 @@ class Muon(StepsTogether):
             weights, of_rank = local_part(parameter), local_part(update)
             for rows, columns in _matrices(parameter.shape, group["split"]):
                 place = (..., slice(*rows), slice(*columns))
-                _apply(weights[place], work(of_rank[place]), of_rank[place].shape, group)
+                _apply(
+                    weights[place], work(of_rank[place]), of_rank[place].shape, group
+                )
             return
         assert isinstance(update, DTensor)
         whole = update.full_tensor()
@@ -233,14 +280,17 @@ class Muon(StepsTogether):
         weights.sub_(local_part(shard_like(update, whole)))
 
 
-def _apply(weights: Tensor, update: Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
+def _apply(
+    weights: Tensor, update: Tensor, shape: Sequence[int], group: dict[str, Any]
+) -> None:
     """Step this rank's rows of a matrix of this whole ``shape``."""
     weights.mul_(1 - _number(group["lr"]) * group["weight_decay"])
     weights.add_(update, alpha=-_rate(shape, group))
 
 
 def _rate(shape: Sequence[int], group: dict[str, Any]) -> float:
-    """Return the learning rate of a matrix: so that updates of all shapes have like sizes."""
+    """Return the learning rate of a matrix: so that updates of all shapes have like
+    sizes."""
     rows, columns = shape[-2:]
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return _number(group["lr"]) * 0.2 * math.sqrt(max(rows, columns))
@@ -252,22 +302,35 @@ def _number(value: float | Tensor) -> float:
 
 
 def _mesh_of_rows(parameter: Tensor) -> DeviceMesh | None:
-    """Return the mesh of a matrix that is sharded by rows and in no other way; None: another kind of tensor."""
-    if not isinstance(parameter, DTensor) or parameter.ndim != 2 or parameter.device_mesh.size() == 1:
+    """Return the mesh of a matrix that is sharded by rows and in no other way; None:
+    another kind of tensor."""
+    if (
+        not isinstance(parameter, DTensor)
+        or parameter.ndim != 2
+        or parameter.device_mesh.size() == 1
+    ):
         return None
     return parameter.device_mesh if parameter.placements == (Shard(0),) else None
 
 
 def _holds_whole_matrices(parameter: Tensor) -> bool:
-    """Return whether each matrix of a parameter lies on one rank: it is not sharded, or by dims before the last two."""
+    """Return whether each matrix of a parameter lies on one rank: it is not sharded, or
+    by dims before the last two."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return True
-    dims = (getattr(placement, "dim", 0) for placement in parameter.placements if not placement.is_replicate())
+    dims = (
+        getattr(placement, "dim", 0)
+        for placement in parameter.placements
+        if not placement.is_replicate()
+    )
     return all(dim < parameter.ndim - 2 for dim in dims)
 
 
-def _matrices(shape: Sequence[int], split: Split | None) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """List (first row, end), (first column, end) of each matrix in the last two dims of a parameter."""
+def _matrices(
+    shape: Sequence[int], split: Split | None
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """List (first row, end), (first column, end) of each matrix in the last two dims of
+    a parameter."""
     rows, columns = (0, shape[-2]), (0, shape[-1])
     if split is None:
         return [(rows, columns)]
@@ -290,12 +353,18 @@ def _adamw(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:
 
 
 def orthogonalize(
-    matrices: Tensor, *, coefficients: Sequence[float], steps: int, eps: float, dtype: torch.dtype
+    matrices: Tensor,
+    *,
+    coefficients: Sequence[float],
+    steps: int,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return each matrix with its singular values brought near 1.
 
     Args:
-        matrices: [..., rows, columns], of any floating dtype; a stack of matrices is computed as one product a step.
+        matrices: [..., rows, columns], of any floating dtype; a stack of matrices is
+            computed as one product a step.
         coefficients: a, b and c of ``aX + (bA + cA²)X`` with ``A = XXᵀ``.
         eps: the least norm that a matrix is divided by at the start.
         dtype: of the iteration and of what is returned; torch.optim.Muon's is bfloat16.
@@ -320,6 +389,7 @@ def orthogonalize(
 
 
 def flops(rows: int, columns: int, steps: int) -> int:
-    """Return the operations of one matrix: three products a step, two of them of the shorter side with itself."""
+    """Return the operations of one matrix: three products a step, two of them of the
+    shorter side with itself."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)

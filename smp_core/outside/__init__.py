@@ -1,4 +1,5 @@
-"""What comes from outside and goes there: files that others may have made, the terminal, other packages."""
+"""What comes from outside and goes there: files that others may have made, the
+terminal, other packages."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.outside.child_process import answer_parent as answer_parent, ask_child as ask_child
+    from smp_core.outside.child_process import (
+        answer_parent as answer_parent,
+        ask_child as ask_child,
+    )
     from smp_core.outside.command_line import (
         OneLineErrors as OneLineErrors,
         console as console,

@@ -1,4 +1,5 @@
-"""A child process that answers one question, which is pickled, as its answer is: another module, run as a program."""
+"""A child process that answers one question, which is pickled, as its answer is:
+another module, run as a program."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def ask_child(module: str, question: Any, failed: str) -> Any:
         command = [sys.executable, "-W", "ignore", "-m", module, str(asked), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not out.exists():
-            last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            last = done.stderr.strip().splitlines()[-1:] or [
+                f"status {done.returncode}"
+            ]
             raise ValueError(f"{failed}: {last[0]}")
         found = pickle.loads(out.read_bytes())  # our own child's
     if isinstance(found, ValueError):
@@ -36,7 +39,8 @@ def ask_child(module: str, question: Any, failed: str) -> Any:
 
 
 def answer_parent(answer: Callable[[Any], Any]) -> None:
-    """Answer the question of :func:`ask_child`, in the child; a ValueError or NotImplementedError is an answer, too."""
+    """Answer the question of :func:`ask_child`, in the child; a ValueError or
+    NotImplementedError is an answer, too."""
     asked, out = map(Path, sys.argv[1:])
     try:
         found = answer(pickle.loads(asked.read_bytes()))

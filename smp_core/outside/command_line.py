@@ -1,4 +1,5 @@
-"""What all that prints shares: tables as wide as they need; and the commands: errors of one line, --version."""
+"""What all that prints shares: tables as wide as they need; and the commands: errors of
+one line, --version."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ _LOG_WIDTH = 160
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return where tables go: as wide as the terminal, or as ``COLUMNS`` says; in a file or a pipe, as wide as they
-    need."""
+    """Return where tables go: as wide as the terminal, or as ``COLUMNS`` says; in a
+    file or a pipe, as wide as they need."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _LOG_WIDTH
     return Console(stderr=stderr, width=width)
 
 
 class OneLineErrors(TyperGroup):
-    """Commands whose refusals and unusable files are one line on stderr, without a traceback.
+    """Commands whose refusals and unusable files are one line on stderr, without a
+    traceback.
 
     Attributes:
         error_status: the exit status then.
@@ -52,15 +54,24 @@ def _print_version(asked: bool) -> None:
 
 def begin(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     """Set up logging before every command: warnings go to stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
 
 
-def without_commands(name: str, about: str, kind: type[OneLineErrors] = OneLineErrors) -> typer.Typer:
-    """Return an application without commands, which prints its help where none is typed."""
+def without_commands(
+    name: str, about: str, kind: type[OneLineErrors] = OneLineErrors
+) -> typer.Typer:
+    """Return an application without commands, which prints its help where none is
+    typed."""
     app = typer.Typer(
         name=name,
         cls=kind,

@@ -1,9 +1,11 @@
-"""Files that somebody else may have made: logs, measurements, configurations; and files written beside them.
+"""Files that somebody else may have made: logs, measurements, configurations; and files
+written beside them.
 
-Read: regular files only, whatever a name or a link leads to, of bounded size, bounded in nesting and number of values.
-Whatever such a file makes a parser raise becomes one ValueError that names the file. Written: a new file that takes the
-place of what is there, in a folder that is no link, so that nothing is written through a link. docs/security.md says
-what this is good for.
+Read: regular files only, whatever a name or a link leads to, of bounded size, bounded
+in nesting and number of values. Whatever such a file makes a parser raise becomes one
+ValueError that names the file. Written: a new file that takes the place of what is
+there, in a folder that is no link, so that nothing is written through a link.
+docs/security.md says what this is good for.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """Return the text of a regular file; bytes that are no UTF-8 are replaced.
 
     Raises:
-        ValueError: it cannot be read, is no regular file, or is larger than ``FILE_BYTES``.
+        ValueError: it cannot be read, is no regular file, or is larger than
+            ``FILE_BYTES``.
     """
     with _open_regular(path, FILE_BYTES) as file:
         return file.read(FILE_BYTES).decode("utf-8", errors="replace")
@@ -44,21 +47,31 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        ValueError: as :func:`read_text`, or no JSON, nested too deeply, with too many values.
+        ValueError: as :func:`read_text`, or no JSON, nested too deeply, with too many
+            values.
     """
-    return _parsed(json.loads, read_text(path), f"{os.fspath(path)} is not a valid JSON file")
+    return _parsed(
+        json.loads, read_text(path), f"{os.fspath(path)} is not a valid JSON file"
+    )
 
 
-def read_yaml(path: str | os.PathLike[str], loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+def read_yaml(
+    path: str | os.PathLike[str], loader: type[yaml.SafeLoader] = yaml.SafeLoader
+) -> Any:
     """Return the content of a YAML file.
 
     Raises:
-        ValueError: as :func:`read_text`, or no YAML, nested too deeply, with too many values.
+        ValueError: as :func:`read_text`, or no YAML, nested too deeply, with too many
+            values.
     """
-    return parse_yaml(read_text(path), f"{os.fspath(path)} is not a valid YAML file", loader)
+    return parse_yaml(
+        read_text(path), f"{os.fspath(path)} is not a valid YAML file", loader
+    )
 
 
-def parse_yaml(text: str, what: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+def parse_yaml(
+    text: str, what: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader
+) -> Any:
     """Return what YAML text holds.
 
     Args:
@@ -71,10 +84,12 @@ def parse_yaml(text: str, what: str, loader: type[yaml.SafeLoader] = yaml.SafeLo
 
 
 def lines_of_log(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any] | None]:
-    """Return the objects of a file of JSON lines; None for a line that is none, or is too long.
+    """Return the objects of a file of JSON lines; None for a line that is none, or is
+    too long.
 
     Raises:
-        ValueError: the file cannot be read, is no regular file, or is larger than 512 MiB.
+        ValueError: the file cannot be read, is no regular file, or is larger than 512
+            MiB.
     """
     with _open_regular(path, LOG_BYTES) as file:
         while line := file.readline(LINE_BYTES):
@@ -86,9 +101,12 @@ def lines_of_log(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any] | N
 
 
 def records_of_log(
-    path: str | os.PathLike[str], read: Callable[[Mapping[str, Any]], T | None], log: str
+    path: str | os.PathLike[str],
+    read: Callable[[Mapping[str, Any]], T | None],
+    log: str,
 ) -> Iterator[T]:
-    """Return what ``read`` makes of the lines of a log. The last line may be half of one: of a run that was killed.
+    """Return what ``read`` makes of the lines of a log. The last line may be half of
+    one: of a run that was killed.
 
     Args:
         read: returns None for an object that is no line of such a log.
@@ -100,7 +118,9 @@ def records_of_log(
     unreadable = 0
     for position, line in enumerate(lines_of_log(path), 1):
         if unreadable:
-            raise ValueError(f"{os.fspath(path)}, line {unreadable}: not a line of {log}")
+            raise ValueError(
+                f"{os.fspath(path)}, line {unreadable}: not a line of {log}"
+            )
         record = None if line is None else read(line)
         if record is None:
             unreadable = position
@@ -109,7 +129,8 @@ def records_of_log(
 
 
 def write_new(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file that takes the place of what is there. A link there is replaced, not followed.
+    """Write a file that takes the place of what is there. A link there is replaced, not
+    followed.
 
     Raises:
         ValueError: the folder is a link, or is not there, or cannot be written to.
@@ -118,12 +139,22 @@ def write_new(path: str | os.PathLike[str], content: bytes) -> None:
     try:
         folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        is_link = error.errno in (errno.ELOOP, errno.ENOTDIR) and target.parent.is_symlink()
-        reason = "is a link: name the folder that it leads to" if is_link else f"cannot be used: {error.strerror}"
-        raise ValueError(f"cannot write {target}: the folder {target.parent} {reason}") from None
+        is_link = (
+            error.errno in (errno.ELOOP, errno.ENOTDIR) and target.parent.is_symlink()
+        )
+        reason = (
+            "is a link: name the folder that it leads to"
+            if is_link
+            else f"cannot be used: {error.strerror}"
+        )
+        raise ValueError(
+            f"cannot write {target}: the folder {target.parent} {reason}"
+        ) from None
     temporary = f".{target.name}.{secrets.token_hex(8)}"
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder
+        )
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         os.rename(temporary, target.name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -136,12 +167,17 @@ def write_new(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text without what a terminal would take for a command: control characters become ``?``."""
-    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+    """Return text without what a terminal would take for a command: control characters
+    become ``?``."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else "?"
+        for character in text
+    )
 
 
 def number(value: Any) -> float | None:
-    """Return a number as such; None for anything else, also for one beyond all figures that a run has."""
+    """Return a number as such; None for anything else, also for one beyond all figures
+    that a run has."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and -_LARGEST < value < _LARGEST else None
 
@@ -149,15 +185,22 @@ def number(value: Any) -> float | None:
 def numbers(value: Any) -> dict[str, float]:
     """Return the numbers of an object by printable name; empty for anything else."""
     items = value.items() if isinstance(value, Mapping) else ()
-    return {printable(str(name)): found for name, item in items if (found := number(item)) is not None}
+    return {
+        printable(str(name)): found
+        for name, item in items
+        if (found := number(item)) is not None
+    }
 
 
 def _open_regular(path: str | os.PathLike[str], limit: int) -> BinaryIO:
     where = os.fspath(path)
     try:
-        descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+        # A pipe without a writer would block.
+        descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {where}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(
+            f"cannot read {where}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     status = os.fstat(descriptor)
     problem = ""
     if not stat.S_ISREG(status.st_mode):
@@ -183,20 +226,29 @@ def _parsed(parse: Callable[[str], Any], text: str, what: str) -> Any:
         content = parse(text)
     except RecursionError:
         raise ValueError(f"{what}: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         raise ValueError(f"{what}: {error}") from None
     _require_bounded(content, what)
     return content
 
 
 def _require_bounded(content: Any, what: str) -> None:
-    """Refuse what is small as text and large or endless as values: aliases of aliases, an alias inside of itself."""
+    """Refuse what is small as text and large or endless as values: aliases of aliases,
+    an alias inside of itself."""
     waiting, count = [(content, 0)], 0
     while waiting:
         value, depth = waiting.pop()
         count += 1
         if depth > _DEPTH or count > _VALUES:
-            raise ValueError(f"{what}: it is nested deeper than {_DEPTH}, or has more than {_VALUES} values")
+            raise ValueError(
+                f"{what}: it is nested deeper than {_DEPTH}, or has more than {_VALUES} values"
+            )
         if isinstance(value, dict):
             waiting += [(item, depth + 1) for item in value.values()]
         elif isinstance(value, list):

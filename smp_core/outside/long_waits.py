@@ -1,10 +1,12 @@
-"""Long waits: a line on stderr about work that takes more than ten seconds, on one rank, while it goes on.
+"""Long waits: a line on stderr about work that takes more than ten seconds, on one
+rank, while it goes on.
 
     torch-smp: planning: 10 s so far
     torch-smp: planning: 20 s so far
     torch-smp: planning: 31 s in all
 
-Nothing is written about work that is done sooner. The times between lines double, so that an hour has ten of them.
+Nothing is written about work that is done sooner. The times between lines double, so
+that an hour has ten of them.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ def long_wait(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
 ) -> Iterator[None]:
-    """Write a line about the work inside while it takes long, and how long it took in all.
+    """Write a line about the work inside while it takes long, and how long it took in
+    all.
 
     Args:
         what: the work, in words that follow "torch-smp: ".
         here: whether this process is the one that writes, as rank 0 is.
         say: gets each line; default: stderr.
         clock: seconds that only grow.
-        pause: waits for the event that the work has ended, at most that many seconds; returns whether it has.
+        pause: waits for the event that the work has ended, at most that many seconds;
+            returns whether it has.
     """
     if not here:
         yield
@@ -66,7 +70,9 @@ class _LongWait:
         self._ended = threading.Event()
         self._has_said = False
         # A daemon: an interpreter that ends inside the work does not wait for it.
-        self._thread = threading.Thread(target=self._run, name="smp-long-wait", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="smp-long-wait", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()

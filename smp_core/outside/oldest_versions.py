@@ -1,6 +1,8 @@
-"""The oldest versions of other packages that torch-smp works with, all of them run by the tests.
+"""The oldest versions of other packages that torch-smp works with, all of them run by
+the tests.
 
-``pyproject.toml`` states the same ones for pip, which is not asked where packages were installed in another order.
+``pyproject.toml`` states the same ones for pip, which is not asked where packages were
+installed in another order.
 """
 
 from __future__ import annotations
@@ -11,10 +13,21 @@ from typing import Any
 
 from packaging.version import Version
 
-OLDEST = {"torch": "2.11", "lightning": "2.6", "accelerate": "1.10.1", "transformers": "4.57"}
+OLDEST = {
+    "torch": "2.11",
+    "lightning": "2.6",
+    "accelerate": "1.10.1",
+    "transformers": "4.57",
+}
 
-# The extra of torch-smp that a package belongs to; and a module that a folder of the package's name does not have.
-_EXTRAS = {"lightning": "lightning", "accelerate": "accelerate", "transformers": "transformers", "matplotlib": "plot"}
+# The extra of torch-smp that a package belongs to; and a module that a folder of the
+# package's name does not have.
+_EXTRAS = {
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+    "transformers": "transformers",
+    "matplotlib": "plot",
+}
 _PART_OF = {"lightning": "lightning.pytorch"}
 
 
@@ -25,7 +38,8 @@ def is_older(name: str, installed: str) -> bool:
 
 
 def how_to_install(package: str) -> str:
-    """Return what to type for a package that is not there: by itself, and as an extra of torch-smp."""
+    """Return what to type for a package that is not there: by itself, and as an extra
+    of torch-smp."""
     needed = f"'{package}>={OLDEST[package]}'" if package in OLDEST else package
     extra = _EXTRAS[package]
     return (
@@ -43,7 +57,9 @@ def matplotlibs_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
+        raise ValueError(
+            f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}"
+        ) from None
     return Figure
 
 
@@ -55,18 +71,24 @@ def require(name: str, wanted_by: str) -> None:
         wanted_by: what of torch-smp needs it.
 
     Raises:
-        ImportError: with the version found, the oldest that works, and the command to type.
+        ImportError: with the version found, the oldest that works, and the command to
+            type.
     """
     needed = f"{name}>={OLDEST[name]}"
     try:
         installed = metadata.version(name)
     except metadata.PackageNotFoundError:
-        pass  # also of a folder on the path, which has no version that could be asked for
+        # Also of a folder on the path, which has no version that could be asked for.
+        pass
     else:
         if is_older(name, installed):
-            raise ImportError(f"{wanted_by} needs {needed}, found {installed}; type: pip install -U '{needed}'")
+            raise ImportError(
+                f"{wanted_by} needs {needed}, found {installed}; type: pip install -U '{needed}'"
+            )
     if not is_there(name):
-        raise ImportError(f"{wanted_by} needs {needed}, it is not installed; {how_to_install(name)}")
+        raise ImportError(
+            f"{wanted_by} needs {needed}, it is not installed; {how_to_install(name)}"
+        )
 
 
 def is_there(name: str) -> bool:

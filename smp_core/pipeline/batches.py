@@ -24,19 +24,30 @@ _split_maps = functools.partial(map_tensors, mapping=MutableMapping)
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """Cut every tensor of a batch into equal parts along its first dim; numbers, text and 0-d tensors go into each.
+    """Cut every tensor of a batch into equal parts along its first dim; numbers, text
+    and 0-d tensors go into each.
 
     Args:
         batch: nested dicts, lists and tuples.
 
     Raises:
-        ValueError: tensors of different length, a length that ``count`` does not divide, a list of things that are no
-            tensors.
+        ValueError: tensors of different length, a length that ``count`` does not
+            divide, a list of things that are no tensors.
     """
-    lengths = {tensor.shape[0] for _, tensor in iterate_tensors(batch, mapping=MutableMapping) if tensor.ndim}
+    lengths = {
+        tensor.shape[0]
+        for _, tensor in iterate_tensors(batch, mapping=MutableMapping)
+        if tensor.ndim
+    }
     if len(lengths) != 1:
-        found = f"tensors of {', '.join(map(str, sorted(lengths)))} samples" if lengths else "no tensors"
-        raise ValueError(f"a batch of {found} cannot be cut into {count} micro-batches; its tensors need one first dim")
+        found = (
+            f"tensors of {', '.join(map(str, sorted(lengths)))} samples"
+            if lengths
+            else "no tensors"
+        )
+        raise ValueError(
+            f"a batch of {found} cannot be cut into {count} micro-batches; its tensors need one first dim"
+        )
     (length,) = lengths
     if length % count:
         raise ValueError(
@@ -49,7 +60,9 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     def part(number: int, tensor: Tensor) -> Tensor:
         return tensor[number * size : (number + 1) * size] if tensor.ndim else tensor
 
-    return [_split_maps(batch, functools.partial(part, number)) for number in range(count)]
+    return [
+        _split_maps(batch, functools.partial(part, number)) for number in range(count)
+    ]
 
 
 def _refuse_lists(batch: Any, length: int) -> None:
@@ -57,7 +70,11 @@ def _refuse_lists(batch: Any, length: int) -> None:
         for value in batch.values():
             _refuse_lists(value, length)
     elif isinstance(batch, (list, tuple)):
-        if len(batch) == length and not any(isinstance(item, Tensor) for item in batch) and length > 1:
+        if (
+            len(batch) == length
+            and not any(isinstance(item, Tensor) for item in batch)
+            and length > 1
+        ):
             raise ValueError(
                 f"a batch holds a list of {length} {type(batch[0]).__name__}, one for each sample, which cannot be cut "
                 "into micro-batches; make it a tensor"
@@ -75,21 +92,25 @@ class SameBatches:
         self._known: set[Hashable] = set()
 
     def begin(self, call: str, batch: Any, number: int = 0) -> tuple[BatchKind, int]:
-        """Meet the other stages where a batch begins. Collective over them, between hosts.
+        """Meet the other stages where a batch begins. Collective over them, between
+        hosts.
 
         Args:
             call: which kind of call begins, in words.
             number: the first stage's goes to all.
 
         Returns:
-            what is alike in batches of one kind (paths, shapes and dtypes), and the first stage's number.
+            what is alike in batches of one kind (paths, shapes and dtypes), and the
+            first stage's number.
 
         Raises:
-            ValueError: stages make different calls, or read batches of different shapes or, where these are new, of
-                different values; on all of them.
+            ValueError: stages make different calls, or read batches of different shapes
+                or, where these are new, of different values; on all of them.
         """
         tensors = list(iterate_tensors(batch, mapping=MutableMapping))
-        kind = tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors)
+        kind = tuple(
+            (path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors
+        )
         code = xxhash.xxh3_64_intdigest(repr((call, kind)).encode()) >> 1  # of int64
         own = torch.tensor([number, code])
         told = own.new_empty(2 * len(self._ranks))
@@ -105,8 +126,13 @@ class SameBatches:
 
     def _refuse_calls(self, call: str, shapes: list[tuple[int, ...]]) -> None:
         line = innermost_user_line(traceback.extract_stack())
-        found = self._of_all_stages(f"{call} with tensors of {', '.join(map(str, shapes)) or 'no shapes'} ({line})")
-        said = "; ".join(f"rank {rank}: {where}" for rank, where in zip(self._ranks, found, strict=True))
+        found = self._of_all_stages(
+            f"{call} with tensors of {', '.join(map(str, shapes)) or 'no shapes'} ({line})"
+        )
+        said = "; ".join(
+            f"rank {rank}: {where}"
+            for rank, where in zip(self._ranks, found, strict=True)
+        )
         raise ValueError(
             f"pipeline stages went apart: {said}. All of them have to make the same calls with the same batches: take "
             "the call out of `if rank == 0:` and its like, and give all ranks as many batches"
@@ -115,7 +141,15 @@ class SameBatches:
     def _require_values(self, tensors: list[Tensor]) -> None:
         read = xxhash.xxh3_64()
         for tensor in tensors:
-            read.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            read.update(
+                tensor.detach()
+                .cpu()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
         if len(set(self._of_all_stages(read.hexdigest()))) > 1:
             raise ValueError(
                 f"pipeline stages read different batches; all ranks of a column ({', '.join(map(str, self._ranks))}) "

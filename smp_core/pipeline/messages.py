@@ -1,15 +1,18 @@
 """Activations to the next stage and their gradients back.
 
-What arrives is told beforehand only once: with the first micro-batch of shapes that are new (and of training, or not),
-each stage sends the next one shape and dtype of its activation ahead. So nothing of the user's code runs an extra time
-to find them out, and batches of another shape need no preparation. Sends are not waited for, receives when their
-content is needed. All stages send and receive in one order of the whole pipeline, so that nobody waits in a circle,
-also where a backend takes messages of a group one after the other. Activations and gradients have a group each: a
-receive may be begun a computation before it is needed, and what goes the other way passes it.
+What arrives is told beforehand only once: with the first micro-batch of shapes that are
+new (and of training, or not), each stage sends the next one shape and dtype of its
+activation ahead. So nothing of the user's code runs an extra time to find them out, and
+batches of another shape need no preparation. Sends are not waited for, receives when
+their content is needed. All stages send and receive in one order of the whole pipeline,
+so that nobody waits in a circle, also where a backend takes messages of a group one
+after the other. Activations and gradients have a group each: a receive may be begun a
+computation before it is needed, and what goes the other way passes it.
 
-In the first call of a kind (training, with tensors of these names), a stage whose forward fails says so in the place of
-a shape; when the first micro-batch has gone through all stages they meet once, and all raise what one of them has.
-Messages of a step that ended so are never taken for later ones, whose tags differ.
+In the first call of a kind (training, with tensors of these names), a stage whose
+forward fails says so in the place of a shape; when the first micro-batch has gone
+through all stages they meet once, and all raise what one of them has. Messages of a
+step that ended so are never taken for later ones, whose tags differ.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ _MOST_DIMS = 8
 
 
 Activations = tuple[Tensor, ...]
-"""What a chunk hands on: the tensor that goes through the blocks, and what travels beside it."""
+"""What a chunk hands on: the tensor that goes through the blocks, and what travels
+beside it."""
 
 Gradients = tuple[Tensor | None, ...]
 """Of activations, in their order; None for those that want none."""
@@ -60,7 +64,12 @@ class Format:
                 f"{_MOST_DIMS} dims of {', '.join(map(str, _DTYPES))}"
             )
         dims = [*self.shape, *[0] * (_MOST_DIMS - len(self.shape))]
-        numbers = [len(self.shape), _DTYPES.index(self.dtype), int(self.requires_grad), *dims]
+        numbers = [
+            len(self.shape),
+            _DTYPES.index(self.dtype),
+            int(self.requires_grad),
+            *dims,
+        ]
         return torch.tensor(numbers, device=device)
 
     @classmethod
@@ -80,7 +89,12 @@ class Pending:
         waiting: a context around waiting.
     """
 
-    def __init__(self, tensors: Any, works: list[Any], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        tensors: Any,
+        works: list[Any],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._tensors = tensors
         self._works = works
         self._waiting = waiting
@@ -94,18 +108,27 @@ class Pending:
 
 
 class Messages:
-    """The messages of this rank to and from the other stages. All stages' keep to one order (:mod:`schedule`).
-    Collective over the stages.
+    """The messages of this rank to and from the other stages. All stages' keep to one
+    order (:mod:`schedule`). Collective over the stages.
 
     Args:
         goes_around: whether the last stage sends to the first.
         parts: how many tensors a chunk hands on.
     """
 
-    def __init__(self, mesh: SmpMesh, meter: CommMeter, goes_around: bool, parts: int = 1) -> None:
-        self._groups, self._device, self._meter, self._parts = mesh.column, mesh.device, meter, parts
+    def __init__(
+        self, mesh: SmpMesh, meter: CommMeter, goes_around: bool, parts: int = 1
+    ) -> None:
+        self._groups, self._device, self._meter, self._parts = (
+            mesh.column,
+            mesh.device,
+            meter,
+            parts,
+        )
         self._column = mesh.layout.ranks(mesh.rank, Axis.PIPELINE)
-        self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
+        self._link: Any = (
+            "inter" if mesh.topology.spans_nodes(self._column) else "intra"
+        )
         self._incoming: dict[tuple[Hashable, int], list[Format]] = {}
         self._outgoing: dict[tuple[Hashable, int], list[Format]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
@@ -121,8 +144,9 @@ class Messages:
     def _connect(self, goes_around: bool) -> None:
         """Send one number the way that each message will go, pair after pair of stages.
 
-        NCCL connects two ranks, each way apart, in the first message that goes it, and holds both hosts until the other
-        one has begun it. In a schedule a stage may begin something else first, which waits for the stage held here.
+        NCCL connects two ranks, each way apart, in the first message that goes it, and
+        holds both hosts until the other one has begun it. In a schedule a stage may
+        begin something else first, which waits for the stage held here.
         """
         number = torch.zeros(1, device=self._device)
         own = self._column.index(dist.get_rank())
@@ -131,7 +155,10 @@ class Messages:
         if goes_around and last > 1:
             pairs.append((last, 0))
         for pair in pairs:
-            for (sender, receiver), group in ((pair, self._groups.forward), (pair[::-1], self._groups.backward)):
+            for (sender, receiver), group in (
+                (pair, self._groups.forward),
+                (pair[::-1], self._groups.backward),
+            ):
                 work: dist.Work | None = None
                 if own == sender:
                     work = dist.isend(number, self._column[receiver], group)
@@ -152,24 +179,32 @@ class Messages:
         self._is_first_call = not any(each == call for each, _ in self._agreed)
 
     def is_new(self, chunk: int) -> bool:
-        """Return whether no such call has gone through all chunks of a round yet; the same on all stages."""
+        """Return whether no such call has gone through all chunks of a round yet; the
+        same on all stages."""
         return (self._call, chunk // len(self._column)) not in self._agreed
 
     def agree(self, chunk: int, problem: Exception | None) -> None:
-        """Meet the other stages behind the first forwards of a round of chunks. Collective over them.
+        """Meet the other stages behind the first forwards of a round of chunks.
+        Collective over them.
 
         Raises:
-            Exception: what this stage's raised, or a ValueError or RuntimeError with what another one's raised.
+            Exception: what this stage's raised, or a ValueError or RuntimeError with
+                what another one's raised.
         """
         told: list[tuple[bool, str] | None] = [None] * len(self._column)
-        own = None if problem is None else (isinstance(problem, ValueError), in_words(problem))
+        own = (
+            None
+            if problem is None
+            else (isinstance(problem, ValueError), in_words(problem))
+        )
         with here.waiting("the first forward of all pipeline stages"):
             dist.all_gather_object(told, own, group=self._groups.host)
         if not any(told):
             self._agreed.add((self._call, chunk // len(self._column)))
             return
         self._tag += 1
-        self._left_behind += [*self._sent, *self._posted]  # gloo wants them alive until their peers take them
+        # Gloo wants them alive until their peers take them.
+        self._left_behind += [*self._sent, *self._posted]
         self._sent.clear()
         self._agreed = {each for each in self._agreed if each[0] != self._call}
         for formats in (self._incoming, self._outgoing):
@@ -177,8 +212,12 @@ class Messages:
                 del formats[each]
         if problem is not None:
             raise problem
-        number, (is_refusal, text) = next((place, each) for place, each in enumerate(told) if each is not None)
-        raise (ValueError if is_refusal else RuntimeError)(f"pipeline stage {number}: {text}")
+        number, (is_refusal, text) = next(
+            (place, each) for place, each in enumerate(told) if each is not None
+        )
+        raise (ValueError if is_refusal else RuntimeError)(
+            f"pipeline stage {number}: {text}"
+        )
 
     def require_format(self, given: Activations) -> None:
         """Refuse activations that cannot be sent.
@@ -192,7 +231,9 @@ class Messages:
         return torch.stack([format_.encoded(self._device) for format_ in formats])
 
     def _no_header(self) -> Tensor:
-        return torch.zeros(self._parts, 3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
+        return torch.zeros(
+            self._parts, 3 + _MOST_DIMS, dtype=torch.int64, device=self._device
+        )
 
     def send_failure(self, stage: int) -> None:
         """Say that there will be no activation of this kind."""
@@ -227,9 +268,14 @@ class Messages:
             formats = [Format.decoded(row) for row in header]
             if formats[0] is None:
                 return None
-            self._incoming[self._key, chunk] = [format_ for format_ in formats if format_ is not None]
+            self._incoming[self._key, chunk] = [
+                format_ for format_ in formats if format_ is not None
+            ]
         expected = self._incoming[self._key, chunk]
-        arriving = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in expected)
+        arriving = tuple(
+            torch.empty(each.shape, dtype=each.dtype, device=self._device)
+            for each in expected
+        )
         pending = self._receive(arriving, stage, self._groups.forward)
         for tensor, each in zip(arriving, expected, strict=True):
             tensor.requires_grad_(each.requires_grad)
@@ -243,7 +289,9 @@ class Messages:
 
     def receive_gradients(self, of: Activations, stage: int) -> Pending:
         """Await the gradients of activations that were sent and want one."""
-        return self._receive(tuple(map(_space_for_gradient, of)), stage, self._groups.backward)
+        return self._receive(
+            tuple(map(_space_for_gradient, of)), stage, self._groups.backward
+        )
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
@@ -251,23 +299,34 @@ class Messages:
             self._wait_for_oldest()
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
-        # What is sent is kept until it has left; of what waits longer than a round of all stages, the oldest first.
+        # What is sent is kept until it has left; of what waits longer than a round of
+        # all stages, the oldest first.
         while len(self._sent) > 2 * len(self._column):
             self._wait_for_oldest()
         told = [(self._column[stage], tensor.numel() * tensor.element_size())]
         with self._meter.point_to_point("pipeline", told, self._link):
-            self._sent.append((dist.isend(tensor, self._column[stage], group, self._tag), tensor))
+            self._sent.append(
+                (dist.isend(tensor, self._column[stage], group, self._tag), tensor)
+            )
 
     def _wait_for_oldest(self) -> None:
         with here.waiting("another pipeline stage to take a message"):
             self._sent.popleft()[0].wait()
 
-    def _receive(self, tensors: Gradients, stage: int, group: dist.ProcessGroup) -> Pending:
+    def _receive(
+        self, tensors: Gradients, stage: int, group: dist.ProcessGroup
+    ) -> Pending:
         def waiting() -> AbstractContextManager[None]:
-            return self._meter.point_to_point("pipeline", [], self._link, new_call=False)
+            return self._meter.point_to_point(
+                "pipeline", [], self._link, new_call=False
+            )
 
         peer = self._column[stage]
-        works = [dist.irecv(tensor, peer, group, self._tag) for tensor in tensors if tensor is not None]
+        works = [
+            dist.irecv(tensor, peer, group, self._tag)
+            for tensor in tensors
+            if tensor is not None
+        ]
         pending = Pending(tensors, works, waiting if works else nullcontext)
         if self._is_first_call:
             self._posted.append(pending)
@@ -277,11 +336,17 @@ class Messages:
 def _space_for_gradient(of: Tensor) -> Tensor | None:
     if not of.requires_grad:
         return None
-    return torch.empty_like(of, memory_format=torch.contiguous_format, requires_grad=False)
+    return torch.empty_like(
+        of, memory_format=torch.contiguous_format, requires_grad=False
+    )
 
 
 def in_words(problem: Exception) -> str:
     """Return what failed, and the line of the user's code."""
     line = innermost_user_line(traceback.extract_tb(problem.__traceback__))
-    text = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
+    text = (
+        str(problem)
+        if isinstance(problem, ValueError)
+        else f"{type(problem).__name__}: {problem}"
+    )
     return f"{text} ({line})" if line else text

@@ -1,10 +1,12 @@
-"""A rehearsal: all stages of a model run one after the other in one process before anything is sharded, on the example
-that its chain was recorded with.
+"""A rehearsal: all stages of a model run one after the other in one process before
+anything is sharded, on the example that its chain was recorded with.
 
-Each chunk runs as its stage will run it: without the blocks and parameters of other stages, with stand-ins before the
-blocks. So a model whose code needs on one stage what another one has is refused on all ranks, before one of them fails
-in its first forward and the others wait for it; and what the last chunk gives is compared with what the whole model
-gives, so that nothing that other blocks give beside the chain's tensor is missing in silence.
+Each chunk runs as its stage will run it: without the blocks and parameters of other
+stages, with stand-ins before the blocks. So a model whose code needs on one stage what
+another one has is refused on all ranks, before one of them fails in its first forward
+and the others wait for it; and what the last chunk gives is compared with what the
+whole model gives, so that nothing that other blocks give beside the chain's tensor is
+missing in silence.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from smp_core.pipeline.messages import Format
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.plan import Example, Stages, example_of, without_router_loss
-from smp_core.plan.chain import buffers_restored, is_played, refusal_of, running_the_example, with_fake_values
+from smp_core.plan.chain import (
+    buffers_restored,
+    is_played,
+    refusal_of,
+    running_the_example,
+    with_fake_values,
+)
 from smp_core.torch_facts import caches_in, first_names
 from smp_core.watch import innermost_user_line
 
@@ -33,24 +41,35 @@ _INSTEAD = "write what needs it into a block, or into a module of its own that i
 
 
 def rehearse(model: nn.Module, stages: Stages) -> None:
-    """Run all stages of a model that is not sharded yet. Random numbers, buffers and modules stay as they were.
+    """Run all stages of a model that is not sharded yet. Random numbers, buffers and
+    modules stay as they were.
 
     Args:
         model: with values, or on the meta device: then shapes are compared.
 
     Raises:
-        ValueError: a stage fails, or what the last one gives is not what the whole model gives; says where.
+        ValueError: a stage fails, or what the last one gives is not what the whole
+            model gives; says where.
     """
     refusal = refusal_of(model)
     module = model.get_submodule(stages.chain.module)
-    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
-    with with_fake_values(model, refusal), buffers_restored(model), without_router_loss(model), torch.no_grad():
+    devices = {
+        parameter.device for parameter in module.parameters() if parameter.is_cuda
+    }
+    with (
+        with_fake_values(model, refusal),
+        buffers_restored(model),
+        without_router_loss(model),
+        torch.no_grad(),
+    ):
         with torch.random.fork_rng(devices), _Undropped(), _seeded(model, stages):
             example = example_of(model, module, refusal)
             whole = _run(module, example, refusal)
             given = _in_stages(model, module, stages, example, refusal)
             different = None if is_played(module) else _first_difference(whole, given)
-            if different is not None and _is_the_same(whole, _run(module, example, refusal)):
+            if different is not None and _is_the_same(
+                whole, _run(module, example, refusal)
+            ):
                 which = f" {different}" if different else ""
                 raise ValueError(
                     f"{refusal}its output{which} is another in stages: something behind the blocks, or between "
@@ -62,15 +81,19 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
 
 @contextlib.contextmanager
 def _seeded(model: nn.Module, stages: Stages) -> Iterator[None]:
-    """Let what is drawn inside be the same in stages: each block begins with a seed, and what follows a module that has
-    a stand-in, which draws nothing."""
+    """Let what is drawn inside be the same in stages: each block begins with a seed,
+    and what follows a module that has a stand-in, which draws nothing."""
     chain = stages.chain
     handles = [
-        model.get_submodule(name).register_forward_pre_hook(functools.partial(_seed, number))
+        model.get_submodule(name).register_forward_pre_hook(
+            functools.partial(_seed, number)
+        )
         for number, name in enumerate(chain.blocks, 1)
     ]
     handles += [
-        model.get_submodule(each.name).register_forward_hook(functools.partial(_seed, -number))
+        model.get_submodule(each.name).register_forward_hook(
+            functools.partial(_seed, -number)
+        )
         for number, each in enumerate(chain.stand_ins, 1)
     ]
     try:
@@ -91,7 +114,9 @@ def _run(module: nn.Module, example: Example, refusal: str) -> Any:
         return module(*args, **kwargs)
 
 
-def _in_stages(model: nn.Module, module: nn.Module, stages: Stages, example: Example, refusal: str) -> Any:
+def _in_stages(
+    model: nn.Module, module: nn.Module, stages: Stages, example: Example, refusal: str
+) -> Any:
     """Return what the last chunk gives."""
     names = first_names(model)
     given: Any = None
@@ -120,7 +145,9 @@ def _in_stages(model: nn.Module, module: nn.Module, stages: Stages, example: Exa
                 )
             line = innermost_user_line(traceback.extract_tb(error.__traceback__))
             where = f" ({line})" if line else ""
-            raise ValueError(f"{refusal}on stage {number} of {stages.count} {what}{where}; {_INSTEAD}") from error
+            raise ValueError(
+                f"{refusal}on stage {number} of {stages.count} {what}{where}; {_INSTEAD}"
+            ) from error
     return given
 
 
@@ -168,13 +195,20 @@ class _UsedElsewhere(Exception):
 
 
 class _Elsewhere(Tensor):
-    """Stands for a parameter of another stage: its attributes are known, and no operator may take it."""
+    """Stands for a parameter of another stage: its attributes are known, and no
+    operator may take it."""
 
     called = "a parameter"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, _Elsewhere)]
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = [
+            each
+            for each in _flat([*args, *(kwargs or {}).values()])
+            if isinstance(each, _Elsewhere)
+        ]
         called = next((each.called for each in found), cls.called)
         if getattr(func, "__name__", "") not in _LOOKS:
             raise _UsedElsewhere(called)
@@ -199,7 +233,9 @@ _LOOKS = {
 
 
 @contextlib.contextmanager
-def _without_others(model: nn.Module, names: Mapping[nn.Parameter, str], own: frozenset[str]) -> Iterator[None]:
+def _without_others(
+    model: nn.Module, names: Mapping[nn.Parameter, str], own: frozenset[str]
+) -> Iterator[None]:
     """Put what no operator may take in the place of the parameters of other stages."""
     places = [
         (module, name, parameter)
@@ -209,7 +245,9 @@ def _without_others(model: nn.Module, names: Mapping[nn.Parameter, str], own: fr
     ]
     try:
         for module, name, parameter in places:
-            nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            nothing = torch.empty(
+                (), dtype=parameter.dtype, device=parameter.device
+            ).expand(parameter.shape)
             absent = nn.Parameter(nothing.as_subclass(_Elsewhere), requires_grad=False)
             absent.called = names[parameter]  # type: ignore[attr-defined]
             setattr(module, name, absent)
@@ -225,7 +263,9 @@ def _without_others(model: nn.Module, names: Mapping[nn.Parameter, str], own: fr
 class _Undropped(TorchFunctionMode):
     """Dropout gives what it takes."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
@@ -242,8 +282,8 @@ _DROPOUTS: set[Callable[..., Any]] = {
 
 
 def _first_difference(whole: Any, given: Any, path: str = "") -> str | None:
-    """Return the place of the first tensor that is another; None: there is none. A tensor for which nothing stands is
-    none: who uses it is told so."""
+    """Return the place of the first tensor that is another; None: there is none. A
+    tensor for which nothing stands is none: who uses it is told so."""
     if isinstance(whole, Tensor) and isinstance(given, Tensor):
         try:
             torch.testing.assert_close(given, whole, equal_nan=True)
@@ -257,7 +297,9 @@ def _first_difference(whole: Any, given: Any, path: str = "") -> str | None:
         return path
     for name, part in parts.items():
         if name in others:
-            found = _first_difference(part, others[name], f"{path}.{name}".removeprefix("."))
+            found = _first_difference(
+                part, others[name], f"{path}.{name}".removeprefix(".")
+            )
             if found is not None:
                 return found
     return None

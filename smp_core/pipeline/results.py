@@ -57,4 +57,6 @@ def _mean(values: list[Any]) -> Tensor:
 
 def is_number(value: Any) -> bool:
     """Return whether it is a number, or a tensor of one element."""
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return isinstance(value, (int, float)) or (
+        isinstance(value, Tensor) and value.numel() == 1
+    )

@@ -1,7 +1,9 @@
-"""Rules for pipeline stages: which blocks are on which, and what pipelines do not go together with yet.
+"""Rules for pipeline stages: which blocks are on which, and what pipelines do not go
+together with yet.
 
-A stage is a stretch of consecutive ranks, and a world of its own for everything that is decided about partition and
-replication groups (:meth:`smp_core.topology.Topology.of_stage`).
+A stage is a stretch of consecutive ranks, and a world of its own for everything that is
+decided about partition and replication groups
+(:meth:`smp_core.topology.Topology.of_stage`).
 """
 
 from __future__ import annotations
@@ -30,11 +32,19 @@ from smp_core.plan.chain import Chain
 
 def _leaves_units_out(draft: ModelDraft) -> str | None:
     asked = draft.knobs.units.optional
-    return f"units.optional={asked if asked == 'auto' else list(asked)!r}" if asked else None
+    return (
+        f"units.optional={asked if asked == 'auto' else list(asked)!r}"
+        if asked
+        else None
+    )
 
 
 def _checkpoints_itself(draft: ModelDraft) -> str | None:
-    return "the model's own activation checkpointing" if draft.shapes.checkpoints_itself else None
+    return (
+        "the model's own activation checkpointing"
+        if draft.shapes.checkpoints_itself
+        else None
+    )
 
 
 class PipelineParallelism(Subject):
@@ -59,7 +69,12 @@ class PipelineParallelism(Subject):
             asked_for("forward_methods"),
             "leave it out: only forward goes through the stages",
         ),
-        Clash("sharding", "models that came sharded", came_sharded, "give the model as it is built"),
+        Clash(
+            "sharding",
+            "models that came sharded",
+            came_sharded,
+            "give the model as it is built",
+        ),
         Clash(
             "activations",
             "`activations.checkpoint` of models that checkpoint themselves",
@@ -69,21 +84,31 @@ class PipelineParallelism(Subject):
     )
 
     def settle(self, draft: ModelDraft) -> None:
-        """Deal the blocks out to stages; resolve the fields of ``pipeline`` that are "auto".
+        """Deal the blocks out to stages; resolve the fields of ``pipeline`` that are
+        "auto".
 
         Raises:
-            ValueError: a split of another number of stages or blocks, and what it does not go together with.
+            ValueError: a split of another number of stages or blocks, and what it does
+                not go together with.
         """
         draft.stages, asked = None, draft.knobs.pipeline
         if draft.knobs.pipeline_parallel_degree > 1:
-            self.require_together(draft, f"pipeline_parallel_degree={draft.knobs.pipeline_parallel_degree}")
+            self.require_together(
+                draft,
+                f"pipeline_parallel_degree={draft.knobs.pipeline_parallel_degree}",
+            )
             draft.stages = _settle_stages(draft)
         elif asked != type(asked)():
             draft.drop("pipeline", type(asked)(), "pipeline_parallel_degree=1")
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
-        """Return lines about the stages: their blocks, the bubble, their ranks and memory."""
-        return [] if plan.stages is None else [plan.stages.describe(), *describe_stages(plan)]
+        """Return lines about the stages: their blocks, the bubble, their ranks and
+        memory."""
+        return (
+            []
+            if plan.stages is None
+            else [plan.stages.describe(), *describe_stages(plan)]
+        )
 
 
 PIPELINE_PARALLELISM = PipelineParallelism()
@@ -96,7 +121,11 @@ def _settle_stages(draft: ModelDraft) -> Stages:
     asked = draft.knobs.pipeline
     # The schedule.
     if asked.schedule == "auto":
-        draft.settle("pipeline.schedule", "1f1b", "no planner chose one: it keeps the fewest activations")
+        draft.settle(
+            "pipeline.schedule",
+            "1f1b",
+            "no planner chose one: it keeps the fewest activations",
+        )
         asked = draft.knobs.pipeline
     chain = shapes.chain
     assert chain is not None, "the chain is recorded where there are stages"
@@ -115,7 +144,11 @@ def _settle_stages(draft: ModelDraft) -> Stages:
     sizes = asked.split
     if sizes == "auto":
         sizes = _balanced(chain, shapes, chunks)
-        draft.settle("pipeline.split", sizes, "the largest stage has as few parameters as possible")
+        draft.settle(
+            "pipeline.split",
+            sizes,
+            "the largest stage has as few parameters as possible",
+        )
     if (count, sizes) not in shapes.stages:
         shapes.stages[count, sizes] = _dealt(chain, shapes, count, sizes)
     found: Stages = shapes.stages[count, sizes]
@@ -127,13 +160,19 @@ def _dealt(chain: Chain, shapes: Shapes, count: int, sizes: tuple[int, ...]) -> 
     stages = Stages(chain, sizes, (0,) * count, names, len(sizes) // count)
     elements = []
     for stage in range(count):
-        elements.append(sum(shapes.of_name(name).elements for name in stages.owned(stage)))
+        elements.append(
+            sum(shapes.of_name(name).elements for name in stages.owned(stage))
+        )
     return replace(stages, elements=tuple(elements))
 
 
 def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> None:
     count, split = knobs.pipeline_parallel_degree, knobs.pipeline.split
-    each = "stage" if chunks == count else f"chunk (pipeline.schedule={knobs.pipeline.schedule!r})"
+    each = (
+        "stage"
+        if chunks == count
+        else f"chunk (pipeline.schedule={knobs.pipeline.schedule!r})"
+    )
     if chunks > blocks:
         raise ValueError(
             f"pipeline_parallel_degree={count}: {kind} has {blocks} blocks, and every {each} needs one; write "
@@ -147,7 +186,9 @@ def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> No
 
 
 def _require_no_buffers_between_chunks(chain: Chain, schedule: str) -> None:
-    outside = [name for name, place in chain.buffers if place not in range(len(chain.blocks))]
+    outside = [
+        name for name, place in chain.buffers if place not in range(len(chain.blocks))
+    ]
     if outside and schedule.startswith("interleaved"):
         raise ValueError(
             f"pipeline.schedule={schedule!r} and buffers outside of the blocks that are saved "
@@ -157,9 +198,10 @@ def _require_no_buffers_between_chunks(chain: Chain, schedule: str) -> None:
 
 
 def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
-    """Cut so that the largest stage is as small as can be: of all limits that are sums of neighbours, the least that
-    ``count`` stages keep to. Of the cuts within it the one whose blocks are the most even: embeddings and heads take
-    memory, and blocks take time."""
+    """Cut so that the largest stage is as small as can be: of all limits that are sums
+    of neighbours, the least that ``count`` stages keep to. Of the cuts within it the
+    one whose blocks are the most even: embeddings and heads take memory, and blocks
+    take time."""
 
     if ("cut", count) in shapes.stages:
         cut: tuple[int, ...] = shapes.stages["cut", count]
@@ -174,13 +216,16 @@ def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
     weights[-1] += elements(chain.after)
     ends = itertools.accumulate(weights, initial=0)
     sums = sorted({end - first for first, end in itertools.combinations(ends, 2)})
-    least = bisect.bisect_left(sums, True, key=lambda limit: _fits(weights, count, limit))
+    least = bisect.bisect_left(
+        sums, True, key=lambda limit: _fits(weights, count, limit)
+    )
     shapes.stages["cut", count] = cut = _most_even(blocks, weights, count, sums[least])
     return cut
 
 
 def _fits(weights: list[int], count: int, limit: int) -> bool:
-    """Return whether stages that are filled one by one, leaving a block for each further one, take all blocks."""
+    """Return whether stages that are filled one by one, leaving a block for each
+    further one, take all blocks."""
     place = 0
     for stage in range(count):
         latest = len(weights) - (count - stage - 1)
@@ -193,10 +238,16 @@ def _fits(weights: list[int], count: int, limit: int) -> bool:
     return place == len(weights)
 
 
-def _most_even(blocks: list[int], weights: list[int], count: int, limit: int) -> tuple[int, ...]:
-    """Return the sizes of the cut within the limit whose sums of ``blocks`` have the least sum of squares."""
-    of_blocks, of_all = (list(itertools.accumulate(each, initial=0)) for each in (blocks, weights))
-    # For the blocks up to each place, in as many stages as there were rounds: the least sum, and the sizes.
+def _most_even(
+    blocks: list[int], weights: list[int], count: int, limit: int
+) -> tuple[int, ...]:
+    """Return the sizes of the cut within the limit whose sums of ``blocks`` have the
+    least sum of squares."""
+    of_blocks, of_all = (
+        list(itertools.accumulate(each, initial=0)) for each in (blocks, weights)
+    )
+    # For the blocks up to each place, in as many stages as there were rounds: the least
+    # sum, and the sizes.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for _ in range(count):
         further: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -204,7 +255,10 @@ def _most_even(blocks: list[int], weights: list[int], count: int, limit: int) ->
             for end in range(begin + 1, len(blocks) + 1):
                 if of_all[end] - of_all[begin] > limit:
                     break
-                found = (squares + (of_blocks[end] - of_blocks[begin]) ** 2, (*sizes, end - begin))
+                found = (
+                    squares + (of_blocks[end] - of_blocks[begin]) ** 2,
+                    (*sizes, end - begin),
+                )
                 further[end] = min(found, further.get(end, found))
         best = further
     return best[len(blocks)][1]

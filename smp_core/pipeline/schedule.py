@@ -1,4 +1,5 @@
-"""A stage's part of a step, run: computations and messages in the order of :mod:`smp_core.plan.schedules`."""
+"""A stage's part of a step, run: computations and messages in the order of
+:mod:`smp_core.plan.schedules`."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ from smp_core.pipeline.times import StageTimes
 from smp_core.plan import Step
 
 Forward = Callable[[int, int, Activations | None], Activations]
-"""(chunk, micro-batch, activations of the chunk before) -> this chunk's; of the last chunk the loss."""
+"""(chunk, micro-batch, activations of the chunk before) -> this chunk's; of the last
+chunk the loss."""
 
 Around = Callable[[Step], AbstractContextManager[None]]
 """A computation -> what it runs in."""
 
 
 def run(
-    steps: list[Step], forward: Forward, messages: Messages, times: StageTimes, around: Around = lambda _: nullcontext()
+    steps: list[Step],
+    forward: Forward,
+    messages: Messages,
+    times: StageTimes,
+    around: Around = lambda _: nullcontext(),
 ) -> None:
     """Take a step's micro-batches through one stage.
 
@@ -31,7 +37,8 @@ def run(
         around: entered around every computation.
 
     Raises:
-        Exception: what ``forward`` raised; in the first forward of a new kind on all stages.
+        Exception: what ``forward`` raised; in the first forward of a new kind on all
+            stages.
     """
     arriving: dict[tuple[bool, int, int], Pending | None] = {}  # by what gave it
     taken: dict[tuple[int, int], Activations | None] = {}
@@ -42,14 +49,22 @@ def run(
     has_failed = False
     for step in steps:
         place = (step.chunk, step.micro_batch)
-        is_first = step.micro_batch == 0 and step.is_forward and step.act != "receive" and messages.is_new(step.chunk)
+        is_first = (
+            step.micro_batch == 0
+            and step.is_forward
+            and step.act != "receive"
+            and messages.is_new(step.chunk)
+        )
         if step.act == "receive":
             if step.is_forward and has_failed:
                 continue  # nothing else will come
             if step.is_forward:
-                arriving[(True, *place)] = messages.receive_activations(step.chunk, step.peer)
+                arriving[(True, *place)] = messages.receive_activations(
+                    step.chunk, step.peer
+                )
             else:
-                # No name of its own for the activations here: it would keep a graph beyond its backward pass.
+                # No name of its own for the activations here: it would keep a graph
+                # beyond its backward pass.
                 arriving[(False, *place)] = messages.receive_gradients(
                     given[step.chunk - 1, step.micro_batch], step.peer
                 )
@@ -62,13 +77,16 @@ def run(
                 messages.send_gradients(gradients.pop(place), step.peer)
         elif step.is_forward:
             source = (True, step.chunk - 1, step.micro_batch)
-            has_failed = source in arriving and arriving[source] is None  # on another stage
+            # On another stage.
+            has_failed = source in arriving and arriving[source] is None
             arrived = arriving.pop(source, None)
             taken[place] = None if arrived is None else arrived.wait()
             try:
                 if not has_failed:
                     with times.computing("forward", *place), around(step):
-                        given[place] = forward(step.chunk, step.micro_batch, taken[place])
+                        given[place] = forward(
+                            step.chunk, step.micro_batch, taken[place]
+                        )
                     if is_first and step.chunk in sending:
                         messages.require_format(given[place])
             except Exception as error:
@@ -80,14 +98,19 @@ def run(
             arrived = arriving.pop((False, step.chunk + 1, step.micro_batch), None)
             wanted = None if arrived is None else arrived.wait()
             with times.computing("backward", *place), around(step):
-                gradients[place] = backward(taken.pop(place) or (), given.pop(place), wanted)
+                gradients[place] = backward(
+                    taken.pop(place) or (), given.pop(place), wanted
+                )
         if is_first and (step.act == "send" or step.chunk not in sending):
             messages.agree(step.chunk, problem)
     messages.finish()
 
 
-def backward(taken: Activations, given: Activations, gradients: Gradients | None) -> Gradients:
-    """Take one micro-batch backward through a chunk, if anything in it or before it is trained.
+def backward(
+    taken: Activations, given: Activations, gradients: Gradients | None
+) -> Gradients:
+    """Take one micro-batch backward through a chunk, if anything in it or before it is
+    trained.
 
     Args:
         taken: the activations it began with; none on the first stage.
@@ -99,7 +122,9 @@ def backward(taken: Activations, given: Activations, gradients: Gradients | None
     """
     trained = [number for number, tensor in enumerate(given) if tensor.requires_grad]
     if trained:
-        arrived = None if gradients is None else [gradients[number] for number in trained]
+        arrived = (
+            None if gradients is None else [gradients[number] for number in trained]
+        )
         torch.autograd.backward([given[number] for number in trained], arrived)
     return tuple(map(_gradient, taken))
 

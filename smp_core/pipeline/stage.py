@@ -1,13 +1,17 @@
-"""One rank's stage of a model: what it holds of the parameters, and what its forward leaves out.
+"""One rank's stage of a model: what it holds of the parameters, and what its forward
+leaves out.
 
-The model keeps all its modules and names. A parameter of another stage is a DTensor on that stage's mesh, of which this
-rank has nothing: optimizers, state dicts and checkpoints list it like any other, and step, save and load nothing here.
+The model keeps all its modules and names. A parameter of another stage is a DTensor on
+that stage's mesh, of which this rank has nothing: optimizers, state dicts and
+checkpoints list it like any other, and step, save and load nothing here.
 
-A forward of the model runs the user's code as ever. Modules before the blocks give zeros or their input where another
-stage holds them, blocks before this stage's give what they take, and the stage's first block takes what was received.
-Behind the last one of a stage that is not the last :class:`_Cut` leaves the model's own code; the root's forward
-returns its tensor, so that FSDP2's hooks see an ordinary call; and :class:`StageDone` leaves the code that called the
-root. Both are no ``Exception``, so that nothing in between catches them.
+A forward of the model runs the user's code as ever. Modules before the blocks give
+zeros or their input where another stage holds them, blocks before this stage's give
+what they take, and the stage's first block takes what was received. Behind the last one
+of a stage that is not the last :class:`_Cut` leaves the model's own code; the root's
+forward returns its tensor, so that FSDP2's hooks see an ordinary call; and
+:class:`StageDone` leaves the code that called the root. Both are no ``Exception``, so
+that nothing in between catches them.
 """
 
 from __future__ import annotations
@@ -31,8 +35,11 @@ from smp_core.torch_facts import caches_in, first_names
 Outside = Callable[[Callable[[], Any], Any], Any]
 """(forward of the root, its arguments) -> what the last stage's gave."""
 
-TriesCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any], int], None]
-"""Takes the root, arguments of its forward with what the chunk receives first, that forward, the chunk's number."""
+TriesCall = Callable[
+    [nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any], int], None
+]
+"""Takes the root, arguments of its forward with what the chunk receives first, that
+forward, the chunk's number."""
 
 
 class StageDone(BaseException):
@@ -54,8 +61,8 @@ class _Cut(BaseException):
 
 @torch.no_grad()
 def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
-    """Put a DTensor of which this rank has nothing in the place of every parameter of another stage, before anything
-    is sharded.
+    """Put a DTensor of which this rank has nothing in the place of every parameter of
+    another stage, before anything is sharded.
     """
     meshes = mesh.holders()
     own = stages.owned(mesh.stage)
@@ -72,16 +79,27 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
 
 
 def _absent(parameter: nn.Parameter, owners: DeviceMesh) -> nn.Parameter:
-    # from_local takes an empty shape for none given, and then the shape of the local tensor.
-    nothing = torch.empty(0 if parameter.ndim else (), dtype=parameter.dtype, device=owners.device_type)
+    # from_local takes an empty shape for none given, and then the shape of the local
+    # tensor.
+    nothing = torch.empty(
+        0 if parameter.ndim else (), dtype=parameter.dtype, device=owners.device_type
+    )
     whole = torch.empty(parameter.shape, device="meta")
     placement = Shard(0) if parameter.ndim else Replicate()
-    made = DTensor.from_local(nothing, owners, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    made = DTensor.from_local(
+        nothing,
+        owners,
+        [placement],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 class Stage:
-    """Forwards of one stage, chunk by chunk. Made when the model is sharded: its hooks come outside of FSDP2's.
+    """Forwards of one stage, chunk by chunk. Made when the model is sharded: its hooks
+    come outside of FSDP2's.
 
     Attributes:
         incoming: what the chunk's first block takes, of every chunk but the first.
@@ -110,9 +128,12 @@ class Stage:
             dtype: what activations are computed in; None: the parameters' own.
             outside: takes a forward of the root outside of a step through all stages.
             entered: called where a step comes to the chunk's first block.
-            passed: called where a step has passed a module that has a stand-in elsewhere, with their count so far.
-            replaced: called with what ``incoming`` takes the place of: the first block's argument without its values.
-            try_call: called before the root's forward, with what does as much for other arguments.
+            passed: called where a step has passed a module that has a stand-in
+                elsewhere, with their count so far.
+            replaced: called with what ``incoming`` takes the place of: the first
+                block's argument without its values.
+            try_call: called before the root's forward, with what does as much for other
+                arguments.
         """
         self._outside = outside
         self._entered = entered
@@ -128,21 +149,29 @@ class Stage:
         self._stages = stages
         self._dtype = dtype
         self.show(stage)
-        # The model's forward: begun with what is received, ended behind the stage's last block.
+        # The model's forward: begun with what is received, ended behind the stage's
+        # last block.
         root = model.get_submodule(chain.module)
         self._name = type(root).__name__.removeprefix("FSDP")
         self._undo: list[Callable[[], Any]] = []
-        begin = root.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        begin = root.register_forward_pre_hook(
+            self._begin, prepend=True, with_kwargs=True
+        )
         self._replace_forward(root, self._caught(root, root.forward))
         leave = root.register_forward_hook(self._leave)
         self._undo += [begin.remove, leave.remove]
         # Modules before the blocks, which other stages hold.
         for stand_in in chain.stand_ins:
             module = model.get_submodule(stand_in.name)
-            forward = self._standing_in(stand_in, module, played.get(stand_in.name), is_held=stage == 0)
+            forward = self._standing_in(
+                stand_in, module, played.get(stand_in.name), is_held=stage == 0
+            )
             self._replace_forward(module, forward)
         # The blocks themselves.
-        self._numbers = {model.get_submodule(name): number for number, name in enumerate(chain.blocks)}
+        self._numbers = {
+            model.get_submodule(name): number
+            for number, name in enumerate(chain.blocks)
+        }
         self._kinds: dict[type[nn.Module], Any] = {}
         for block in self._numbers:
             self._take_over_calls(block)
@@ -156,29 +185,45 @@ class Stage:
         own = vars(module)
         before = own.get("forward")
         module.forward = forward  # type: ignore[method-assign]
-        self._undo.append(lambda: own.pop("forward") if before is None else own.update(forward=before))
+        self._undo.append(
+            lambda: own.pop("forward") if before is None else own.update(forward=before)
+        )
 
     def show(self, chunk: int) -> None:
         """Let calls of the model compute one of this stage's chunks."""
-        self._chunk, self._own, self._is_before_own = chunk, self._stages.blocks(chunk), True
+        self._chunk, self._own, self._is_before_own = (
+            chunk,
+            self._stages.blocks(chunk),
+            True,
+        )
         self._is_first, self.is_last = chunk == 0, chunk == self._stages.n_chunks - 1
 
     def _take_over_calls(self, block: nn.Module) -> None:
-        """Let calls of a block receive, compute and end, as the present chunk wants it, or be left out with all its
-        hooks, which would gather its parameters. Not by hooks: they would be a part of compiled blocks."""
+        """Let calls of a block receive, compute and end, as the present chunk wants it,
+        or be left out with all its hooks, which would gather its parameters. Not by
+        hooks: they would be a part of compiled blocks."""
         kind: Any = type(block)
         if kind not in self._kinds:
 
             def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 return self._call(block, kind.__call__, args, kwargs)
 
-            # One class for all blocks of a kind, which the compiler tells apart by their classes.
-            self._kinds[kind] = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+            # One class for all blocks of a kind, which the compiler tells apart by
+            # their classes.
+            self._kinds[kind] = type(
+                kind.__name__,
+                (kind,),
+                {"__call__": call, "__module__": kind.__module__},
+            )
         block.__class__ = self._kinds[kind]
         self._undo.append(lambda: setattr(block, "__class__", kind))
 
     def _call(
-        self, block: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        block: nn.Module,
+        compute: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         number = self._numbers[block]
         if number not in self._own:
@@ -189,13 +234,17 @@ class Stage:
             if not self._is_first:
                 self._is_before_own = False
                 self._replaced(argument(args, kwargs, self._chain.takes))
-                args, kwargs = with_argument(args, kwargs, self._chain.takes, self.incoming)
+                args, kwargs = with_argument(
+                    args, kwargs, self._chain.takes, self.incoming
+                )
         output = compute(block, *args, **kwargs)
         if number == self._own.stop - 1 and not self.is_last:
             raise _Cut(given_by(output, self._chain.gives))
         return output
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._is_before_own = True
         if not self.is_running:
             self._require_forward_only(kwargs)
@@ -222,7 +271,9 @@ class Stage:
                 "counted by those of the first block; write generate(use_cache=False)"
             )
 
-    def _caught(self, root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _caught(
+        self, root: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
         @functools.wraps(forward)
         def caught(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -240,9 +291,13 @@ class Stage:
         @functools.wraps(forward)
         def staged(*args: Any, **kwargs: Any) -> Any:
             if self.is_running:
-                self._try_call(root, (self.incoming, *args), kwargs, receiving, self._chunk)
+                self._try_call(
+                    root, (self.incoming, *args), kwargs, receiving, self._chunk
+                )
                 return caught(*args, **kwargs)
-            return self._outside(functools.partial(caught, *args, **kwargs), [args, kwargs])
+            return self._outside(
+                functools.partial(caught, *args, **kwargs), [args, kwargs]
+            )
 
         return staged
 
@@ -251,25 +306,42 @@ class Stage:
     ) -> Callable[..., Any]:
         forward, weight = module.forward, next(module.parameters())
 
-        def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-            return torch.zeros((), dtype=dtype or self._dtype or weight.dtype, device=device).expand(shape)
+        def zeros(
+            shape: tuple[int, ...],
+            device: torch.device,
+            dtype: torch.dtype | None = None,
+        ) -> Tensor:
+            return torch.zeros(
+                (), dtype=dtype or self._dtype or weight.dtype, device=device
+            ).expand(shape)
 
         @functools.wraps(forward)
         def standing_in(*args: Any, **kwargs: Any) -> Any:
             if not self._is_before_own:  # it may work behind the blocks too
                 return forward(*args, **kwargs)
-            given = forward(*args, **kwargs) if is_held and self._is_first else stood_in(*args, **kwargs)
+            given = (
+                forward(*args, **kwargs)
+                if is_held and self._is_first
+                else stood_in(*args, **kwargs)
+            )
             if self.is_running:
                 self._n_passed += 1
                 self._passed(self._n_passed)
             return given
 
         def stood_in(*args: Any, **kwargs: Any) -> Any:
-            taken = next((tensor for _, tensor in iterate_tensors([args, kwargs])), weight)
+            taken = next(
+                (tensor for _, tensor in iterate_tensors([args, kwargs])), weight
+            )
             if played is not None:
                 given = played(*args, **kwargs)
                 return map_tensors(
-                    given, lambda t: zeros(t.shape, taken.device, None if t.is_floating_point() else t.dtype)
+                    given,
+                    lambda t: zeros(
+                        t.shape,
+                        taken.device,
+                        None if t.is_floating_point() else t.dtype,
+                    ),
                 )
             if stand_in.features is None:
                 return taken
@@ -283,7 +355,10 @@ class Stage:
         taken = argument(args, kwargs, self._chain.takes)
         if gives is None:
             return taken
-        return of_kind(self._chain.kind, tuple(taken if number == gives[0] else None for number in range(gives[1])))
+        return of_kind(
+            self._chain.kind,
+            tuple(taken if number == gives[0] else None for number in range(gives[1])),
+        )
 
     def _leave(self, root: nn.Module, _: Any, output: Tensor) -> None:
         if self.is_running and not self.is_last:

@@ -1,5 +1,6 @@
-"""What modules before the blocks give where another stage holds them: the shapes of their outputs, played on the meta
-device. The copies are made of the model as it came: FSDP2's modules cannot be copied, and split layers give parts."""
+"""What modules before the blocks give where another stage holds them: the shapes of
+their outputs, played on the meta device. The copies are made of the model as it came:
+FSDP2's modules cannot be copied, and split layers give parts."""
 
 from __future__ import annotations
 
@@ -25,9 +26,15 @@ def played_of(model: nn.Module, chain: Chain) -> dict[str, Played]:
 
 def _on_meta(module: nn.Module) -> Played:
     tensors = [*module.parameters(), *module.buffers()]
-    on_meta = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors}
+    on_meta = {
+        id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for tensor in tensors
+    }
     parameters = {id(tensor) for tensor in module.parameters()}
-    memo = {key: nn.Parameter(made, False) if key in parameters else made for key, made in on_meta.items()}
+    memo = {
+        key: nn.Parameter(made, False) if key in parameters else made
+        for key, made in on_meta.items()
+    }
     copied = copy.deepcopy(module, memo)
     dtype = next(module.parameters()).dtype
 

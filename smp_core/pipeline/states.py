@@ -23,21 +23,36 @@ class _Elsewhere:
 
 
 def states_of_all_stages(
-    named: dict[str, Any], model: nn.Module, stages: Stages, stage: int, group: dist.ProcessGroup
+    named: dict[str, Any],
+    model: nn.Module,
+    stages: Stages,
+    stage: int,
+    group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Complete a named optimizer state by those of other stages. Collective over the stages.
+    """Complete a named optimizer state by those of other stages. Collective over the
+    stages.
 
     Args:
-        named: of :func:`smp_core.checkpoint.optimizers.named_optimizer_state`, with this stage's states.
+        named: of :func:`smp_core.checkpoint.optimizers.named_optimizer_state`, with
+            this stage's states.
 
     Returns:
-        the same with states of all parameters: numbers and unsharded tensors as they are; for sharded ones of other
+        the same with states of all parameters: numbers and unsharded tensors as they
+            are; for sharded ones of other
         stages tensors of which this rank has nothing, as of their parameters.
     """
     own = stages.owned(stage)
-    held = {name: entry for name, entry in named["state"].items() if name in own or name not in stages.owners}
+    held = {
+        name: entry
+        for name, entry in named["state"].items()
+        if name in own or name not in stages.owners
+    }
     told: list[Any] = [None] * stages.count
-    dist.all_gather_object(told, {name: map_tensors(entry, _told) for name, entry in held.items()}, group=group)
+    dist.all_gather_object(
+        told,
+        {name: map_tensors(entry, _told) for name, entry in held.items()},
+        group=group,
+    )
     parameters = dict(model.named_parameters())
     complete: dict[str, Any] = {}
     for name in [*parameters, *(name for name in held if name not in parameters)]:
@@ -51,7 +66,11 @@ def states_of_all_stages(
 
 
 def _told(tensor: torch.Tensor) -> Any:
-    return _Elsewhere(tuple(tensor.shape), tensor.dtype) if isinstance(tensor, DTensor) else tensor.cpu()
+    return (
+        _Elsewhere(tuple(tensor.shape), tensor.dtype)
+        if isinstance(tensor, DTensor)
+        else tensor.cpu()
+    )
 
 
 def _absent(entry: Any, parameter: nn.Parameter) -> Any:

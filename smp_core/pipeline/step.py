@@ -1,4 +1,5 @@
-"""Pipeline: a step of all stages, made of calls of the user's own code, one for each micro-batch."""
+"""Pipeline: a step of all stages, made of calls of the user's own code, one for each
+micro-batch."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ class HoldsGradients(Protocol):
 
 
 class Beside(Protocol):
-    """The interface of a tensor that travels beside activations, to which each chunk adds.
+    """The interface of a tensor that travels beside activations, to which each chunk
+    adds.
 
     Attributes:
-        arrived: what the chunk before gave; None of the first one. Set before a chunk's forward.
+        arrived: what the chunk before gave; None of the first one. Set before a chunk's
+            forward.
     """
 
     arrived: Tensor | None
@@ -59,7 +62,9 @@ class _Failed:
     text: str
 
     def fail(self, stage: int) -> NoReturn:
-        raise (ValueError if self.is_refusal else RuntimeError)(f"pipeline stage {stage}: {self.text}")
+        raise (ValueError if self.is_refusal else RuntimeError)(
+            f"pipeline stage {stage}: {self.text}"
+        )
 
 
 class Pipeline:
@@ -110,10 +115,17 @@ class Pipeline:
         self._place = (0, 0)  # micro-batch and chunk at present
         self._beside = beside
         goes_around = stages.n_chunks > stages.count
-        self._messages = Messages(mesh, meter, goes_around, parts=1 if beside is None else 2)
+        self._messages = Messages(
+            mesh, meter, goes_around, parts=1 if beside is None else 2
+        )
         columns = range(stages.count)
-        training = [computations(recipe.schedule, stages.count, stage, self.micro_batches) for stage in columns]
-        evaluation = [forward_only(stages.count, stage, stages.n_chunks) for stage in columns]
+        training = [
+            computations(recipe.schedule, stages.count, stage, self.micro_batches)
+            for stage in columns
+        ]
+        evaluation = [
+            forward_only(stages.count, stage, stages.n_chunks) for stage in columns
+        ]
         self._training = with_messages(training, stages.n_chunks)[mesh.stage]
         self._evaluation = with_messages(evaluation, stages.n_chunks)[mesh.stage]
         own = stages.chunks(mesh.stage)
@@ -122,7 +134,9 @@ class Pipeline:
             used = [stages.used(other) for other in own if other != chunk]
             self._used_elsewhere[chunk] = frozenset().union(*used) - stages.used(chunk)
         names = {name: parameter for name, parameter in model.named_parameters()}
-        self._counted_elsewhere = {names[name] for name in stages.tied if mesh.stage > 0}
+        self._counted_elsewhere = {
+            names[name] for name in stages.tied if mesh.stage > 0
+        }
 
     def train(
         self,
@@ -132,21 +146,25 @@ class Pipeline:
         batch: Any,
         within: Within = lambda _: nullcontext(),
     ) -> list[Any]:
-        """Take all micro-batches forward and backward, and leave their window open. Collective over the stages.
+        """Take all micro-batches forward and backward, and leave their window open.
+        Collective over the stages.
 
         Args:
             calls: for each micro-batch the user's code, which calls the model once.
-            loss_of: of what a call returned; it may raise `ValueError` for what is none.
+            loss_of: of what a call returned; it may raise `ValueError` for what is
+                none.
             scale: what each micro-batch's loss is multiplied by before backward.
             batch: the same on all stages.
-            within: entered around each micro-batch's forward, its loss and its backward.
+            within: entered around each micro-batch's forward, its loss and its
+                backward.
 
         Returns:
-            what the calls returned, detached; on the last stage, elsewhere an empty list.
+            what the calls returned, detached; on the last stage, elsewhere an empty
+            list.
 
         Raises:
-            ValueError: stages were given different batches or make different calls; code that does not call the model
-                once.
+            ValueError: stages were given different batches or make different calls;
+                code that does not call the model once.
         """
         key, seed = self._batches.begin("a training step", batch, self._seeds.draw())
         results: list[Any] = []
@@ -175,7 +193,11 @@ class Pipeline:
                     yield
 
         self._messages.begin((True, key), ("training", _without_shapes(key)))
-        with self._window().batch_in_stages(), self._seeds.during_step(seed), self.times.batch():
+        with (
+            self._window().batch_in_stages(),
+            self._seeds.during_step(seed),
+            self.times.batch(),
+        ):
             run(self._training, forward, self._messages, self.times, around)
         return results
 
@@ -194,13 +216,17 @@ class Pipeline:
         def forward(chunk: int, number: int, taken: Activations | None) -> Activations:
             return self._call(call, chunk, number, taken, results) or ()
 
-        self._messages.begin((torch.is_grad_enabled(), "evaluation", key), ("evaluation", _without_shapes(key)))
+        self._messages.begin(
+            (torch.is_grad_enabled(), "evaluation", key),
+            ("evaluation", _without_shapes(key)),
+        )
         with self._seeds.during_step(seed):
             run(self._evaluation, forward, self._messages, self.times)
         return results[0] if results else None
 
     def _outside_of_steps(self, forward: Callable[[], Any], inputs: Any) -> Any:
-        """Take a call of the model without gradients through all stages. Collective over them.
+        """Take a call of the model without gradients through all stages. Collective
+        over them.
 
         Args:
             forward: of the root, inside of its hooks.
@@ -211,7 +237,9 @@ class Pipeline:
         key, _ = self._batches.begin("a call of the model outside of a step", inputs)
         results: list[Any] = []
 
-        def given_by_chunk(chunk: int, _: int, taken: Activations | None) -> Activations:
+        def given_by_chunk(
+            chunk: int, _: int, taken: Activations | None
+        ) -> Activations:
             self._stage.show(chunk)
             self._take(taken)
             try:
@@ -226,27 +254,35 @@ class Pipeline:
             results.append(given)
             return ()
 
-        self._messages.begin(("outside of steps", key), ("outside of steps", _without_shapes(key)))
+        self._messages.begin(
+            ("outside of steps", key), ("outside of steps", _without_shapes(key))
+        )
         run(self._evaluation, given_by_chunk, self._messages, self.times)
         return self.share(results[0] if results else None)
 
     def share(self, value: Any) -> Any:
-        """Return the last stage's value on all stages, its tensors detached and on this rank's device. Collective over
-        them."""
+        """Return the last stage's value on all stages, its tensors detached and on this
+        rank's device. Collective over them."""
         return self.share_made(lambda: value)
 
     def share_made(self, make: Callable[[], Any]) -> Any:
-        """Return on all stages what ``make`` gives on the last one, as :meth:`share` does. Collective over them.
+        """Return on all stages what ``make`` gives on the last one, as :meth:`share`
+        does. Collective over them.
 
         Raises:
-            Exception: what ``make`` raised; on other stages a ValueError or RuntimeError of its text.
+            Exception: what ``make`` raised; on other stages a ValueError or
+                RuntimeError of its text.
         """
         carried: list[Any] = [None]
         problem: Exception | None = None
 
         def send() -> None:
             with here.waiting("what the last pipeline stage returned"):
-                dist.broadcast_object_list(carried, group=self._mesh.column.host, group_src=self.stages.count - 1)
+                dist.broadcast_object_list(
+                    carried,
+                    group=self._mesh.column.host,
+                    group_src=self.stages.count - 1,
+                )
 
         if self._mesh.stage < self.stages.count - 1:
             send()
@@ -257,7 +293,10 @@ class Pipeline:
             except (dist.DistBackendError, dist.DistNetworkError):
                 raise
             except Exception as error:
-                problem, carried[0] = error, _Failed(isinstance(error, ValueError), in_words(error))
+                problem, carried[0] = (
+                    error,
+                    _Failed(isinstance(error, ValueError), in_words(error)),
+                )
                 send()
         if problem is not None:
             raise problem
@@ -266,9 +305,12 @@ class Pipeline:
         return map_tensors(carried[0], lambda tensor: tensor.to(self._mesh.device))
 
     def counts(self, parameter: Tensor) -> bool:
-        """Return whether a parameter counts on this rank where numbers of all stages are added up: it is here, and no
-        stage before this one has it too."""
-        return not is_absent(parameter) and model_parameter(parameter) not in self._counted_elsewhere
+        """Return whether a parameter counts on this rank where numbers of all stages
+        are added up: it is here, and no stage before this one has it too."""
+        return (
+            not is_absent(parameter)
+            and model_parameter(parameter) not in self._counted_elsewhere
+        )
 
     def _take(self, taken: Activations | None) -> None:
         self._stage.incoming = None if taken is None else taken[0]
@@ -276,12 +318,22 @@ class Pipeline:
             self._beside.arrived = None if taken is None else taken[1]
 
     def _given(self, activation: Tensor) -> Activations:
-        return (activation,) if self._beside is None else (activation, self._beside.given())
+        return (
+            (activation,)
+            if self._beside is None
+            else (activation, self._beside.given())
+        )
 
     def _call(
-        self, call: Callable[[], Any], chunk: int, number: int, taken: Activations | None, results: list[Any]
+        self,
+        call: Callable[[], Any],
+        chunk: int,
+        number: int,
+        taken: Activations | None,
+        results: list[Any],
     ) -> Activations | None:
-        """Run the user's code; return what is sent on, or None of the last chunk, where the code came to its end."""
+        """Run the user's code; return what is sent on, or None of the last chunk, where
+        the code came to its end."""
         stage, self._place = self._stage, (number, chunk)
         stage.show(chunk)
         self._seeds.begin_call(number)

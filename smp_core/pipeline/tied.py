@@ -1,9 +1,10 @@
-"""Parameters that the first and the last stage both hold (tied embeddings): equal at the start, their gradients added
-up whenever a window closes, so that both optimizers take the same step.
+"""Parameters that the first and the last stage both hold (tied embeddings): equal at
+the start, their gradients added up whenever a window closes, so that both optimizers
+take the same step.
 
-With ``optimizer_shard="world"`` the ranks hold gradients of masters, of parts that are cut in other places on the two
-stages. Each brings its part among zeros; what is added up over stages and replicas is the sum of both, and each rank
-takes its part of that.
+With ``optimizer_shard="world"`` the ranks hold gradients of masters, of parts that are
+cut in other places on the two stages. Each brings its part among zeros; what is added
+up over stages and replicas is the sum of both, and each rank takes its part of that.
 """
 
 from __future__ import annotations
@@ -50,17 +51,23 @@ class TiedGradients:
 
     @contextlib.contextmanager
     def added_up(self) -> Iterator[None]:
-        """Add up over the stages the gradients that parameters, or their masters, receive inside; what was in ``.grad``
-        before stays as it is."""
+        """Add up over the stages the gradients that parameters, or their masters,
+        receive inside; what was in ``.grad`` before stays as it is."""
         world = self._world()
         stepped = self._parameters if world is None else world.stepped(self._parameters)
         before = [each.grad for each in stepped]
         for each in stepped:
             each.grad = None
         yield
-        for parameter, each, earlier in zip(self._parameters, stepped, before, strict=True):
+        for parameter, each, earlier in zip(
+            self._parameters, stepped, before, strict=True
+        ):
             if parameter.requires_grad:
-                own = slice(None) if each is parameter or world is None else world.own_slice(parameter)
+                own = (
+                    slice(None)
+                    if each is parameter or world is None
+                    else world.own_slice(parameter)
+                )
                 self._add_up(parameter, each, own)
             if earlier is not None:
                 each.grad = earlier if each.grad is None else earlier + each.grad
@@ -81,7 +88,8 @@ class TiedGradients:
             sent[:-1][own] = local_part(stepped.grad).reshape(-1)
             sent[-1] = 1.0
         dist.all_reduce(sent, group=self._group)
-        if is_master:  # the other stage's parts of these elements may have come to other replicas
+        # The other stage's parts of these elements may have come to other replicas.
+        if is_master:
             dist.all_reduce(sent, group=self._replicas)
         if stepped.grad is None:
             # Only where this rank has none it asks, for which it waits for the device.

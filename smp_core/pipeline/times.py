@@ -1,8 +1,11 @@
-"""StageTimes: when a pipeline stage computes, and how long it waits for other stages with nothing to compute.
+"""StageTimes: when a pipeline stage computes, and how long it waits for other stages
+with nothing to compute.
 
-The bubble of a batch lies between its first forward pass and its last backward pass on any stage. Stages begin a batch
-together (:class:`smp_core.pipeline.batches.SameBatches`), so that seconds since then mean the same on all of them.
-Times are the host's: on an accelerator, whose host runs ahead, they say nothing.
+The bubble of a batch lies between its first forward pass and its last backward pass on
+any stage. Stages begin a batch together
+(:class:`smp_core.pipeline.batches.SameBatches`), so that seconds since then mean the
+same on all of them. Times are the host's: on an accelerator, whose host runs ahead,
+they say nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +70,11 @@ class StageTimes:
         self._lasted += self.last[-1].end
 
     @contextlib.contextmanager
-    def computing(self, direction: Direction, chunk: int, micro_batch: int) -> Iterator[None]:
-        """Note a computation; outside of :meth:`batch` (evaluation) it is none of a training step's."""
+    def computing(
+        self, direction: Direction, chunk: int, micro_batch: int
+    ) -> Iterator[None]:
+        """Note a computation; outside of :meth:`batch` (evaluation) it is none of a
+        training step's."""
         if self._batch is None:
             yield
             return
@@ -79,8 +85,8 @@ class StageTimes:
         self._batch.append(Computation(direction, chunk, micro_batch, begin, end))
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds of computation since the last call, and those from the beginnings of batches to the ends
-        of their last computations here."""
+        """Return the seconds of computation since the last call, and those from the
+        beginnings of batches to the ends of their last computations here."""
         taken = self._computed, self._lasted
         self._computed = self._lasted = 0.0
         return taken
@@ -90,8 +96,8 @@ def idle_shares(columns: Sequence[Sequence[tuple[float, float]]]) -> list[float]
     """Return for each stage the share of a batch's time in which it computes nothing.
 
     Args:
-        columns: for each set of ranks that take batches through all stages together, what :meth:`StageTimes.take`
-            returned on each of its stages.
+        columns: for each set of ranks that take batches through all stages together,
+            what :meth:`StageTimes.take` returned on each of its stages.
     """
     # A batch ends where the last of its stages ends.
     lasted, computed = 0.0, [0.0] * len(columns[0])
@@ -113,17 +119,43 @@ def draw_timeline(stages: Sequence[Sequence[Computation]], path: str | Path) -> 
         ValueError: matplotlib is not installed.
     """
     chunks = 1 + max(each.chunk for stage in stages for each in stage)
-    figure = matplotlibs_figure()(figsize=(12, 0.8 + 0.6 * len(stages)), layout="constrained")
+    figure = matplotlibs_figure()(
+        figsize=(12, 0.8 + 0.6 * len(stages)), layout="constrained"
+    )
     axes = figure.subplots()
     for number, stage in enumerate(stages):
         for each in stage:
             # Later chunks of a stage are darker.
-            depth = 0.35 + 0.5 * (each.chunk // len(stages)) / max(chunks // len(stages) - 1, 1)
-            colour = (1 - depth, 1 - depth / 2, 1.0) if each.direction == "forward" else (1.0, 1 - depth / 2, 1 - depth)
-            axes.barh(number, each.end - each.begin, left=each.begin, color=colour, edgecolor="black", linewidth=0.5)
+            depth = 0.35 + 0.5 * (each.chunk // len(stages)) / max(
+                chunks // len(stages) - 1, 1
+            )
+            colour = (
+                (1 - depth, 1 - depth / 2, 1.0)
+                if each.direction == "forward"
+                else (1.0, 1 - depth / 2, 1 - depth)
+            )
+            axes.barh(
+                number,
+                each.end - each.begin,
+                left=each.begin,
+                color=colour,
+                edgecolor="black",
+                linewidth=0.5,
+            )
             middle = (each.begin + each.end) / 2
-            axes.text(middle, number, str(each.micro_batch), ha="center", va="center", fontsize=8)
-    axes.set_yticks(range(len(stages)), [f"stage {number}" for number in range(len(stages))])
+            axes.text(
+                middle,
+                number,
+                str(each.micro_batch),
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
+    axes.set_yticks(
+        range(len(stages)), [f"stage {number}" for number in range(len(stages))]
+    )
     axes.invert_yaxis()
-    axes.set_xlabel("seconds since the batch began; numbers are micro-batches, forward blue and backward orange")
+    axes.set_xlabel(
+        "seconds since the batch began; numbers are micro-batches, forward blue and backward orange"
+    )
     figure.savefig(path)

@@ -1,8 +1,9 @@
 """What was decided, as data: no process group, no module, no collective.
 
-A Draft of the knobs becomes a Plan, which knows the model (Shapes: units, towers, parameters), the machines (Cluster),
-the blocks in their order (chain/), stages, dtypes, what is recomputed and the memory that all of this takes
-(memory). The engine makes plans, subjects do their part of them, the planner compares them.
+A Draft of the knobs becomes a Plan, which knows the model (Shapes: units, towers,
+parameters), the machines (Cluster), the blocks in their order (chain/), stages, dtypes,
+what is recomputed and the memory that all of this takes (memory). The engine makes
+plans, subjects do their part of them, the planner compares them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
     from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
     from smp_core.plan.communicator_count import communicators as communicators
-    from smp_core.plan.examples import Example as Example, call_with as call_with, example_of as example_of
+    from smp_core.plan.examples import (
+        Example as Example,
+        call_with as call_with,
+        example_of as example_of,
+    )
     from smp_core.plan.experts import (
         DEALT as DEALT,
         DROPPED as DROPPED,
@@ -28,7 +33,10 @@ if TYPE_CHECKING:
         router_losses as router_losses,
         without_router_loss as without_router_loss,
     )
-    from smp_core.plan.kept_operators import is_kept as is_kept, keep_outputs_of as keep_outputs_of
+    from smp_core.plan.kept_operators import (
+        is_kept as is_kept,
+        keep_outputs_of as keep_outputs_of,
+    )
     from smp_core.plan.memory import (
         GradientBytes as GradientBytes,
         MemoryEstimate as MemoryEstimate,
@@ -45,7 +53,10 @@ if TYPE_CHECKING:
         OptimizerStates as OptimizerStates,
         planned_states as planned_states,
     )
-    from smp_core.plan.picture import svg_picture as svg_picture, text_picture as text_picture
+    from smp_core.plan.picture import (
+        svg_picture as svg_picture,
+        text_picture as text_picture,
+    )
     from smp_core.plan.plan import (
         HALF as HALF,
         TRAINERS_OWN as TRAINERS_OWN,
@@ -58,7 +69,10 @@ if TYPE_CHECKING:
         keeps_parameters as keeps_parameters,
         name_of as name_of,
     )
-    from smp_core.plan.routes import compression as compression, head_groups as head_groups
+    from smp_core.plan.routes import (
+        compression as compression,
+        head_groups as head_groups,
+    )
     from smp_core.plan.schedules import (
         Step as Step,
         blocks_kept as blocks_kept,

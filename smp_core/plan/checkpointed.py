@@ -1,8 +1,9 @@
 """Which modules are checkpointed, and how.
 
-A mode by itself is for the wrapped blocks of the model. ``{glob: mode}`` is for any modules: the model is walked from
-the root down, the first pattern (a class name, or a glob over module names) that matches a module decides about it and
-about everything inside of it, so nothing is ever checkpointed twice.
+A mode by itself is for the wrapped blocks of the model. ``{glob: mode}`` is for any
+modules: the model is walked from the root down, the first pattern (a class name, or a
+glob over module names) that matches a module decides about it and about everything
+inside of it, so nothing is ever checkpointed twice.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ Mode = Literal["full", "selective"]
 
 @dataclass(frozen=True)
 class CheckpointedModule:
-    """A module by its name in the model, and what is kept of its activations: its inputs ("full"), or also the outputs
-    of the operations in :mod:`smp_core.activations.selective` ("selective")."""
+    """A module by its name in the model, and what is kept of its activations: its
+    inputs ("full"), or also the outputs of the operations in
+    :mod:`smp_core.activations.selective` ("selective")."""
 
     name: str
     mode: Mode
 
 
 def checkpoints_itself(model: nn.Module) -> bool:
-    """Return whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    """Return whether the model's own checkpointing (``gradient_checkpointing`` of
+    Transformers) is on in any module."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) is True
+        for module in model.modules()
+    )
 
 
 def plan_checkpointing(
@@ -40,11 +46,13 @@ def plan_checkpointing(
     """Return the modules to be checkpointed, in the model's order.
 
     Args:
-        blocks: names of the model's wrapped blocks (:attr:`smp_core.plan.units.WrapPlan.blocks`).
+        blocks: names of the model's wrapped blocks
+            (:attr:`smp_core.plan.units.WrapPlan.blocks`).
         setting: ``activations.checkpoint``.
 
     Raises:
-        ValueError: the model has no blocks, or a pattern matches nothing that another one does not have already.
+        ValueError: the model has no blocks, or a pattern matches nothing that another
+            one does not have already.
     """
     if isinstance(setting, str):
         if setting == "none":
@@ -57,7 +65,11 @@ def plan_checkpointing(
             )
         return _of_group(blocks, setting)
     groups = _claimed(model, setting)
-    chosen = [each for pattern, members in groups.items() for each in _of_group(members, setting[pattern])]
+    chosen = [
+        each
+        for pattern, members in groups.items()
+        for each in _of_group(members, setting[pattern])
+    ]
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     return sorted(chosen, key=lambda each: order[each.name])
 
@@ -87,7 +99,11 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str
     for pattern, members in groups.items():
         if members:
             continue
-        elsewhere = [name for name, module in model.named_modules() if name and _matches(pattern, name, module)]
+        elsewhere = [
+            name
+            for name, module in model.named_modules()
+            if name and _matches(pattern, name, module)
+        ]
         if elsewhere:
             raise ValueError(
                 f"activations.checkpoint[{pattern!r}]: {elsewhere[0]} and all else that it matches lie inside "
@@ -103,4 +119,6 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return type(uncompiled(module)).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
+    return type(uncompiled(module)).__name__ == pattern or fnmatch.fnmatchcase(
+        name, pattern
+    )

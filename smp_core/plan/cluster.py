@@ -1,4 +1,5 @@
-"""Cluster: the facts about the machines that decisions use: nodes, devices, memory, links, what this torch can do."""
+"""Cluster: the facts about the machines that decisions use: nodes, devices, memory,
+links, what this torch can do."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Cluster:
         device_memory: bytes of the smallest device; None: there is none to plan for.
         host_memory: bytes that this rank's node has available now.
         links: measured on a cluster of this shape.
-        fsdp_methods: those named in `smp_core.torch_facts.compat.FSDP_METHODS` that this torch has.
+        fsdp_methods: those named in `smp_core.torch_facts.compat.FSDP_METHODS` that
+            this torch has.
     """
 
     topology: Topology
@@ -36,23 +38,28 @@ class Cluster:
     fsdp_methods: frozenset[str] = frozenset(FSDP_METHODS.values())
 
     def of_stage(self, stages: int) -> Cluster:
-        """Return the machines of one pipeline stage, as decisions about its ranks see them. Links were measured with
-        all nodes at work, and are left out where a stage has some of them."""
+        """Return the machines of one pipeline stage, as decisions about its ranks see
+        them. Links were measured with all nodes at work, and are left out where a stage
+        has some of them."""
         if stages == 1:
             return self
         return replace(self, topology=self.topology.of_stage(stages), links=None)
 
     def of_groups(self, degree: int) -> Cluster:
-        """Return the machines with every ``degree`` neighbours for one rank, as decisions about partition groups see
-        them. Links were measured between ranks, and are left out where several count as one."""
+        """Return the machines with every ``degree`` neighbours for one rank, as
+        decisions about partition groups see them. Links were measured between ranks,
+        and are left out where several count as one."""
         if degree == 1:
             return self
         return replace(self, topology=self.topology.of_groups(degree), links=None)
 
     @classmethod
-    def observer(cls, topology: Topology, device: torch.device) -> Callable[[], Cluster]:
-        """Ask all ranks for the memory of their devices: collective. The function that comes back reads local files
-        only, and may raise `ValueError` (a file of links that is none)."""
+    def observer(
+        cls, topology: Topology, device: torch.device
+    ) -> Callable[[], Cluster]:
+        """Ask all ranks for the memory of their devices: collective. The function that
+        comes back reads local files only, and may raise `ValueError` (a file of links
+        that is none)."""
         sizes = of_all_ranks(_device_memory(device))
         smallest = min((size for size in sizes if size is not None), default=None)
 
@@ -70,12 +77,16 @@ class Cluster:
 
 
 def _device_memory(device: torch.device) -> int | None:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else None
+    )
 
 
 def available_host_bytes() -> int:
-    """Return what the machine could give to new allocations now (Linux: MemAvailable; elsewhere all memory there
-    is)."""
+    """Return what the machine could give to new allocations now (Linux: MemAvailable;
+    elsewhere all memory there is)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

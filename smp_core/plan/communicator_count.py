@@ -1,16 +1,27 @@
-"""The communicators of a plan, as :meth:`smp_core.cluster.SmpMesh.build` and the model's parts make them."""
+"""The communicators of a plan, as :meth:`smp_core.cluster.SmpMesh.build` and the
+model's parts make them."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from smp_core.cluster import GRADIENTS, GROUPS, PARTITION, Axes, Axis, Layout, Ranks, stages
+from smp_core.cluster import (
+    GRADIENTS,
+    GROUPS,
+    PARTITION,
+    Axes,
+    Axis,
+    Layout,
+    Ranks,
+    stages,
+)
 from smp_core.plan.plan import Plan
 from smp_core.topology import Topology
 
 
 def communicators(plan: Plan) -> list[int]:
-    """Return the ranks of each group that rank 0's device talks in with others; NCCL takes memory for each of them."""
+    """Return the ranks of each group that rank 0's device talks in with others; NCCL
+    takes memory for each of them."""
     knobs = plan.knobs
     keep = plan.knobs.reshard_after_forward
     topology = plan.cluster.topology
@@ -19,10 +30,16 @@ def communicators(plan: Plan) -> list[int]:
         in_two.append((Axis.REPLICATE,))
         if any(plan.replicated_parameters) and plan.layout.size(*PARTITION) > 1:
             in_two.append(GRADIENTS)
-    found = list(_of_layout(plan.layout, topology, tuple(in_two), keep if type(keep) is int else None))
+    found = list(
+        _of_layout(
+            plan.layout, topology, tuple(in_two), keep if type(keep) is int else None
+        )
+    )
     experts = knobs.expert_parallel_degree
     if isinstance(experts, int) and experts > 1:
-        found += _of_experts(plan.layout, topology, experts, in_stages=plan.experts_in_stages)
+        found += _of_experts(
+            plan.layout, topology, experts, in_stages=plan.experts_in_stages
+        )
     if plan.stages is not None and plan.stages.tied and plan.stages.count > 2:
         found.append(2)  # the first and the last stage
     if knobs.collectives.separate_reduce_scatter_group:
@@ -31,8 +48,13 @@ def communicators(plan: Plan) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _of_layout(layout: Layout, topology: Topology, in_two: tuple[Axes, ...], keep: int | None) -> tuple[int, ...]:
-    groups = {tuple(range(layout.world_size)), *(layout.ranks(0, *axes) for axes in GROUPS)}
+def _of_layout(
+    layout: Layout, topology: Topology, in_two: tuple[Axes, ...], keep: int | None
+) -> tuple[int, ...]:
+    groups = {
+        tuple(range(layout.world_size)),
+        *(layout.ranks(0, *axes) for axes in GROUPS),
+    }
     for axes in in_two:
         groups |= _two_stages(layout.ranks(0, *axes), topology)
     if keep is not None:
@@ -43,13 +65,21 @@ def _of_layout(layout: Layout, topology: Topology, in_two: tuple[Axes, ...], kee
     return (*map(len, groups), *twins)
 
 
-def _of_experts(layout: Layout, topology: Topology, degree: int, *, in_stages: bool) -> list[int]:
-    """Return those beside the layout's: of the expert ranks, of those with the same experts, and of the tokens."""
+def _of_experts(
+    layout: Layout, topology: Topology, degree: int, *, in_stages: bool
+) -> list[int]:
+    """Return those beside the layout's: of the expert ranks, of those with the same
+    experts, and of the tokens."""
     partition = layout.ranks(0, *PARTITION)
     dividing, same = partition[:degree], partition[::degree]
-    known = {layout.ranks(0, *axes) for axes in GROUPS} | {tuple(range(layout.world_size))}
+    known = {layout.ranks(0, *axes) for axes in GROUPS} | {
+        tuple(range(layout.world_size))
+    }
     beside = [len(group) for group in (dividing, same) if group not in known]
-    of_tokens = [degree, *map(len, _two_stages(dividing, topology) if in_stages else ())]
+    of_tokens = [
+        degree,
+        *map(len, _two_stages(dividing, topology) if in_stages else ()),
+    ]
     return [*beside, *of_tokens]
 
 

@@ -1,8 +1,9 @@
 """Examples of a model's input, for a run before training.
 
-A model says what its forward takes by ``example_input_array``. A Transformers model does so by itself: its class names
-its main input (``main_input_name``), its forward's signature the others, and its configuration their sizes. Where these
-leave several forms open, the first one that the forward takes is the example.
+A model says what its forward takes by ``example_input_array``. A Transformers model
+does so by itself: its class names its main input (``main_input_name``), its forward's
+signature the others, and its configuration their sizes. Where these leave several forms
+open, the first one that the forward takes is the example.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def call_with(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a mapping gives keywords, a tuple or list arguments, anything else is one."""
+    """Call a model with a batch: a mapping gives keywords, a tuple or list arguments,
+    anything else is one."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def example_of(model: nn.Module, module: nn.Module, refusal: str) -> Example:
-    """Return arguments for one call of ``module``: ``example_input_array`` of either, or ``dummy_inputs``.
+    """Return arguments for one call of ``module``: ``example_input_array`` of either,
+    or ``dummy_inputs``.
 
     Raises:
-        ValueError: there are none, or none that the forward takes; begins with ``refusal``.
+        ValueError: there are none, or none that the forward takes; begins with
+            ``refusal``.
     """
     for holder in (model, module):
         example = getattr(holder, "example_input_array", None)
@@ -46,7 +50,9 @@ def example_of(model: nn.Module, module: nn.Module, refusal: str) -> Example:
     example = getattr(module, "dummy_inputs", None)
     if example is None:
         raise ValueError(f"{refusal}it is run once to see what its blocks do; {HOW}")
-    if getattr(module, "main_input_name", None) is None or not hasattr(module, "config"):
+    if getattr(module, "main_input_name", None) is None or not hasattr(
+        module, "config"
+    ):
         return _arguments(example, module)
     return _fitting(module, example, refusal)
 
@@ -92,17 +98,22 @@ def _fitting(module: Any, known: Mapping[str, Any], refusal: str) -> Example:
 
 
 def _candidates(module: Any, known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield examples: with the main input, with what a decoder takes beside it, with every input that is known."""
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # PEFT's takes anything
+    """Yield examples: with the main input, with what a decoder takes beside it, with
+    every input that is known."""
+    # PEFT's takes anything.
+    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
     takes = list(inspect.signature(inner.forward).parameters)
     main = module.main_input_name
     made = {name: list(_MAKERS[name](module)) for name in takes if name in _MAKERS}
-    if main in known:  # whose samples may be more or fewer than those of our other inputs
+    # Whose samples may be more or fewer than those of our other inputs.
+    if main in known:
         made[main] = [known[main], *made.get(main, ())]
     if main in known or set(known) != {"input_ids"}:  # what a class says of its own
         yield dict(known)
     others = {name: forms[0] for name, forms in made.items() if name != main and forms}
-    decoder = {name: form for name, form in others.items() if name == "decoder_input_ids"}
+    decoder = {
+        name: form for name, form in others.items() if name == "decoder_input_ids"
+    }
     for form in made.get(main, ()):
         for more in _different([{}, decoder, others]):
             if more or form is not known.get(main):
@@ -153,13 +164,19 @@ def _sound(module: Any) -> Iterator[Tensor]:
 
 
 def _spectra(module: Any) -> Iterator[Tensor]:
-    """Yield spectra [samples, bins, frames] of as many frames as there are places, or [samples, frames, bins]."""
+    """Yield spectra [samples, bins, frames] of as many frames as there are places, or
+    [samples, frames, bins]."""
     config = module.config
     places = _value(config, "max_source_positions")
     mels = _value(config, "num_mel_bins")
     if places is not None and mels is not None:
         yield _wave(module, _SAMPLES, mels, 2 * places)
-    for name in ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "hidden_size"):
+    for name in (
+        "feature_projection_input_dim",
+        "input_feat_per_channel",
+        "num_mel_bins",
+        "hidden_size",
+    ):
         width = _value(config, name)
         if width is not None:
             yield _wave(module, _SAMPLES, 4 * _LENGTH, width)
@@ -182,8 +199,16 @@ _MAKERS: dict[str, Callable[[Any], Iterator[Tensor]]] = {
 
 def _wave(module: nn.Module, *shape: int) -> Tensor:
     """Numbers that differ, alike on every rank, in the dtype of the model."""
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    return torch.arange(math.prod(shape), dtype=torch.float64).mul(0.7).sin().view(shape).to(dtype)
+    dtype = next(
+        (p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32
+    )
+    return (
+        torch.arange(math.prod(shape), dtype=torch.float64)
+        .mul(0.7)
+        .sin()
+        .view(shape)
+        .to(dtype)
+    )
 
 
 def _value(config: Any, name: str) -> Any:

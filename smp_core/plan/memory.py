@@ -1,12 +1,15 @@
-"""Memory of the model states, and the smallest shard degree at which they fit the device.
+"""Memory of the model states, and the smallest shard degree at which they fit the
+device.
 
-At shard degree p a device holds ceil(rows / p) x row size elements of a parameter (FSDP2 pads uneven rows), and as many
-of its gradient and of each optimizer state; on top come the parameters that are gathered at one time. MiCS
-(arXiv 2205.00119) and ZeRO (arXiv 1910.02054, section 3) do the same arithmetic: the smallest partition group that fits
-moves the fewest bytes over the slow links. Only shapes and dtypes are read: a model on the meta device will do.
+At shard degree p a device holds ceil(rows / p) x row size elements of a parameter
+(FSDP2 pads uneven rows), and as many of its gradient and of each optimizer state; on
+top come the parameters that are gathered at one time. MiCS (arXiv 2205.00119) and ZeRO
+(arXiv 1910.02054, section 3) do the same arithmetic: the smallest partition group that
+fits moves the fewest bytes over the slow links. Only shapes and dtypes are read: a
+model on the meta device will do.
 
-Not counted, and left to `planner.memory_headroom`: activations, temporaries of operators and collectives, the CUDA
-context.
+Not counted, and left to `planner.memory_headroom`: activations, temporaries of
+operators and collectives, the CUDA context.
 """
 
 from __future__ import annotations
@@ -33,16 +36,20 @@ class MemoryEstimate:
 
     Args:
         shard_degree: ranks that hold one copy of the model states together.
-        parameters: parameter shards, in the model's own dtypes or as codes (`frozen_storage`).
+        parameters: parameter shards, in the model's own dtypes or as codes
+            (`frozen_storage`).
         gradients: gradient shards of trainable parameters, in the same dtypes.
-        partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than parameters are
-            stored in, held whole (`keep_between_micro_batches="gradients"`), or given to masters.
-        optimizer_states: of trainable parameters, in their dtypes; with `optimizer_shard="world"` float32 masters and
-            their gradients too (with `state_offload="optimizer"` only these).
+        partial_sums: sums of the accumulation window, where gradients are reduced in
+            another dtype than parameters are stored in, held whole
+            (`keep_between_micro_batches="gradients"`), or given to masters.
+        optimizer_states: of trainable parameters, in their dtypes; with
+            `optimizer_shard="world"` float32 masters and their gradients too (with
+            `state_offload="optimizer"` only these).
         buffers: whole on every device.
-        gathered: the root unit and twice the largest other unit (the one that computes and the one fetched ahead), in
-            the dtype of gathered parameters; all units if they stay gathered, their parts of a copy between forward
-            and backward (`reshard_after_forward="node"`).
+        gathered: the root unit and twice the largest other unit (the one that computes
+            and the one fetched ahead), in the dtype of gathered parameters; all units
+            if they stay gathered, their parts of a copy between forward and backward
+            (`reshard_after_forward="node"`).
         budget: device memory less headroom, None when it is not known.
     """
 
@@ -58,7 +65,13 @@ class MemoryEstimate:
     @property
     def model_states(self) -> int:
         """Bytes that stay throughout the step."""
-        return self.parameters + self.gradients + self.partial_sums + self.optimizer_states + self.buffers
+        return (
+            self.parameters
+            + self.gradients
+            + self.partial_sums
+            + self.optimizer_states
+            + self.buffers
+        )
 
     @property
     def total(self) -> int:
@@ -69,7 +82,9 @@ class MemoryEstimate:
         return self.budget is None or self.total <= self.budget
 
 
-def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> MemoryEstimate:
+def estimate(
+    plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]
+) -> MemoryEstimate:
     """Return what a model holds on one device when it is parallelized by this plan.
 
     Args:
@@ -82,20 +97,31 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
     parameters = gradients = partial_sums = states = 0
     for parameter, of_unit, count in plan.split_shapes.alike:
         is_sharded = of_unit and plan.gathers
-        elements = count * (_shard_elements(parameter, plan) if is_sharded else parameter.elements)
+        elements = count * (
+            _shard_elements(parameter, plan) if is_sharded else parameter.elements
+        )
         stepped = dtypes.of_stepped(parameter)
         stored = dtypes.of_stored(parameter) if is_sharded else stepped
         reduced = dtypes.of_reduced(parameter)
-        # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
+        # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients
+        # are on the device all the same.
         offloaded = knobs.state_offload == "all" and is_sharded
         if not offloaded:
-            parameters += plan.stored_bytes(parameter, elements) if is_sharded else elements * stored.itemsize
+            parameters += (
+                plan.stored_bytes(parameter, elements)
+                if is_sharded
+                else elements * stored.itemsize
+            )
         if not parameter.trainable:
             continue
-        unsharded = count * parameter.elements // plan.dealt(parameter) if plan.keeps_gradients and is_sharded else 0
+        unsharded = (
+            count * parameter.elements // plan.dealt(parameter)
+            if plan.keeps_gradients and is_sharded
+            else 0
+        )
         if over_world and parameter.shape and (is_sharded or degree == 1):
-            # Masters and their gradients are float32 where parameters are half precision; sums take the place of
-            # the parameters' gradients.
+            # Masters and their gradients are float32 where parameters are half
+            # precision; sums take the place of the parameters' gradients.
             part = count * -(-(elements // count) // plan.layout.replicate)
             tensors = 1 if knobs.state_offload else 2 + optimizer.tensors
             states += part * max(parameter.dtype.itemsize, 4) * tensors
@@ -121,37 +147,49 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
 
 
 def describe_stages(plan: Plan) -> list[str]:
-    """Return lines for people about pipeline stages: the expected bubble; which ranks are which, and what they hold."""
+    """Return lines for people about pipeline stages: the expected bubble; which ranks
+    are which, and what they hold."""
     stages, layout = plan.stages, plan.layout
     if stages is None:
         return []
-    # Where all stages take alike: each waits while the first micro-batch comes to it and the last one leaves.
+    # Where all stages take alike: each waits while the first micro-batch comes to it
+    # and the last one leaves.
     micro_batches = int(plan.knobs.pipeline.microbatches)
     schedule = plan.knobs.pipeline.schedule
     idle = stages.count - 1
     share = idle / (micro_batches * stages.per_stage + idle)
     bubble = (
-        f"{schedule} of {micro_batches} micro-batches: a bubble of {share:.0%} of a batch's time, if stages take alike"
+        f"{schedule} of {micro_batches} micro-batches: "
+        f"a bubble of {share:.0%} of a batch's time, if stages take alike"
     )
 
     optimizer = planned_states(plan.knobs.planner.optimizer)
     ranks = layout.world_size // stages.count
     each = []
     for stage in range(stages.count):
-        held = estimate(replace(plan, shapes=stages.shapes_of(stage, plan.shapes)), optimizer).total
+        held = estimate(
+            replace(plan, shapes=stages.shapes_of(stage, plan.shapes)), optimizer
+        ).total
         first, last = stage * ranks, (stage + 1) * ranks - 1
         span = f"rank {first}" if first == last else f"ranks {first}-{last}"
         each.append(f"{stage}: {span}, {_size(held)}")
     if len(each) > _MOST_STAGES:
         each = [*each[: _MOST_STAGES - 1], "...", each[-1]]
-    return [bubble, f"stages: {'; '.join(each)} on each ({optimizer.name}, without activations)"]
+    return [
+        bubble,
+        f"stages: {'; '.join(each)} on each ({optimizer.name}, without activations)",
+    ]
 
 
 _MOST_STAGES = 8
 
 
 def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / 2**20:.2f} MiB"
+    return (
+        f"{n_bytes / GIB:.2f} GiB"
+        if n_bytes >= GIB / 10
+        else f"{n_bytes / 2**20:.2f} MiB"
+    )
 
 
 @dataclass(frozen=True)
@@ -159,10 +197,14 @@ class GradientBytes:
     """Bytes of gradients on one device, by where in a step they are.
 
     Attributes:
-        sums: partial sums of all units, reduced inside the partition group, and of replicated parameters.
-        held: unsharded gradients that are added up over micro-batches (`keep_between_micro_batches="gradients"`).
-        of_masters: gradients of float32 masters, which an estimate counts among optimizer states.
-        root_last: the unsharded gradient of the root's last parameter, which FSDP2 holds on to while it reduces.
+        sums: partial sums of all units, reduced inside the partition group, and of
+            replicated parameters.
+        held: unsharded gradients that are added up over micro-batches
+            (`keep_between_micro_batches="gradients"`).
+        of_masters: gradients of float32 masters, which an estimate counts among
+            optimizer states.
+        root_last: the unsharded gradient of the root's last parameter, which FSDP2
+            holds on to while it reduces.
     """
 
     sums: int
@@ -179,28 +221,50 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
         if not parameter.trainable:
             continue
         is_sharded = of_unit and plan.gathers
-        elements = _shard_elements(parameter, plan) if is_sharded else parameter.elements
+        elements = (
+            _shard_elements(parameter, plan) if is_sharded else parameter.elements
+        )
         reduced = plan.dtypes.of_reduced(parameter).itemsize
         sums += count * elements * reduced
         if plan.keeps_gradients and is_sharded:
             held += count * parameter.elements // plan.dealt(parameter) * reduced
         if over_world and parameter.shape and (is_sharded or plan.shard_degree == 1):
-            of_masters += count * -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
-    of_root = next((parameters for is_root, parameters, _ in plan.split_shapes.alike_units if is_root), ())
+            of_masters += (
+                count
+                * -(-elements // plan.layout.replicate)
+                * max(parameter.dtype.itemsize, 4)
+            )
+    of_root = next(
+        (
+            parameters
+            for is_root, parameters, _ in plan.split_shapes.alike_units
+            if is_root
+        ),
+        (),
+    )
     last = 0
     if of_root and plan.gathers and plan.shard_degree > 1:
         last = of_root[-1].elements * plan.dtypes.of_gathered(of_root[-1]).itemsize
-    return GradientBytes(sums, held, 0 if plan.knobs.state_offload else of_masters, last)
+    return GradientBytes(
+        sums, held, 0 if plan.knobs.state_offload else of_masters, last
+    )
 
 
-def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced", "computed"]) -> int:
-    """Return the bytes of a unit's full parameters as they are gathered, or in the dtypes that are computed with, or of
-    the gradients of its trainable ones as they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each
-    layer, and one of the ranks that experts are dealt to."""
+def unit_bytes(
+    plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced", "computed"]
+) -> int:
+    """Return the bytes of a unit's full parameters as they are gathered, or in the
+    dtypes that are computed with, or of the gradients of its trainable ones as they are
+    reduced, padded as FSDP2 pads; of what one tensor rank holds of each layer, and one
+    of the ranks that experts are dealt to."""
     total = 0
     for name in unit.parameters:
         parameter = plan.split_shapes.of_name(name)
-        elements = _shard_elements(parameter, plan) * plan.shard_degree // plan.dealt(parameter)
+        elements = (
+            _shard_elements(parameter, plan)
+            * plan.shard_degree
+            // plan.dealt(parameter)
+        )
         if what == "gathered" and plan.is_coded(parameter):
             total += plan.stored_bytes(parameter, elements)
         elif what == "gathered":
@@ -214,24 +278,35 @@ def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced
 
 def assumptions(plan: Plan, optimizer: OptimizerStates) -> str:
     """Return what an estimate takes for granted, for tables."""
-    where = {None: "on the device", "optimizer": "on the host", "all": "on the host, as parameters and gradients are"}
+    where = {
+        None: "on the device",
+        "optimizer": "on the host",
+        "all": "on the host, as parameters and gradients are",
+    }
     return f"{optimizer.describe()}, {where[plan.knobs.state_offload]}; activations come on top"
 
 
 def device_memory(plan: Plan) -> int | None:
-    """Return the bytes of a device to plan for: `planner.device_memory_gib`, or what the smallest has; None: there is
-    none."""
+    """Return the bytes of a device to plan for: `planner.device_memory_gib`, or what
+    the smallest has; None: there is none."""
     asked = plan.knobs.planner.device_memory_gib
     return plan.cluster.device_memory if asked is None else int(asked * GIB)
 
 
 def budget(plan: Plan) -> int | None:
-    """Return the bytes of a device that model states may take; None where there is no device memory to plan for."""
+    """Return the bytes of a device that model states may take; None where there is no
+    device memory to plan for."""
     memory = device_memory(plan)
-    return None if memory is None else int(memory * (1 - plan.knobs.planner.memory_headroom))
+    return (
+        None
+        if memory is None
+        else int(memory * (1 - plan.knobs.planner.memory_headroom))
+    )
 
 
-def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Table:
+def plan_table(
+    plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["adamw"]
+) -> Table:
     """Return the estimate of every plan, the first that fits marked.
 
     Args:
@@ -249,7 +324,9 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
     )
     if memory is not None:
         title += f", budget {_gib(budget(first) or 0)} of {_gib(memory)} GiB"
-    table = Table(title=title, caption=f"GiB per device; {assumptions(first, optimizer)}")
+    table = Table(
+        title=title, caption=f"GiB per device; {assumptions(first, optimizer)}"
+    )
     columns = ["parameters", "gradients", "optimizer", "gathered", "total"]
     for heading in ["shard degree", "nodes", "replicas", *columns, "fits"]:
         table.add_column(heading, justify="right")
@@ -278,7 +355,8 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
 
 
 def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, str]:
-    """Return the first plan whose model states and unsharded units fit alongside the headroom.
+    """Return the first plan whose model states and unsharded units fit alongside the
+    headroom.
 
     Args:
         plans: by rising shard degree.
@@ -287,11 +365,15 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
         the plan, and why it was chosen.
 
     Raises:
-        ValueError: the model is too big for all of them; gives the figures and what to change.
+        ValueError: the model is too big for all of them; gives the figures and what to
+            change.
     """
     topology, memory = plans[0].cluster.topology, device_memory(plans[0])
     if memory is None:
-        chosen = next((plan for plan in plans if plan.shard_degree >= topology.ranks_per_node), plans[-1])
+        chosen = next(
+            (plan for plan in plans if plan.shard_degree >= topology.ranks_per_node),
+            plans[-1],
+        )
         return chosen, "no device memory to plan for (CPU): the ranks of a node"
     headroom = plans[0].knobs.planner.memory_headroom
     share = f"{_gib(budget(plans[0]) or 0)} GiB (planner.memory_headroom={headroom:g} of {_gib(memory)} GiB)"
@@ -309,10 +391,13 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
 
 
 def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
-    """Return the elements of one rank's shard, padded as FSDP2 pads; experts that are dealt out are cut evenly."""
+    """Return the elements of one rank's shard, padded as FSDP2 pads; experts that are
+    dealt out are cut evenly."""
     if plan.dealt(parameter) > 1:
         return parameter.elements // plan.shard_degree
-    return -(-parameter.shape[0] // plan.shard_degree) * (parameter.elements // parameter.shape[0])
+    return -(-parameter.shape[0] // plan.shard_degree) * (
+        parameter.elements // parameter.shape[0]
+    )
 
 
 def _gathered_bytes(plan: Plan) -> int:
@@ -322,12 +407,16 @@ def _gathered_bytes(plan: Plan) -> int:
     root = largest = total = units = experts = of_experts = 0
     for is_root, parameters, count in plan.split_shapes.alike_units:
         dealt = plan.dealt(parameters[0]) if parameters else 1
-        held = sum(_shard_elements(each, plan) * plan.gathered_itemsize(each) for each in parameters)
+        held = sum(
+            _shard_elements(each, plan) * plan.gathered_itemsize(each)
+            for each in parameters
+        )
         size = held * degree // dealt
         if is_root:
             root += count * size
         elif dealt > 1:  # gathered beside the layer that they are in
-            experts, of_experts = max(experts, size), of_experts + count * size  # which have no parts of a copy
+            # Which have no parts of a copy.
+            experts, of_experts = max(experts, size), of_experts + count * size
         else:
             largest = max(largest, size)
             total = total + count * size
@@ -349,7 +438,10 @@ def _does_not_fit(largest: MemoryEstimate, share: str, topology: Topology) -> st
     )
     room = largest.budget - largest.gathered - largest.buffers
     if room <= 0:
-        return message + "More ranks do not help, the gathered units are too large: wrap smaller modules (units=...)."
+        return (
+            message
+            + "More ranks do not help, the gathered units are too large: wrap smaller modules (units=...)."
+        )
     spread = (largest.model_states - largest.buffers) * largest.shard_degree
     nodes = -(-spread // (room * topology.ranks_per_node))
     return message + (

@@ -1,8 +1,9 @@
 """Optimizer states, counted for the memory plan.
 
-Known are torch's optimizers, read from the object itself (class, momentum, ``amsgrad``, ...), and some by name for
-plans that are made before there is one. Any other is taken to keep two tensors of the parameter's shape and dtype, as
-AdamW does, and the plan says so.
+Known are torch's optimizers, read from the object itself (class, momentum, ``amsgrad``,
+...), and some by name for plans that are made before there is one. Any other is taken
+to keep two tensors of the parameter's shape and dtype, as AdamW does, and the plan says
+so.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from smp_core.codecs import BLOCK
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The states that an optimizer keeps for each trainable parameter, in its dtype if nothing else is said.
+    """The states that an optimizer keeps for each trainable parameter, in its dtype if
+    nothing else is said.
 
     Attributes:
         name: of the optimizer, for people.
         tensors: of the parameter's shape.
-        bytes_each: of all of them for each element, where they have a dtype of their own; None: the parameter's.
+        bytes_each: of all of them for each element, where they have a dtype of their
+            own; None: the parameter's.
         origin: how this is known: "assumed", "found" or "given".
         known: False: their number is a guess.
     """
@@ -36,16 +39,22 @@ class OptimizerStates:
     bytes_each: float | None = None
 
     def bytes_of(self, elements: int, itemsize: int) -> int:
-        """Return the bytes of the states of so many elements, of a parameter of so many bytes each."""
+        """Return the bytes of the states of so many elements, of a parameter of so many
+        bytes each."""
         each = self.tensors * itemsize if self.bytes_each is None else self.bytes_each
         return math.ceil(elements * each)
 
     def describe(self) -> str:
-        """Return a phrase like "assumed adamw, 2 states for each trainable parameter"."""
+        """Return a phrase like "assumed adamw, 2 states for each trainable
+        parameter"."""
         count = f"{self.tensors} state{'' if self.tensors == 1 else 's'} for each trainable parameter"
         if not self.known:
             return f"{self.origin} {self.name}, which is not known here: assumed {count}, as adamw has"
-        size = "" if self.bytes_each is None else f", {self.bytes_each:.2f} bytes an element"
+        size = (
+            ""
+            if self.bytes_each is None
+            else f", {self.bytes_each:.2f} bytes an element"
+        )
         return f"{self.origin} {self.name}, {count}{size}"
 
 
@@ -72,7 +81,8 @@ def _if_set(*options: str) -> Callable[[Mapping[str, Any]], int]:
     return lambda group: sum(bool(group.get(option)) for option in options)
 
 
-# torch's optimizers by class: tensors that they always keep, and what a group may ask for on top.
+# torch's optimizers by class: tensors that they always keep, and what a group may ask
+# for on top.
 _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
     "SGD": (0, _if_set("momentum")),
     **dict.fromkeys(("Adam", "AdamW"), (2, _if_set("amsgrad"))),
@@ -86,16 +96,25 @@ _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
 }
 # Of ours, with states of a dtype of their own.
 _OURS = {"AdamW8bit": OPTIMIZERS["adamw8bit"]}
-_OPTIONS = {"momentum": " with momentum", "amsgrad": " with amsgrad", "centered": ", centered"}
+_OPTIONS = {
+    "momentum": " with momentum",
+    "amsgrad": " with amsgrad",
+    "centered": ", centered",
+}
 
 
 def states_of(optimizer: Optimizer) -> OptimizerStates:
-    """Return what this optimizer is going to keep. Its states are not looked at: before the first step there are
-    none."""
+    """Return what this optimizer is going to keep. Its states are not looked at: before
+    the first step there are none."""
     groups = optimizer.param_groups
-    of_group = getattr(optimizer, "planned_states", None)  # of smp_core.optim.StepsTogether, a floor above
+    # Of smp_core.optim.StepsTogether, a floor above.
+    of_group = getattr(optimizer, "planned_states", None)
     if of_group is not None:
-        return OptimizerStates(type(optimizer).__name__, max(map(of_group, groups), default=0), origin="found")
+        return OptimizerStates(
+            type(optimizer).__name__,
+            max(map(of_group, groups), default=0),
+            origin="found",
+        )
     for kind in type(optimizer).__mro__:
         name = kind.__name__
         if name in _OURS:
@@ -107,7 +126,9 @@ def states_of(optimizer: Optimizer) -> OptimizerStates:
                 if any(group.get(option) for group in groups):
                     asked.append(words)
             most = max((more(group) for group in groups), default=0)
-            return OptimizerStates(name + "".join(asked if most else ()), always + most, origin="found")
+            return OptimizerStates(
+                name + "".join(asked if most else ()), always + most, origin="found"
+            )
     return OptimizerStates(type(optimizer).__name__, 2, origin="found", known=False)
 
 
@@ -115,8 +136,8 @@ def planned_states(asked: str, optimizers: Sequence[Optimizer] = ()) -> Optimize
     """Return what to plan with.
 
     Args:
-        asked: `planner.optimizer`: a name, or "auto": what `optimizers` keep (of several the one that keeps
-            most), or AdamW where there is none yet.
+        asked: `planner.optimizer`: a name, or "auto": what `optimizers` keep (of
+            several the one that keeps most), or AdamW where there is none yet.
     """
     if asked in OPTIMIZERS:
         return replace(OPTIMIZERS[asked], origin="given")

@@ -7,12 +7,22 @@ from xml.sax.saxutils import escape
 from smp_core.cluster import PARTITION, Axis, Collectives, Layout, Links
 from smp_core.topology import Topology
 
-_COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#f2cc8f", "#6d597a", "#3d405b", "#b56576", "#8ab17d")
+_COLOURS = (
+    "#2a6f97",
+    "#e07a5f",
+    "#81b29a",
+    "#f2cc8f",
+    "#6d597a",
+    "#3d405b",
+    "#b56576",
+    "#8ab17d",
+)
 _SHOWN = 16
 
 
 def text_picture(topology: Topology, shard_degree: int) -> str:
-    """Return one line per node, its ranks marked with their partition group; then the groups."""
+    """Return one line per node, its ranks marked with their partition group; then the
+    groups."""
     layout = Layout.of_world(topology.world_size, shard_degree)
     partitions = layout.groups(*PARTITION)
     replications = layout.groups(Axis.REPLICATE)
@@ -21,13 +31,20 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
         f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks, shard_degree={shard_degree}: "
         f"{len(partitions)} partition groups, {len(replications)} replication groups"
     ]
-    for number, (name, ranks) in enumerate(zip(topology.node_names, topology.nodes, strict=True)):
+    for number, (name, ranks) in enumerate(
+        zip(topology.node_names, topology.nodes, strict=True)
+    ):
         if number == _SHOWN:
             lines.append(f"  ... {topology.num_nodes - _SHOWN} more nodes")
             break
-        cells = " ".join(f"{rank:>{width}}{_letter(layout.coordinate(rank, Axis.REPLICATE))}" for rank in ranks)
+        cells = " ".join(
+            f"{rank:>{width}}{_letter(layout.coordinate(rank, Axis.REPLICATE))}"
+            for rank in ranks
+        )
         lines.append(f"  {name}  [ {cells} ]")
-    lines.append("letters: partition groups, which hold one copy of the model states together")
+    lines.append(
+        "letters: partition groups, which hold one copy of the model states together"
+    )
     example = list(replications[0])
     shown = ", ".join(map(str, example[:8])) + (", ..." if len(example) > 8 else "")
     lines.append(f"replication groups take one rank of each: {shown}")
@@ -35,8 +52,8 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
 
 
 def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) -> str:
-    """Return nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines. Of many
-    nodes the first are shown."""
+    """Return nodes as boxes, ranks as discs in their partition group's colour,
+    replication groups as lines. Of many nodes the first are shown."""
     nodes = topology.nodes[:_SHOWN]
     k = topology.ranks_per_node
     step = 54
@@ -62,13 +79,21 @@ def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) 
         parts.append(f'<text x="{margin}" y="{y + 40}">{escape(name)}</text>')
     # Replicas of a shard, joined by lines.
     for ranks in layout.groups(Axis.REPLICATE):
-        points = " ".join(f"{place[rank][0]},{place[rank][1]}" for rank in ranks if rank in place)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
+        points = " ".join(
+            f"{place[rank][0]},{place[rank][1]}" for rank in ranks if rank in place
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>'
+        )
     # Ranks, in the colours of their partition groups.
     for rank, (x, y) in place.items():
-        colour = _COLOURS[layout.coordinate(rank, Axis.PIPELINE, Axis.REPLICATE) % len(_COLOURS)]
+        colour = _COLOURS[
+            layout.coordinate(rank, Axis.PIPELINE, Axis.REPLICATE) % len(_COLOURS)
+        ]
         parts.append(f'<circle cx="{x}" cy="{y}" r="16" fill="{colour}"/>')
-        parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="#ffffff">{rank}</text>')
+        parts.append(
+            f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="#ffffff">{rank}</text>'
+        )
     # The legend.
     degree = layout.size(*PARTITION)
     legend = f"shard_degree={degree}: one colour per partition group, dashed lines join replicas of a shard"
@@ -83,11 +108,17 @@ def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) 
 
 def _letter(number: int) -> str:
     letters = "abcdefghijklmnopqrstuvwxyz"
-    return letters[number % 26] if number < 26 else letters[number // 26 % 26 - 1] + letters[number % 26]
+    return (
+        letters[number % 26]
+        if number < 26
+        else letters[number // 26 % 26 - 1] + letters[number % 26]
+    )
 
 
 def _link_line(where: str, found: Collectives | None) -> str:
     if found is None:
         return f"{where}: no link"
     fit = found.all_gather
-    return f"{where}: {fit.latency * 1e6:,.0f} us, {fit.bandwidth / 1e9:.3g} GB/s per rank"
+    return (
+        f"{where}: {fit.latency * 1e6:,.0f} us, {fit.bandwidth / 1e9:.3g} GB/s per rank"
+    )

@@ -1,7 +1,8 @@
 """Plan: everything that is done to one model, decided.
 
-The engine's ``decide`` makes one of Shapes, knobs and a Cluster; what was asked beside it, how a model came and what is
-recomputed, are parts of it, and so is what is computed in, reduced in, stored in and stepped (:class:`Dtypes`).
+The engine's ``decide`` makes one of Shapes, knobs and a Cluster; what was asked beside
+it, how a model came and what is recomputed, are parts of it, and so is what is computed
+in, reduced in, stored in and stepped (:class:`Dtypes`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class Precision:
     """A trainer's precision, as sharding sees it.
 
     Attributes:
-        param_dtype: what parameters are gathered in where the knob says "auto"; None: their own dtype.
+        param_dtype: what parameters are gathered in where the knob says "auto"; None:
+            their own dtype.
         why: said of it.
-        cast_forward_inputs: floating-point inputs are cast to that dtype (not under autocast).
+        cast_forward_inputs: floating-point inputs are cast to that dtype (not under
+            autocast).
         skips_steps: a gradient scaler skips steps whose gradients are inf or nan.
     """
 
@@ -50,10 +53,10 @@ class Dtypes:
     Attributes:
         gathered: what forward and backward compute with.
         reduced: what gradients are added up in.
-        masters: trainable half precision parameters are stored in float32, which is what the optimizer steps; they
-            compute in their own dtype.
-        stored_as_gathered: trainable parameters of units are stored in what they compute in, where
-            ``optimizer_shard="world"`` keeps float32 masters of them.
+        masters: trainable half precision parameters are stored in float32, which is
+            what the optimizer steps; they compute in their own dtype.
+        stored_as_gathered: trainable parameters of units are stored in what they
+            compute in, where ``optimizer_shard="world"`` keeps float32 masters of them.
     """
 
     gathered: torch.dtype | None
@@ -66,7 +69,11 @@ class Dtypes:
 
     def of_stored(self, parameter: ParameterShape) -> torch.dtype:
         if self.stored_as_gathered and parameter.trainable and parameter.is_divided:
-            return self.of_gathered(parameter) if self.of_stepped(parameter) == torch.float32 else parameter.dtype
+            return (
+                self.of_gathered(parameter)
+                if self.of_stepped(parameter) == torch.float32
+                else parameter.dtype
+            )
         return self.of_stepped(parameter)
 
     def of_stepped(self, parameter: ParameterShape) -> torch.dtype:
@@ -100,7 +107,8 @@ class ActivationPlan:
     Attributes:
         checkpointed: modules that are computed again in backward.
         check: the outputs of recomputations are compared.
-        offloaded_bytes: host memory of this rank that inputs of these modules may take; None: none are offloaded.
+        offloaded_bytes: host memory of this rank that inputs of these modules may take;
+            None: none are offloaded.
         horizon: how many modules' inputs may be on the device at once.
         min_bytes: smaller inputs stay on the device.
     """
@@ -118,8 +126,10 @@ class GivenSharding:
 
     Attributes:
         ranks: of this rank's partition group.
-        two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across replicas.
-        param_dtype, reduce_dtype: what it computes and reduces in; None: the parameters' own.
+        two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across
+            replicas.
+        param_dtype, reduce_dtype: what it computes and reduces in; None: the
+            parameters' own.
         experts: how many ranks divide the experts of a layer; 1: none do.
     """
 
@@ -137,7 +147,8 @@ class GivenSharding:
 TRAINERS_OWN = Precision()
 _SHORTEST_CODED_ROW = 16
 FP8_ALIGNMENT = 16
-"""FP8 kernels want both sizes of a weight, by the tensor ranks, to be multiples of it."""
+"""FP8 kernels want both sizes of a weight, by the tensor ranks, to be multiples of
+it."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,8 @@ class Plan:
         layout: the axes of the run.
         gathers: units are sharded by FSDP2; False: every parameter is replicated.
         dtypes: of parameters and sums.
-        replica_payload: how sums across replicas travel between nodes; None: as they are.
+        replica_payload: how sums across replicas travel between nodes; None: as they
+            are.
         activations: what is recomputed and offloaded.
         warnings: about knobs that were asked for and have no effect.
         given: how the model came, if it came sharded.
@@ -194,17 +206,28 @@ class Plan:
 
     @property
     def word(self) -> str:
-        """A text that is equal on two ranks if they decide the same about the same model."""
-        came = None if self.given is None else (self.given.degree, self.given.two_dimensional, self.given.experts)
-        digest = xxhash.xxh3_64_hexdigest(repr((self.shapes, self.precision, came)).encode())
+        """A text that is equal on two ranks if they decide the same about the same
+        model."""
+        came = (
+            None
+            if self.given is None
+            else (self.given.degree, self.given.two_dimensional, self.given.experts)
+        )
+        digest = xxhash.xxh3_64_hexdigest(
+            repr((self.shapes, self.precision, came)).encode()
+        )
         where = ", some on the meta device" if self.shapes.on_meta else ""
         return f"{self.shapes.kind} with {len(self.shapes.parameters)} parameters{where}, digest {digest}"
 
     @property
     def tensors_in_words(self) -> list[str]:
-        """Name, shape and dtype of each parameter, and then of each buffer, in the model's order."""
+        """Name, shape and dtype of each parameter, and then of each buffer, in the
+        model's order."""
         frozen = {True: "", False: ", frozen"}
-        parameters = [f"{p.name} {list(p.shape)} {p.dtype}{frozen[p.trainable]}" for p in self.shapes.parameters]
+        parameters = [
+            f"{p.name} {list(p.shape)} {p.dtype}{frozen[p.trainable]}"
+            for p in self.shapes.parameters
+        ]
         return [*parameters, *(f"{buffer}, buffer" for buffer in self.shapes.buffers)]
 
     @cached_property
@@ -213,75 +236,117 @@ class Plan:
         return self.layout.size(*PARTITION)
 
     def dealt(self, parameter: ParameterShape) -> int:
-        """Return over how many ranks the experts are dealt whose parameter this is; 1: it is no experts'."""
+        """Return over how many ranks the experts are dealt whose parameter this is; 1:
+        it is no experts'."""
         degree = self.knobs.expert_parallel_degree
         module = parameter.name.rpartition(".")[0]
-        return degree if isinstance(degree, int) and degree > 1 and module in self.shapes.expert_names else 1
+        return (
+            degree
+            if isinstance(degree, int)
+            and degree > 1
+            and module in self.shapes.expert_names
+            else 1
+        )
 
     @cached_property
     def hierarchical(self) -> bool:
         """Return whether collectives over the partition group run in two stages."""
         groups = self.cluster.topology.of_groups(self.layout.size(*INNER))
-        return bool(self.knobs.collectives.hierarchical) and groups.has_two_stages(self.shard_degree)
+        return bool(self.knobs.collectives.hierarchical) and groups.has_two_stages(
+            self.shard_degree
+        )
 
     @property
     def experts_in_stages(self) -> bool:
         """Return whether tokens go to experts on other nodes in two all-to-alls."""
         collectives = self.knobs.collectives
-        return bool(collectives.hierarchical) and collectives.expert_transport == "all_to_all"
+        return (
+            bool(collectives.hierarchical)
+            and collectives.expert_transport == "all_to_all"
+        )
 
     def is_coded(self, parameter: ParameterShape) -> bool:
-        """Return whether a unit's parameter is stored as codes (``frozen_storage``): a frozen matrix whose rows are no
-        shorter than codes pay for."""
-        if self.knobs.frozen_storage is None or parameter.trainable or not parameter.dtype.is_floating_point:
+        """Return whether a unit's parameter is stored as codes (``frozen_storage``): a
+        frozen matrix whose rows are no shorter than codes pay for."""
+        if (
+            self.knobs.frozen_storage is None
+            or parameter.trainable
+            or not parameter.dtype.is_floating_point
+        ):
             return False
-        return len(parameter.shape) > 1 and math.prod(parameter.shape[1:]) >= _SHORTEST_CODED_ROW
+        return (
+            len(parameter.shape) > 1
+            and math.prod(parameter.shape[1:]) >= _SHORTEST_CODED_ROW
+        )
 
     def stored_bytes(self, parameter: ParameterShape, elements: int) -> int:
-        """Return the bytes of so many elements, in whole rows, of a unit's parameter as they are stored."""
+        """Return the bytes of so many elements, in whole rows, of a unit's parameter as
+        they are stored."""
         if self.knobs.frozen_storage is None or not self.is_coded(parameter):
             return elements * self.dtypes.of_stored(parameter).itemsize
         row = math.prod(parameter.shape[1:])
         return elements // row * RowCodec(self.knobs.frozen_storage).row_bytes(row)
 
     def multiplies_in_fp8(self, parameter: ParameterShape) -> bool:
-        """Return whether a native FP8 layer multiplies by this parameter of a tensor rank."""
-        if self.knobs.fp8 is None or self.knobs.fp8.backend != "native" or parameter.fp8_dim is None:
+        """Return whether a native FP8 layer multiplies by this parameter of a tensor
+        rank."""
+        if (
+            self.knobs.fp8 is None
+            or self.knobs.fp8.backend != "native"
+            or parameter.fp8_dim is None
+        ):
             return False
         sizes = self.shapes.of_name(parameter.name).shape[-2:]
         return all(size % (FP8_ALIGNMENT * self.layout.tensor) == 0 for size in sizes)
 
     def gathered_itemsize(self, parameter: ParameterShape) -> int:
-        """Return the bytes of an element of a unit's parameter as it is gathered, if it is not stored as codes."""
-        if self.knobs.fp8 is not None and self.knobs.fp8.fp8_all_gather and self.multiplies_in_fp8(parameter):
+        """Return the bytes of an element of a unit's parameter as it is gathered, if it
+        is not stored as codes."""
+        if (
+            self.knobs.fp8 is not None
+            and self.knobs.fp8.fp8_all_gather
+            and self.multiplies_in_fp8(parameter)
+        ):
             return 1
         return self.dtypes.of_gathered(parameter).itemsize
 
     @property
     def keeps_parameters(self) -> bool:
-        """Return whether parameters stay unsharded from one micro-batch of a window to the next."""
+        """Return whether parameters stay unsharded from one micro-batch of a window to
+        the next."""
         return keeps_parameters(self.knobs)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Return whether each rank adds up unsharded gradients over a window's micro-batches, reduced once."""
+        """Return whether each rank adds up unsharded gradients over a window's
+        micro-batches, reduced once."""
         return self.knobs.keep_between_micro_batches == "gradients"
 
     def computed_in(self, unit: PlannedUnit) -> torch.dtype | None:
-        """Return what a unit's parameters are cast to when they are gathered; None: each stays in its own dtype."""
+        """Return what a unit's parameters are cast to when they are gathered; None:
+        each stays in its own dtype."""
         if not self.dtypes.masters or self.dtypes.gathered is not None:
             return self.dtypes.gathered
         of_unit = [self.shapes.of_name(name) for name in unit.parameters]
-        return next((each.dtype for each in of_unit if each.trainable and each.dtype in HALF), None)
+        return next(
+            (each.dtype for each in of_unit if each.trainable and each.dtype in HALF),
+            None,
+        )
 
     @property
     def replicated_casts(self) -> dict[str, torch.dtype]:
-        """The dtypes that replicated parameters are cast to where they are used, by name. Under autocast layers cast
-        their own, so that only one that others of the same layer are gathered beside has to be of their dtype."""
-        beside = {name.rpartition(".")[0] for unit in self.units for name in unit.parameters}
+        """The dtypes that replicated parameters are cast to where they are used, by
+        name. Under autocast layers cast their own, so that only one that others of the
+        same layer are gathered beside has to be of their dtype."""
+        beside = {
+            name.rpartition(".")[0] for unit in self.units for name in unit.parameters
+        }
         found = {}
         for parameter in map(self.shapes.of_name, self.replicated):
-            casts = self.precision.cast_forward_inputs or parameter.name.rpartition(".")[0] in beside
+            casts = (
+                self.precision.cast_forward_inputs
+                or parameter.name.rpartition(".")[0] in beside
+            )
             dtype = self.dtypes.of_gathered(parameter) if casts else parameter.dtype
             if dtype != self.dtypes.of_stepped(parameter):
                 found[parameter.name] = dtype
@@ -289,12 +354,14 @@ class Plan:
 
     @property
     def replicated_parameters(self) -> list[tuple[str, ...]]:
-        """Names of the replicated parameters, in the groups that are added up together."""
+        """Names of the replicated parameters, in the groups that are added up
+        together."""
         of_units = [] if self.gathers else [unit.parameters for unit in self.units]
         return [self.replicated, *of_units]
 
     def of_stage(self, stage: int) -> Plan:
-        """Return the plan of one pipeline stage: its parameters' units, roots, and its experts."""
+        """Return the plan of one pipeline stage: its parameters' units, roots, and its
+        experts."""
         if self.stages is None:
             return self
         units = self.stages.units(stage, self.shapes.units, self.shapes.aliases)
@@ -304,8 +371,11 @@ class Plan:
 
 
 def keeps_parameters(knobs: SmpConfig) -> bool:
-    """Return whether what a window's first micro-batch gathers stays until its last backward pass. Needs
-    ``reshard_after_forward`` as it takes effect: one that frees parameters was asked for together with "gradients", or
-    is how a model came; one that was asked for by ranks and turned out to keep an unsharded copy frees it too."""
-    kept = knobs.reshard_after_forward is False and knobs.asked("reshard_after_forward") in ("auto", False)
+    """Return whether what a window's first micro-batch gathers stays until its last
+    backward pass. Needs ``reshard_after_forward`` as it takes effect: one that frees
+    parameters was asked for together with "gradients", or is how a model came; one that
+    was asked for by ranks and turned out to keep an unsharded copy frees it too."""
+    kept = knobs.reshard_after_forward is False and knobs.asked(
+        "reshard_after_forward"
+    ) in ("auto", False)
     return kept and knobs.keep_between_micro_batches != "shards"

@@ -1,11 +1,14 @@
-"""In which order a stage takes its micro-batches forward and backward, and what it sends and receives meanwhile, as
-lists: :mod:`smp_core.pipeline.schedule` runs them, and a planner plays them.
+"""In which order a stage takes its micro-batches forward and backward, and what it
+sends and receives meanwhile, as lists: :mod:`smp_core.pipeline.schedule` runs them, and
+a planner plays them.
 
-GPipe (arXiv 1811.06965): all forwards, then all backwards. 1F1B (PipeDream-Flush, arXiv 2006.09503): each stage goes
-ahead by as many forwards as there are stages behind it, and then takes one backward for each forward, so that it holds
-activations of no more micro-batches than that. Interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2): a stage
-holds several chunks of blocks, every (number of stages)-th, and begins the next chunk after as many micro-batches as
-there are stages. With p stages of v chunks and m micro-batches (p - 1) / (m v + p - 1) of the time is idle.
+GPipe (arXiv 1811.06965): all forwards, then all backwards. 1F1B (PipeDream-Flush, arXiv
+2006.09503): each stage goes ahead by as many forwards as there are stages behind it,
+and then takes one backward for each forward, so that it holds activations of no more
+micro-batches than that. Interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2):
+a stage holds several chunks of blocks, every (number of stages)-th, and begins the next
+chunk after as many micro-batches as there are stages. With p stages of v chunks and m
+micro-batches (p - 1) / (m v + p - 1) of the time is idle.
 
 All add gradients up in the order of micro-batches.
 """
@@ -19,10 +22,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that a stage does with a micro-batch: compute a chunk, or send or receive its activation or gradient.
+    """One thing that a stage does with a micro-batch: compute a chunk, or send or
+    receive its activation or gradient.
 
     Attributes:
-        chunk: that is computed, or that gave the activation, or whose input's gradient it is.
+        chunk: that is computed, or that gave the activation, or whose input's gradient
+            it is.
         peer: the stage to which it goes or from which it comes; -1 of computations.
     """
 
@@ -38,18 +43,23 @@ def chunks_of(schedule: str) -> int:
     return int(schedule.partition(":")[2]) if schedule.startswith("interleaved") else 1
 
 
-def computations(schedule: str, stages: int, stage: int, micro_batches: int) -> list[Step]:
+def computations(
+    schedule: str, stages: int, stage: int, micro_batches: int
+) -> list[Step]:
     """Return the computations of one stage, in order."""
     per_stage = chunks_of(schedule)
     forwards, backwards = [], []
     for number in range(micro_batches * per_stage):
         round_, within = divmod(number, stages * per_stage)
         turn, place = divmod(within, stages)
-        # Without chunks a round is as good as any other order: micro-batch after micro-batch.
+        # Without chunks a round is as good as any other order: micro-batch after
+        # micro-batch.
         micro_batch = round_ * stages + place if per_stage > 1 else number
         turn = turn if per_stage > 1 else 0
         forwards.append(Step("compute", True, turn * stages + stage, micro_batch))
-        backwards.append(Step("compute", False, (per_stage - 1 - turn) * stages + stage, micro_batch))
+        backwards.append(
+            Step("compute", False, (per_stage - 1 - turn) * stages + stage, micro_batch)
+        )
     ahead = stages - stage - 1
     if per_stage > 1:
         ahead = 2 * ahead + (per_stage - 1) * stages
@@ -63,15 +73,18 @@ def computations(schedule: str, stages: int, stage: int, micro_batches: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def blocks_kept(schedule: str, stages: int, stage: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
-    """Return the most blocks of a stage whose activations wait for backward at one time, those of several micro-batches
-    counted one by one.
+def blocks_kept(
+    schedule: str, stages: int, stage: int, micro_batches: int, sizes: tuple[int, ...]
+) -> int:
+    """Return the most blocks of a stage whose activations wait for backward at one
+    time, those of several micro-batches counted one by one.
 
     Args:
         sizes: blocks of each of the stage's chunks.
     """
     if schedule != "gpipe":
-        micro_batches = min(micro_batches, 3 * stages)  # by then it has as many as it ever will
+        # By then it has as many as it ever will.
+        micro_batches = min(micro_batches, 3 * stages)
     kept = most = 0
     for step in computations(schedule, stages, stage, micro_batches):
         blocks = sizes[step.chunk // stages]
@@ -88,9 +101,10 @@ def forward_only(stages: int, stage: int, chunks: int) -> list[Step]:
 def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
     """Complete the computations of all stages by their messages.
 
-    The stages are played together. A message enters both lists when its content is there, so that all lists keep to one
-    order of the whole pipeline: no two stages wait for each other, also where each has to wait for its sends. Then
-    receives are begun a computation earlier where that goes the other way (:func:`_begun_ahead`).
+    The stages are played together. A message enters both lists when its content is
+    there, so that all lists keep to one order of the whole pipeline: no two stages wait
+    for each other, also where each has to wait for its sends. Then receives are begun a
+    computation earlier where that goes the other way (:func:`_begun_ahead`).
     """
     stages = len(orders)
     lists: list[list[Step]] = [[] for _ in orders]
@@ -98,7 +112,11 @@ def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
     there: set[tuple[bool, int, int]] = set()
     while any(left):
         # What is ready at the same time, before any of it sends.
-        ready = [stage for stage, steps in enumerate(left) if steps and _is_ready(steps[-1], there, chunks)]
+        ready = [
+            stage
+            for stage, steps in enumerate(left)
+            if steps and _is_ready(steps[-1], there, chunks)
+        ]
         assert ready, "a schedule whose computations wait for each other"
         done = []
         for stage in ready:
@@ -110,17 +128,25 @@ def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
             further = step.chunk + 1 if step.is_forward else step.chunk - 1
             if 0 <= further < chunks:
                 peer = further % stages
-                lists[stage].append(Step("send", step.is_forward, step.chunk, step.micro_batch, peer))
-                lists[peer].append(Step("receive", step.is_forward, step.chunk, step.micro_batch, stage))
+                lists[stage].append(
+                    Step("send", step.is_forward, step.chunk, step.micro_batch, peer)
+                )
+                lists[peer].append(
+                    Step(
+                        "receive", step.is_forward, step.chunk, step.micro_batch, stage
+                    )
+                )
     return [_begun_ahead(steps) for steps in lists]
 
 
 def _begun_ahead(steps: list[Step]) -> list[Step]:
-    """Return a stage's list with receives before the computation that they would follow, so that it hides them: a
-    device begins a receive behind what it was given before.
+    """Return a stage's list with receives before the computation that they would
+    follow, so that it hides them: a device begins a receive behind what it was given
+    before.
 
-    Only before a computation that goes the other way. What is sent behind that one uses the other way's group, so
-    activations among themselves, and gradients among themselves, stay in the order in which nobody waits in a circle.
+    Only before a computation that goes the other way. What is sent behind that one uses
+    the other way's group, so activations among themselves, and gradients among
+    themselves, stay in the order in which nobody waits in a circle.
     """
     order: list[Step] = []
     computed = 0  # the place of the last computation
@@ -130,7 +156,11 @@ def _begun_ahead(steps: list[Step]) -> list[Step]:
             computed, held = len(order), {True: False, False: False}
             order.append(step)
             continue
-        if step.act == "receive" and not held[step.is_forward] and computed < len(order):
+        if (
+            step.act == "receive"
+            and not held[step.is_forward]
+            and computed < len(order)
+        ):
             if _may_pass(step, order[computed]):
                 order.insert(computed, step)
                 computed += 1
@@ -145,8 +175,12 @@ def _may_pass(message: Step, computation: Step) -> bool:
     if message.is_forward == computation.is_forward:
         return False
     if message.is_forward:
-        return message.micro_batch > 0  # the first may bring its form with it, for which the host waits
-    is_gradient_of_it = (message.chunk - 1, message.micro_batch) == (computation.chunk, computation.micro_batch)
+        # The first may bring its form with it, for which the host waits.
+        return message.micro_batch > 0
+    is_gradient_of_it = (message.chunk - 1, message.micro_batch) == (
+        computation.chunk,
+        computation.micro_batch,
+    )
     return not is_gradient_of_it  # which has the form of what is received
 
 
@@ -154,4 +188,6 @@ def _is_ready(step: Step, there: set[tuple[bool, int, int]], chunks: int) -> boo
     if step.is_forward:
         return step.chunk == 0 or (True, step.chunk - 1, step.micro_batch) in there
     own = (True, step.chunk, step.micro_batch) in there
-    return own and (step.chunk == chunks - 1 or (False, step.chunk + 1, step.micro_batch) in there)
+    return own and (
+        step.chunk == chunks - 1 or (False, step.chunk + 1, step.micro_batch) in there
+    )

@@ -1,5 +1,5 @@
-"""Shapes: the facts about a model that decisions use: names, shapes and dtypes, and which modules its units are. No
-tensors, no modules; the same on every rank."""
+"""Shapes: the facts about a model that decisions use: names, shapes and dtypes, and
+which modules its units are. No tensors, no modules; the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from torch import nn
 
 from smp_core.config import SmpConfig
 from smp_core.plan.chain.chain import Chain
-from smp_core.plan.checkpointed import CheckpointedModule, checkpoints_itself, plan_checkpointing
+from smp_core.plan.checkpointed import (
+    CheckpointedModule,
+    checkpoints_itself,
+    plan_checkpointing,
+)
 from smp_core.plan.experts import ExpertShape, experts_of
 from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, plan_units
 from smp_core.torch_facts import first_names
@@ -27,10 +31,11 @@ class ParameterShape:
     Attributes:
         name: its first in the model.
         shape: of the whole tensor.
-        split_dim: in which tensor ranks split it, if they divide it; None: each holds all of it. A trace of split
-            layers knows; without one, matrices are taken to be split.
-        fp8_dim: that of the inputs, of a weight that FP8 layers would multiply by; None: it is none, or no trace of the
-            model is known.
+        split_dim: in which tensor ranks split it, if they divide it; None: each holds
+            all of it. A trace of split layers knows; without one, matrices are taken to
+            be split.
+        fp8_dim: that of the inputs, of a weight that FP8 layers would multiply by;
+            None: it is none, or no trace of the model is known.
     """
 
     name: str
@@ -42,9 +47,12 @@ class ParameterShape:
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> ParameterShape:
-        """Return the shape of a parameter, a matrix of which is taken to be split by rows."""
+        """Return the shape of a parameter, a matrix of which is taken to be split by
+        rows."""
         rows = parameter.ndim - 2 if parameter.ndim > 1 else None
-        return cls(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, rows)
+        return cls(
+            name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, rows
+        )
 
     @property
     def elements(self) -> int:
@@ -52,7 +60,8 @@ class ParameterShape:
 
     @property
     def is_divided(self) -> bool:
-        """Return whether ranks hold rows of it; 0-d and empty parameters are replicated."""
+        """Return whether ranks hold rows of it; 0-d and empty parameters are
+        replicated."""
         return self.elements > 0 and bool(self.shape)
 
     def over(self, degree: int) -> ParameterShape:
@@ -60,7 +69,14 @@ class ParameterShape:
         dim = self.split_dim
         if dim is None or self.shape[dim] % degree:
             return self
-        return replace(self, shape=(*self.shape[:dim], self.shape[dim] // degree, *self.shape[dim + 1 :]))
+        return replace(
+            self,
+            shape=(
+                *self.shape[:dim],
+                self.shape[dim] // degree,
+                *self.shape[dim + 1 :],
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -72,13 +88,15 @@ class Shapes:
         parameters: each once, in the model's order.
         units: which modules become FSDP units, and what stays replicated.
         checkpointed: modules that ``activations.checkpoint`` names.
-        units_recomputed: names of units inside a checkpointed module, by the name of that module.
+        units_recomputed: names of units inside a checkpointed module, by the name of
+            that module.
         checkpoints_itself: the model has recomputation of its own switched on.
         on_meta: something of it is on the meta device.
         buffer_bytes: of all buffers.
         buffers: name, shape and dtype of each in words, in the model's order.
         aliases: further names of parameters -> their first name.
-        chain: the blocks in the order they run in; recorded where there are pipeline stages.
+        chain: the blocks in the order they run in; recorded where there are pipeline
+            stages.
         experts: the modules that hold experts.
     """
 
@@ -98,7 +116,9 @@ class Shapes:
         for unit in self.units.units:
             for name in unit.parameters:
                 if self.aliases.get(name, name) not in self.by_name:
-                    raise ValueError(f"units name the parameter {name!r}, which {self.kind} does not have")
+                    raise ValueError(
+                        f"units name the parameter {name!r}, which {self.kind} does not have"
+                    )
 
     @classmethod
     def of(cls, model: nn.Module, asked: SmpConfig, entry: Entry = "forward") -> Shapes:
@@ -109,7 +129,8 @@ class Shapes:
             entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
 
         Raises:
-            ValueError: a rule of units or checkpointing that matches nothing, a model without parameters.
+            ValueError: a rule of units or checkpointing that matches nothing, a model
+                without parameters.
         """
         units = plan_units(model, asked, entry=entry)
         setting = asked.activations.checkpoint
@@ -117,7 +138,9 @@ class Shapes:
             return cls.with_units(model, units)
         if checkpoints_itself(model):
             return cls.with_units(model, units, checkpoints_itself=True)
-        return cls.with_units(model, units, tuple(plan_checkpointing(model, units.blocks, setting)))
+        return cls.with_units(
+            model, units, tuple(plan_checkpointing(model, units.blocks, setting))
+        )
 
     @classmethod
     def with_units(
@@ -141,16 +164,26 @@ class Shapes:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if name != first[parameter]
         }
-        parameters = tuple(ParameterShape.of(name, parameter) for name, parameter in model.named_parameters())
-        buffers = tuple(f"{name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers())
-        buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+        parameters = tuple(
+            ParameterShape.of(name, parameter)
+            for name, parameter in model.named_parameters()
+        )
+        buffers = tuple(
+            f"{name} {list(buffer.shape)} {buffer.dtype}"
+            for name, buffer in model.named_buffers()
+        )
+        buffer_bytes = sum(
+            buffer.numel() * buffer.itemsize for buffer in model.buffers()
+        )
         return cls(
             type(model).__name__,
             parameters,
             units,
             tuple(checkpointed),
             checkpoints_itself,
-            on_meta=any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]),
+            on_meta=any(
+                tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]
+            ),
             buffer_bytes=buffer_bytes,
             buffers=buffers,
             aliases=aliases,
@@ -180,21 +213,30 @@ class Shapes:
         return frozenset(site.name for site in self.experts)
 
     def with_experts_apart(self) -> Shapes:
-        """Return the shapes with units of experts as :func:`plan_units` makes them where ranks divide these."""
+        """Return the shapes with units of experts as :func:`plan_units` makes them
+        where ranks divide these."""
         units: list[PlannedUnit] = []
         for unit in self.units.units:
             own: dict[str, list[str]] = {unit.name: []}
             for name in unit.parameters:
                 site = name.rpartition(".")[0]
-                own.setdefault(site if site in self.expert_names else unit.name, []).append(name)
-            inside = [PlannedUnit(site, tuple(names), False) for site, names in own.items() if site != unit.name]
+                own.setdefault(
+                    site if site in self.expert_names else unit.name, []
+                ).append(name)
+            inside = [
+                PlannedUnit(site, tuple(names), False)
+                for site, names in own.items()
+                if site != unit.name
+            ]
             units += [*inside, replace(unit, parameters=tuple(own[unit.name]))]
         return replace(self, units=replace(self.units, units=tuple(units)))
 
     @cached_property
     def first_trained(self) -> ParameterShape:
         """The first parameter that is trained; of a frozen model the first one."""
-        return next((each for each in self.parameters if each.trainable), self.parameters[0])
+        return next(
+            (each for each in self.parameters if each.trainable), self.parameters[0]
+        )
 
     @cached_property
     def elements(self) -> int:
@@ -213,8 +255,9 @@ class Shapes:
 
     @cached_property
     def alike(self) -> list[tuple[ParameterShape, bool, int]]:
-        """Parameters of one shape, dtype and kind together: the first of them, whether they are of a unit, how many.
-        A planner asks for their bytes thousands of times."""
+        """Parameters of one shape, dtype and kind together: the first of them, whether
+        they are of a unit, how many. A planner asks for their bytes thousands of
+        times."""
         of_units = {name for unit in self.units.units for name in unit.parameters}
         found: dict[tuple[Any, ...], list[ParameterShape]] = {}
         for each in self.parameters:
@@ -224,22 +267,30 @@ class Shapes:
 
     @cached_property
     def alike_units(self) -> list[tuple[bool, tuple[ParameterShape, ...], int]]:
-        """Units whose parameters are alike: whether they are roots, what one of them gathers, how many. A tied
-        parameter is gathered once, with the first unit that it is in; 0-d ones are not gathered."""
+        """Units whose parameters are alike: whether they are roots, what one of them
+        gathers, how many. A tied parameter is gathered once, with the first unit that
+        it is in; 0-d ones are not gathered."""
         counted: set[str] = set()
         found: dict[tuple[Any, ...], list[tuple[ParameterShape, ...]]] = {}
         # Roots last: they hold what no other unit holds.
         for unit in sorted(self.units.units, key=lambda unit: unit.is_root):
-            own = [each for each in map(self.of_name, unit.parameters) if each.name not in counted and each.shape]
+            own = [
+                each
+                for each in map(self.of_name, unit.parameters)
+                if each.name not in counted and each.shape
+            ]
             counted.update(each.name for each in own)
-            kind = (unit.is_root, tuple((each.shape, each.dtype, each.fp8_dim) for each in own))
+            kind = (
+                unit.is_root,
+                tuple((each.shape, each.dtype, each.fp8_dim) for each in own),
+            )
             found.setdefault(kind, []).append(tuple(own))
         return [(kind[0], same[0], len(same)) for kind, same in found.items()]
 
     @cached_property
     def stages(self) -> dict[Any, Any]:
-        """Figures of pipeline stages of this model: a planner asks for the same ones thousands of times
-        (:mod:`smp_core.pipeline.rules`)."""
+        """Figures of pipeline stages of this model: a planner asks for the same ones
+        thousands of times (:mod:`smp_core.pipeline.rules`)."""
         return {}
 
     @property
@@ -252,7 +303,8 @@ class Shapes:
 
 
 def _refuse_quantized(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a weight of torchao's, a tensor of several tensors, which cannot be sharded or sent to other ranks."""
+    """Refuse a weight of torchao's, a tensor of several tensors, which cannot be
+    sharded or sent to other ranks."""
     kind = type(parameter)
     if kind.__module__.split(".")[0] == "torchao":
         raise ValueError(

@@ -1,7 +1,7 @@
 """Stages: which blocks and parameters of a model are on which pipeline stage.
 
-A stage is a stretch of consecutive ranks, and a world of its own for everything that is decided about partition and
-replication groups.
+A stage is a stretch of consecutive ranks, and a world of its own for everything that is
+decided about partition and replication groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from smp_core.plan.units import WrapPlan
 class Stages:
     """The pipeline stages of one model.
 
-    Each stage holds one chunk of blocks, or several, every ``count``-th (``schedule="interleaved:V"``).
+    Each stage holds one chunk of blocks, or several, every ``count``-th
+    (``schedule="interleaved:V"``).
 
     Attributes:
         chain: its blocks.
@@ -65,44 +66,65 @@ class Stages:
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Each parameter's stages: one, or where it works before and behind the blocks the first and the last."""
+        """Each parameter's stages: one, or where it works before and behind the blocks
+        the first and the last."""
         found = {name: (0,) for name in self.names}  # also what no forward uses
         for chunk in range(self.n_chunks):
             for number in self.blocks(chunk):
-                found |= dict.fromkeys(self.chain.of_blocks[number], (chunk % self.count,))
+                found |= dict.fromkeys(
+                    self.chain.of_blocks[number], (chunk % self.count,)
+                )
         last = self.count - 1
         found |= dict.fromkeys(self.chain.after, (last,))
-        return found | dict.fromkeys(set(self.chain.before) & set(self.chain.after), (0, last))
+        return found | dict.fromkeys(
+            set(self.chain.before) & set(self.chain.after), (0, last)
+        )
 
     def used(self, chunk: int) -> frozenset[str]:
-        """Return the names of the parameters that work in one chunk, as far as the recorded forward shows them."""
-        found = {name for number in self.blocks(chunk) for name in self.chain.of_blocks[number]}
+        """Return the names of the parameters that work in one chunk, as far as the
+        recorded forward shows them."""
+        found = {
+            name
+            for number in self.blocks(chunk)
+            for name in self.chain.of_blocks[number]
+        }
         found |= set(self.chain.before) if chunk == 0 else set()
-        return frozenset(found | (set(self.chain.after) if chunk == self.n_chunks - 1 else set()))
+        return frozenset(
+            found | (set(self.chain.after) if chunk == self.n_chunks - 1 else set())
+        )
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """Parameters of the first and of the last stage, whose gradients are added up between these."""
+        """Parameters of the first and of the last stage, whose gradients are added up
+        between these."""
         return tuple(name for name, owners in self.owners.items() if len(owners) > 1)
 
     @cached_property
     def buffers(self) -> dict[str, int]:
-        """The stage on which each saved buffer works, and may change: its block's, or the first; of what is no module
-        that runs before the blocks the last, which runs all of the code."""
+        """The stage on which each saved buffer works, and may change: its block's, or
+        the first; of what is no module that runs before the blocks the last, which runs
+        all of the code."""
         stages: dict[int | None, int] = {-1: 0, None: self.count - 1}
         for chunk in range(self.n_chunks):
             stages |= dict.fromkeys(self.blocks(chunk), chunk % self.count)
         return {name: stages[place] for name, place in self.chain.buffers}
 
-    def units(self, stage: int, units: WrapPlan, first_name: dict[str, str]) -> WrapPlan:
-        """Return what a stage shards, its parameters' units and roots, and what it replicates."""
+    def units(
+        self, stage: int, units: WrapPlan, first_name: dict[str, str]
+    ) -> WrapPlan:
+        """Return what a stage shards, its parameters' units and roots, and what it
+        replicates."""
         own = self.owned(stage)
         held = []
         for unit in units.units:
-            parameters = tuple(name for name in unit.parameters if first_name.get(name, name) in own)
+            parameters = tuple(
+                name for name in unit.parameters if first_name.get(name, name) in own
+            )
             if parameters or unit.is_root:
                 held.append(replace(unit, parameters=parameters))
-        replicated = tuple(name for name in units.replicated if first_name.get(name, name) in own)
+        replicated = tuple(
+            name for name in units.replicated if first_name.get(name, name) in own
+        )
         return replace(units, units=tuple(held), replicated=replicated)
 
     def blocks_of(self, stage: int) -> tuple[int, ...]:
@@ -111,8 +133,9 @@ class Stages:
 
     @cached_property
     def unlike(self) -> tuple[int, ...]:
-        """Stages of which no earlier one takes as much memory: the first, the last, and of those between them with as
-        many blocks the first, which has most micro-batches on their way."""
+        """Stages of which no earlier one takes as much memory: the first, the last, and
+        of those between them with as many blocks the first, which has most
+        micro-batches on their way."""
         between = range(1, self.count - 1)
         found = {sum(self.blocks_of(stage)): stage for stage in reversed(between)}
         return (0, *sorted(found.values()), self.count - 1)
@@ -121,7 +144,11 @@ class Stages:
         """Return the shapes of a stage's parameters alone."""
         own = self.owned(stage)
         parameters = tuple(each for each in shapes.parameters if each.name in own)
-        return replace(shapes, parameters=parameters, units=self.units(stage, shapes.units, shapes.aliases))
+        return replace(
+            shapes,
+            parameters=parameters,
+            units=self.units(stage, shapes.units, shapes.aliases),
+        )
 
     def describe(self) -> str:
         """Return a line for people."""

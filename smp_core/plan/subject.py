@@ -1,8 +1,11 @@
-"""Subject: the interface of sharding, context parallelism, FP8 and all other subjects, each a folder with its rules.
+"""Subject: the interface of sharding, context parallelism, FP8 and all other subjects,
+each a folder with its rules.
 
-Each folder exports one object of a class made of :class:`Subject`; ``engine/subjects.py`` lists them. ``decide``
-resolves the knobs of one after another, the start-up report has the lines of each, `smp doctor` what each uses of the
-machine, and docs/combinations.md which go together. What they write into is the :class:`ModelDraft` of a plan.
+Each folder exports one object of a class made of :class:`Subject`;
+``engine/subjects.py`` lists them. ``decide`` resolves the knobs of one after another,
+the start-up report has the lines of each, `smp doctor` what each uses of the machine,
+and docs/combinations.md which go together. What they write into is the
+:class:`ModelDraft` of a plan.
 """
 
 from __future__ import annotations
@@ -17,7 +20,15 @@ from smp_core.cluster import INNER, Axis, Layout
 from smp_core.codecs import CodeName
 from smp_core.config import DEFAULTS, Clash, SmpConfig
 from smp_core.plan.cluster import Cluster
-from smp_core.plan.plan import TRAINERS_OWN, ActivationPlan, Dtypes, GivenSharding, Plan, Precision, dtype_of
+from smp_core.plan.plan import (
+    TRAINERS_OWN,
+    ActivationPlan,
+    Dtypes,
+    GivenSharding,
+    Plan,
+    Precision,
+    dtype_of,
+)
 from smp_core.plan.shapes import Shapes
 from smp_core.plan.stages import Stages
 
@@ -27,7 +38,8 @@ class Draft:
 
     Attributes:
         knobs: as they are by now.
-        warnings: sentences for people, about knobs that were asked for and have no effect.
+        warnings: sentences for people, about knobs that were asked for and have no
+            effect.
     """
 
     def __init__(self, asked: SmpConfig) -> None:
@@ -35,20 +47,26 @@ class Draft:
         self.warnings: list[str] = []
 
     def settle(self, knob: str, value: Any, why: str) -> None:
-        """Put a value into effect, of a knob or of a field of one ("compression.gather")."""
+        """Put a value into effect, of a knob or of a field of one
+        ("compression.gather")."""
         self.knobs = self.knobs.with_resolved(knob, value, why)
 
     def drop(self, knob: str, value: Any, why: str) -> None:
-        """Put another value into effect than was asked for, and warn that what was asked for has no effect here."""
-        self.warnings.append(f"{knob}={attrgetter(knob)(self.knobs)!r} has no effect: {why}")
+        """Put another value into effect than was asked for, and warn that what was
+        asked for has no effect here."""
+        self.warnings.append(
+            f"{knob}={attrgetter(knob)(self.knobs)!r} has no effect: {why}"
+        )
         self.settle(knob, value, why)
 
 
 class ModelDraft(Draft):
-    """A Plan in the making: each subject resolves its knobs, and writes what else it decides.
+    """A Plan in the making: each subject resolves its knobs, and writes what else it
+    decides.
 
     Attributes:
-        shapes, cluster, precision, given: what it is decided by, as :class:`Plan` has it.
+        shapes, cluster, precision, given: what it is decided by, as :class:`Plan` has
+            it.
         layout: the axes of the run; decided before any subject is asked.
         masters, stored_as_gathered: of the plan's :class:`Dtypes`.
         gathers, replica_payload, stages, activations: as :class:`Plan` has them.
@@ -74,8 +92,9 @@ class ModelDraft(Draft):
         self.stages: Stages | None = None
         self.activations = ActivationPlan()
 
-    # Stages are worlds of their own for what is decided about their ranks; ranks on inner axes count as one for what is
-    # decided about partition and replication groups.
+    # Stages are worlds of their own for what is decided about their ranks; ranks on
+    # inner axes count as one for what is decided about partition and replication
+    # groups.
 
     @property
     def of_stage(self) -> Layout:
@@ -108,7 +127,9 @@ class ModelDraft(Draft):
             precision=self.precision,
             layout=self.layout,
             gathers=self.gathers,
-            dtypes=Dtypes(param_dtype, reduce_dtype, self.masters, self.stored_as_gathered),
+            dtypes=Dtypes(
+                param_dtype, reduce_dtype, self.masters, self.stored_as_gathered
+            ),
             replica_payload=self.replica_payload,
             activations=self.activations,
             warnings=tuple(self.warnings),
@@ -146,9 +167,12 @@ class Subject:
         name: in messages and pages.
         page: its page in docs/.
         knobs: those that are its own.
-        apart: what it does not go together with; the other subject need not list it too.
-        optional: it is off where all its knobs are at their defaults, and is not asked anything then.
-        part: the attribute of :class:`smp_core.engine.parallel_model.ParallelModel` with what its conversion made.
+        apart: what it does not go together with; the other subject need not list it
+            too.
+        optional: it is off where all its knobs are at their defaults, and is not asked
+            anything then.
+        part: the attribute of :class:`smp_core.engine.parallel_model.ParallelModel`
+            with what its conversion made.
     """
 
     name: ClassVar[str]
@@ -159,22 +183,26 @@ class Subject:
     part: ClassVar[str | None] = None
 
     def is_off(self, knobs: SmpConfig) -> bool:
-        """Return whether there is nothing to resolve and nothing to report with these knobs."""
-        return self.optional and all(getattr(knobs, knob) == getattr(DEFAULTS, knob) for knob in self.knobs)
+        """Return whether there is nothing to resolve and nothing to report with these
+        knobs."""
+        return self.optional and all(
+            getattr(knobs, knob) == getattr(DEFAULTS, knob) for knob in self.knobs
+        )
 
     def settle(self, draft: ModelDraft) -> None:
         """Resolve its knobs, and write what else it decides.
 
         Raises:
-            ValueError: what the model, the machines or other subjects do not allow; names the knob, its value, and
-                what to write.
+            ValueError: what the model, the machines or other subjects do not allow;
+                names the knob, its value, and what to write.
         """
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
         """Return its lines of the start-up report.
 
         Args:
-            made: its part of the parallel model; None where nothing was made, or not yet.
+            made: its part of the parallel model; None where nothing was made, or not
+                yet.
         """
         return [] if made is None else made.describe().splitlines()
 
@@ -183,9 +211,13 @@ class Subject:
         yield from ()
 
     def beside(self, other: Subject) -> list[str]:
-        """Return why it does not go together with another subject, in words; empty where it does."""
+        """Return why it does not go together with another subject, in words; empty
+        where it does."""
         own = [clash.words for clash in self.apart if clash.other == other.name]
-        return [*own, *(clash.words for clash in other.apart if clash.other == self.name)]
+        return [
+            *own,
+            *(clash.words for clash in other.apart if clash.other == self.name),
+        ]
 
     def require_together(self, draft: ModelDraft, asked: str) -> None:
         """Refuse what it has not been shown to be exact with.
@@ -197,13 +229,16 @@ class Subject:
             ValueError: names all of it, and what to write.
         """
         found = [(clash.found(draft), clash.instead) for clash in self.apart]
-        lines = "\n".join(f"- {what}; {instead}" for what, instead in found if what is not None)
+        lines = "\n".join(
+            f"- {what}; {instead}" for what, instead in found if what is not None
+        )
         if lines:
             raise ValueError(f"{asked} is not built yet together with\n{lines}")
 
 
 def asked_for(knob: str, unless: Any = None) -> Callable[[ModelDraft], str | None]:
-    """Return a function for :attr:`Clash.found`: the knob, or the field of one, with the value that was asked for.
+    """Return a function for :attr:`Clash.found`: the knob, or the field of one, with
+    the value that was asked for.
 
     Args:
         unless: a value that is none of what is looked for, beside those that are false.
@@ -224,14 +259,23 @@ FOREIGN_FP8: Clash[ModelDraft] = Clash(
     asked_for("fp8.backend", unless="native"),
     "write fp8={'backend': 'native'}",
 )
-"""A clash of several axes: their refusal of another library's FP8 layers, in the same words."""
+"""A clash of several axes: their refusal of another library's FP8 layers, in the same
+words."""
 
 SYMMETRIC_MEMORY: Clash[ModelDraft] = Clash(
-    "communication", "`collectives.symmetric_memory`", asked_for("collectives.symmetric_memory"), "leave it out"
+    "communication",
+    "`collectives.symmetric_memory`",
+    asked_for("collectives.symmetric_memory"),
+    "leave it out",
 )
 """A clash of several axes: their refusal of symmetric memory, in the same words."""
 
 
 def came_sharded(draft: ModelDraft) -> str | None:
-    """Return a pre-sharded model in words; None: it is none. For :attr:`Clash.found`."""
-    return None if draft.given is None else f"a model that came sharded ({draft.shapes.kind})"
+    """Return a pre-sharded model in words; None: it is none. For
+    :attr:`Clash.found`."""
+    return (
+        None
+        if draft.given is None
+        else f"a model that came sharded ({draft.shapes.kind})"
+    )

@@ -1,21 +1,28 @@
 """Which modules become FSDP units, and which parameters cannot live in one.
 
-A unit's parameters are gathered in one collective and its gradients reduced in one. The plan is made before anything
-is sharded, so that what FSDP2 would refuse later (a parameter tied across units, two trainable dtypes in one unit,
-0-d parameters) is settled here:
+A unit's parameters are gathered in one collective and its gradients reduced in one. The
+plan is made before anything is sharded, so that what FSDP2 would refuse later (a
+parameter tied across units, two trainable dtypes in one unit, 0-d parameters) is
+settled here:
 
-- blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList``
-  and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters
-  reach ``units.min_parameters``, and the experts of each layer where ranks divide them;
-- roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
-  callable children, and itself only where it owns parameters, or where these children share a unit;
-- optional modules, which some ranks leave out in some micro-batches, are no units, nor is anything inside them: their
-  parameters belong to the unit around them, a root if there is no other. FSDP2 gathers that one on all ranks, and
-  reduces it when the pass is over, whoever used what. ``units.optional="auto"`` finds the towers of a Transformers
-  model, which are called where a sample has an image or sound: its config has one of its own for text, and of the
-  sub-models (each a ``PreTrainedModel``) those for text hold the model's input embeddings;
-- a leaf layer whose trainable parameters have another dtype than the rest of its unit becomes a unit of its own;
-- replicated: 0-d and empty parameters, and those tied across units; they stay plain tensors, equal on all ranks.
+- blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated
+  members of ``nn.ModuleList`` and ``nn.Sequential``; or class names, globs over module
+  names, a callable; plus every module whose own parameters reach
+  ``units.min_parameters``, and the experts of each layer where ranks divide them;
+- roots: the model itself, or, for a module whose own forward is not what a step calls
+  (a LightningModule), its callable children, and itself only where it owns parameters,
+  or where these children share a unit;
+- optional modules, which some ranks leave out in some micro-batches, are no units, nor
+  is anything inside them: their parameters belong to the unit around them, a root if
+  there is no other. FSDP2 gathers that one on all ranks, and reduces it when the pass
+  is over, whoever used what. ``units.optional="auto"`` finds the towers of a
+  Transformers model, which are called where a sample has an image or sound: its config
+  has one of its own for text, and of the sub-models (each a ``PreTrainedModel``) those
+  for text hold the model's input embeddings;
+- a leaf layer whose trainable parameters have another dtype than the rest of its unit
+  becomes a unit of its own;
+- replicated: 0-d and empty parameters, and those tied across units; they stay plain
+  tensors, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +45,9 @@ from smp_core.torch_facts import compiled_of, embeddings_of, uncompiled
 
 logger = logging.getLogger("smp")
 
-# Their forward computes with parameters of modules inside without calling these (an attention's out_proj; all of an
-# encoder layer on its fast path), so that none of them can be a unit of its own.
+# Their forward computes with parameters of modules inside without calling these (an
+# attention's out_proj; all of an encoder layer on its fast path), so that none of them
+# can be a unit of its own.
 _READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, ParametrizationList)
 
 Entry = Literal["forward", "steps", "children"]
@@ -47,8 +55,9 @@ Entry = Literal["forward", "steps", "children"]
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A module to be wrapped: its name in the model ("" for the model itself) and the names of its parameters. Names,
-    because conversions between planning and sharding exchange modules."""
+    """A module to be wrapped: its name in the model ("" for the model itself) and the
+    names of its parameters. Names, because conversions between planning and sharding
+    exchange modules."""
 
     name: str
     parameters: tuple[str, ...]
@@ -57,8 +66,9 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """Units, innermost first; names of replicated parameters; for the log, how the blocks were chosen; names of the
-    outermost blocks in the model's order, for activation checkpointing; and names of the optional modules."""
+    """Units, innermost first; names of replicated parameters; for the log, how the
+    blocks were chosen; names of the outermost blocks in the model's order, for
+    activation checkpointing; and names of the optional modules."""
 
     units: tuple[PlannedUnit, ...]
     replicated: tuple[str, ...]
@@ -67,18 +77,22 @@ class WrapPlan:
     optional: tuple[str, ...] = ()
 
 
-def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward") -> WrapPlan:
+def plan_units(
+    model: nn.Module, config: SmpConfig, *, entry: Entry = "forward"
+) -> WrapPlan:
     """Decide the units of ``model``.
 
     Args:
-        entry: what a step calls. ``"forward"``: the model itself, which is the root. ``"steps"``: methods of it
-            (``training_step``, run through ``run_as_forward`` of its unit): each callable child is a root, unless the
-            model owns parameters itself; then it is the root above them. ``"children"``: the same, but the model's own
-            parameters are replicated, because backward runs in the middle of a step (manual optimization).
+        entry: what a step calls. ``"forward"``: the model itself, which is the root.
+            ``"steps"``: methods of it (``training_step``, run through
+            ``run_as_forward`` of its unit): each callable child is a root, unless the
+            model owns parameters itself; then it is the root above them.
+            ``"children"``: the same, but the model's own parameters are replicated,
+            because backward runs in the middle of a step (manual optimization).
 
     Raises:
-        ValueError: ``units`` or ``units.optional`` name what matches nothing, or ``"auto"`` finds nothing; the model
-            has no parameters.
+        ValueError: ``units`` or ``units.optional`` name what matches nothing, or
+            ``"auto"`` finds nothing; the model has no parameters.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks, why = _blocks(model, config)
@@ -91,9 +105,17 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
         children = [each for each in _callable_children(model) if each not in optional]
         if entry != "steps" or not _outside(model, children):
             roots = children
-    chosen = {module for module in [*blocks, *children, *roots] if _callable(module) or module is model}
+    chosen = {
+        module
+        for module in [*blocks, *children, *roots]
+        if _callable(module) or module is model
+    }
     if config.expert_parallel_degree != 1:
-        chosen |= {model.get_submodule(site.name) for site in experts_of(model) if not site.problem}
+        chosen |= {
+            model.get_submodule(site.name)
+            for site in experts_of(model)
+            if not site.problem
+        }
     if config.units.min_parameters > 0:
         chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
     chosen -= optional
@@ -105,7 +127,8 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     replicated |= tied
     chosen |= _other_dtype_leaves(model, owner, replicated) - optional
     owner = _owners(model, chosen)
-    tied |= _tied_across_units(model, owner)  # the new units may have cut a tie inside of one
+    # The new units may have cut a tie inside of one.
+    tied |= _tied_across_units(model, owner)
     replicated |= tied
     replicated |= _second_dtypes(owner, replicated)
 
@@ -117,22 +140,37 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
         else:
             members[next(iter(owner[parameter]))].append(name)
     if not members and not plain:
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+        raise ValueError(
+            f"{type(model).__name__} has no parameters: there is nothing to shard"
+        )
     if _overlap(roots, chosen):
         roots = [model]
         chosen.add(model)
-    ordered = _children_first(model, {module for module in chosen if module in members or module in roots})
-    units = tuple(PlannedUnit(names[module], tuple(members[module]), module in roots) for module in ordered)
+    ordered = _children_first(
+        model, {module for module in chosen if module in members or module in roots}
+    )
+    units = tuple(
+        PlannedUnit(names[module], tuple(members[module]), module in roots)
+        for module in ordered
+    )
     if tied:
-        shown = [name for name, parameter in model.named_parameters() if parameter in tied]
-        logger.info("parameters shared by several units stay whole on every rank: %s", ", ".join(shown))
+        shown = [
+            name for name, parameter in model.named_parameters() if parameter in tied
+        ]
+        logger.info(
+            "parameters shared by several units stay whole on every rank: %s",
+            ", ".join(shown),
+        )
     optional_names = tuple(names[module] for module in left_out)
-    return WrapPlan(units, tuple(plain), why, tuple(_outermost(names, blocks)), optional_names)
+    return WrapPlan(
+        units, tuple(plain), why, tuple(_outermost(names, blocks)), optional_names
+    )
 
 
 def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the chosen modules, the last of the model first, and each behind all chosen ones inside it, as FSDP2 wants
-    it: a layer that several units share comes before the first of these."""
+    """Return the chosen modules, the last of the model first, and each behind all
+    chosen ones inside it, as FSDP2 wants it: a layer that several units share comes
+    before the first of these."""
     ordered: dict[nn.Module, None] = {}
 
     def add(module: nn.Module) -> None:
@@ -148,13 +186,15 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
 
 
 def _overlap(roots: list[nn.Module], chosen: set[nn.Module]) -> bool:
-    """Return whether a unit lies in two of the roots, or is one of them inside of another."""
+    """Return whether a unit lies in two of the roots, or is one of them inside of
+    another."""
     inside = [chosen.intersection(root.modules()) for root in roots]
     return sum(map(len, inside)) > len(set().union(*inside))
 
 
 def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
-    """Yield the names of the blocks that are more than one layer of torch's own and lie in no other block."""
+    """Yield the names of the blocks that are more than one layer of torch's own and lie
+    in no other block."""
     inside: set[nn.Module] = set()
     wanted: set[nn.Module] = set()
     for block in blocks:
@@ -172,9 +212,11 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _callable(module: nn.Module) -> bool:
-    """Return whether the module has a forward of its own; FSDP2's hooks sit there. (What torch.compile returns has it
-    as an attribute of the instance.)"""
-    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    """Return whether the module has a forward of its own; FSDP2's hooks sit there.
+    (What torch.compile returns has it as an attribute of the instance.)"""
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(
+        module
+    )
     return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
@@ -190,7 +232,9 @@ def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
 
 def _outside(model: nn.Module, modules: list[nn.Module]) -> set[nn.Parameter]:
     inside = {parameter for module in modules for parameter in module.parameters()}
-    return {parameter for parameter in model.parameters() if parameter.ndim > 0} - inside
+    return {
+        parameter for parameter in model.parameters() if parameter.ndim > 0
+    } - inside
 
 
 def _class_name(module: nn.Module) -> str:
@@ -198,8 +242,13 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Replace a block that torch.compile wraps by its wrapper: FSDP2's hooks inside would break its graph."""
-    wrapper = {inner: m for m in model.modules() if m is not model and (inner := compiled_of(m))}
+    """Replace a block that torch.compile wraps by its wrapper: FSDP2's hooks inside
+    would break its graph."""
+    wrapper = {
+        inner: m
+        for m in model.modules()
+        if m is not model and (inner := compiled_of(m))
+    }
     return [wrapper.get(block, block) for block in blocks]
 
 
@@ -208,8 +257,12 @@ def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
     if choose == "auto":
         return _auto_blocks(model)
     if callable(choose):
-        return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "units: a function"
-    found = [module for pattern in choose for module in _matching(model, "units", pattern)]
+        return [
+            m for n, m in model.named_modules() if m is not model and choose(n, m)
+        ], "units: a function"
+    found = [
+        module for pattern in choose for module in _matching(model, "units", pattern)
+    ]
     return found, f"units: {', '.join(choose)}"
 
 
@@ -217,7 +270,11 @@ def _optional(model: nn.Module, config: SmpConfig) -> list[nn.Module]:
     """Return the modules that ``units.optional`` names."""
     asked = config.units.optional
     if asked != "auto":
-        return [module for pattern in asked for module in _matching(model, "units.optional", pattern)]
+        return [
+            module
+            for pattern in asked
+            for module in _matching(model, "units.optional", pattern)
+        ]
     found = towers(model)
     if not found:
         children = ", ".join(repr(name) for name, _ in model.named_children())
@@ -230,11 +287,13 @@ def _optional(model: nn.Module, config: SmpConfig) -> list[nn.Module]:
 
 
 def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
-    """Return the modules inside the model of a class name, or by a glob over their names."""
+    """Return the modules inside the model of a class name, or by a glob over their
+    names."""
     matching = [
         module
         for name, module in model.named_modules()
-        if module is not model and (_class_name(module) == pattern or fnmatch.fnmatchcase(name, pattern))
+        if module is not model
+        and (_class_name(module) == pattern or fnmatch.fnmatchcase(name, pattern))
     ]
     if not matching:
         classes = sorted({_class_name(module) for module in model.modules()})
@@ -246,32 +305,47 @@ def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
 
 
 def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
-    declared = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+    declared = {
+        name
+        for module in model.modules()
+        for name in (getattr(module, "_no_split_modules", None) or ())
+    }
     found = [module for module in model.modules() if _class_name(module) in declared]
     if found:
-        return found, f"_no_split_modules: {', '.join(sorted({_class_name(m) for m in found}))}"
+        return (
+            found,
+            f"_no_split_modules: {', '.join(sorted({_class_name(m) for m in found}))}",
+        )
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         kinds = defaultdict(list)
         for child in module:
-            if child is not None and any(True for _ in child.parameters()):  # an nn.ModuleList may have gaps
+            # An nn.ModuleList may have gaps.
+            if child is not None and any(True for _ in child.parameters()):
                 kinds[_class_name(child)].append(child)
         for alike in kinds.values():
-            # A repeated leaf (two Linear in a Sequential) is not a block: units of one small layer only add latency.
+            # A repeated leaf (two Linear in a Sequential) is not a block: units of one
+            # small layer only add latency.
             if len(alike) < 2 or any(_is_leaf(child) for child in alike):
                 continue
             found += alike
             for child in alike:
                 inside.update(child.modules())
     if found:
-        return found, f"repeated blocks: {', '.join(sorted({_class_name(m) for m in found}))}"
+        return (
+            found,
+            f"repeated blocks: {', '.join(sorted({_class_name(m) for m in found}))}",
+        )
     return [], "no repeated blocks found: roots only"
 
 
-def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: list[nn.Module]) -> set[nn.Module]:
-    """Return the modules, innermost first, whose parameters outside smaller units reach the threshold."""
+def _by_size(
+    model: nn.Module, chosen: set[nn.Module], threshold: int, within: list[nn.Module]
+) -> set[nn.Module]:
+    """Return the modules, innermost first, whose parameters outside smaller units reach
+    the threshold."""
     added: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
@@ -294,12 +368,21 @@ def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: l
 
 def _indivisible(model: nn.Module) -> set[nn.Parameter]:
     """Return the 0-d parameters and those without elements."""
-    return {parameter for parameter in model.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
+    return {
+        parameter
+        for parameter in model.parameters()
+        if parameter.ndim == 0 or parameter.numel() == 0
+    }
 
 
-def _owners(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, dict[nn.Module, None]]:
-    """Map each parameter to the innermost chosen modules that hold it (several only if it is tied across units)."""
-    owner: dict[nn.Parameter, dict[nn.Module, None]] = {parameter: {} for parameter in model.parameters()}
+def _owners(
+    model: nn.Module, chosen: set[nn.Module]
+) -> dict[nn.Parameter, dict[nn.Module, None]]:
+    """Map each parameter to the innermost chosen modules that hold it (several only if
+    it is tied across units)."""
+    owner: dict[nn.Parameter, dict[nn.Module, None]] = {
+        parameter: {} for parameter in model.parameters()
+    }
 
     def visit(module: nn.Module, unit: nn.Module | None) -> None:
         unit = module if module in chosen else unit
@@ -313,30 +396,45 @@ def _owners(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, dict
     return owner
 
 
-def _leaves_tied_elsewhere(model: nn.Module, chosen: set[nn.Module], keep: set[nn.Module]) -> set[nn.Module]:
-    """Return the chosen modules that hold nothing but parameters tied with another unit: the unit around them can own
-    those."""
+def _leaves_tied_elsewhere(
+    model: nn.Module, chosen: set[nn.Module], keep: set[nn.Module]
+) -> set[nn.Module]:
+    """Return the chosen modules that hold nothing but parameters tied with another
+    unit: the unit around them can own those."""
     owner = _owners(model, chosen)
     tied = {parameter for parameter, units in owner.items() if len(units) > 1}
     return {module for module in chosen - keep if tied.issuperset(module.parameters())}
 
 
-def _tied_across_units(model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]]) -> set[nn.Parameter]:
+def _tied_across_units(
+    model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]]
+) -> set[nn.Parameter]:
     return {parameter for parameter, units in owner.items() if len(units) > 1}
 
 
 def _other_dtype_leaves(
-    model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+    model: nn.Module,
+    owner: dict[nn.Parameter, dict[nn.Module, None]],
+    replicated: set[nn.Parameter],
 ) -> set[nn.Module]:
-    """Return the leaves whose trainable dtype is not the most common one of their unit."""
+    """Return the leaves whose trainable dtype is not the most common one of their
+    unit."""
     dtype_of = _main_dtypes(owner, replicated)
     leaves: set[nn.Module] = set()
-    readers = [module for module in model.modules() if isinstance(module, _READS_INSIDE)]
-    read = {inner for outer in readers for inner in outer.modules() if inner is not outer}
+    readers = [
+        module for module in model.modules() if isinstance(module, _READS_INSIDE)
+    ]
+    read = {
+        inner for outer in readers for inner in outer.modules() if inner is not outer
+    }
     for module in model.modules():
         if module in read:
             continue
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in replicated]
+        own = [
+            p
+            for p in module.parameters(recurse=False)
+            if p.requires_grad and p not in replicated
+        ]
         if not own or not _callable(module):
             continue
         if all(owner[p] and p.dtype != dtype_of[next(iter(owner[p]))] for p in own):
@@ -361,12 +459,17 @@ def _second_dtypes(
 def _main_dtypes(
     owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
 ) -> dict[nn.Module, torch.dtype]:
-    counts: dict[nn.Module, dict[torch.dtype, int]] = defaultdict(lambda: defaultdict(int))
+    counts: dict[nn.Module, dict[torch.dtype, int]] = defaultdict(
+        lambda: defaultdict(int)
+    )
     for parameter, units in owner.items():
         for unit in units:
             if parameter.requires_grad and parameter not in replicated:
                 counts[unit][parameter.dtype] += parameter.numel()
-    return {unit: max(by_dtype, key=lambda dtype: by_dtype[dtype]) for unit, by_dtype in counts.items()}
+    return {
+        unit: max(by_dtype, key=lambda dtype: by_dtype[dtype])
+        for unit, by_dtype in counts.items()
+    }
 
 
 class _Unit(Protocol):
@@ -382,8 +485,8 @@ AnyUnit = TypeVar("AnyUnit", bound=_Unit)
 
 
 def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[AnyUnit]:
-    """Return the units that an entry of ``forward_methods`` means: ``"generate"`` every root that has it,
-    ``"encoder.encode"`` the named unit.
+    """Return the units that an entry of ``forward_methods`` means: ``"generate"`` every
+    root that has it, ``"encoder.encode"`` the named unit.
 
     Raises:
         ValueError: none has the method.
@@ -392,7 +495,11 @@ def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[A
     candidates = [unit for unit in units if unit.name == owner]
     if not owner:
         candidates = [unit for unit in units if unit.is_root]
-    found = [unit for unit in candidates if callable(getattr(model.get_submodule(unit.name), method, None))]
+    found = [
+        unit
+        for unit in candidates
+        if callable(getattr(model.get_submodule(unit.name), method, None))
+    ]
     if not found:
         names = ", ".join(repr(unit.name) for unit in units if unit.name)
         raise ValueError(
@@ -403,7 +510,8 @@ def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[A
 
 
 def towers(model: nn.Module) -> list[str]:
-    """Return the names of all towers in ``model``, outermost modules only; their projectors are no sub-models."""
+    """Return the names of all towers in ``model``, outermost modules only; their
+    projectors are no sub-models."""
     if "transformers" not in sys.modules:
         return []
     from transformers import PreTrainedModel
@@ -414,7 +522,9 @@ def towers(model: nn.Module) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, None] = {}
     for outer in filter(is_model, model.modules()):
-        if not any(outer in tower.modules() for tower in found) and _is_composite(outer):
+        if not any(outer in tower.modules() for tower in found) and _is_composite(
+            outer
+        ):
             found.update(dict.fromkeys(_beside_text(outer, is_model)))
     return [names[module] for module in found]
 

@@ -1,10 +1,13 @@
-"""`plan="auto"`: all knobs that were not given, planned for the model, machines and batch of the run that starts.
+"""`plan="auto"`: all knobs that were not given, planned for the model, machines and
+batch of the run that starts.
 
-The search is that of `smp plan` (:mod:`smp_core.planner.search`), over configurations that a run can take up by
-itself: not those that change what a step returns (`chunked_cross_entropy`) or which optimizers can step
-(`optimizer_shard`), and degrees that change how many ranks read samples only where `plan.global_batch` says what has to
-stay. Pipeline stages that were given get their schedule and micro-batches; how many there are is not chosen, since not
-every training loop can go through them. The model is copied without its values and traced on rank 0
+The search is that of `smp plan` (:mod:`smp_core.planner.search`), over configurations
+that a run can take up by itself: not those that change what a step returns
+(`chunked_cross_entropy`) or which optimizers can step (`optimizer_shard`), and degrees
+that change how many ranks read samples only where `plan.global_batch` says what has to
+stay. Pipeline stages that were given get their schedule and micro-batches; how many
+there are is not chosen, since not every training loop can go through them. The model is
+copied without its values and traced on rank 0
 (:func:`smp_core.planner.trace.trace_built`), which tells the others what it came to.
 """
 
@@ -20,7 +23,15 @@ from torch import nn
 
 from smp_core.cluster import degrees_of
 from smp_core.config import AutoPlan, SmpConfig
-from smp_core.plan import GIB, OPTIMIZERS, Cluster, Entry, Precision, dtype_of, planned_states
+from smp_core.plan import (
+    GIB,
+    OPTIMIZERS,
+    Cluster,
+    Entry,
+    Precision,
+    dtype_of,
+    planned_states,
+)
 from smp_core.planner.candidate import Candidate
 from smp_core.planner.devices import DEVICES, ETHERNET_GBIT, MACHINES, Device
 from smp_core.planner.hardware import EXAMPLES, Hardware
@@ -30,10 +41,18 @@ from smp_core.planner.trace import trace_built
 from smp_core.planner.trace_meter import tensors_in
 from smp_core.planner.workload import Workload
 
-OPEN = ("shard_degree", "activations", "keep_between_micro_batches", "reshard_after_forward")
+OPEN = (
+    "shard_degree",
+    "activations",
+    "keep_between_micro_batches",
+    "reshard_after_forward",
+)
 _WITH_GLOBAL_BATCH = ("context_parallel_degree", "tensor_parallel_degree")
-_CPU_FLOPS, _CPU_BANDWIDTH = 1e11, 2e10  # of one rank; only the order of plans depends on them
-_WITHOUT = "or write shard_degree='auto' in its place, which looks at model states alone"
+# Of one rank; only the order of plans depends on them.
+_CPU_FLOPS, _CPU_BANDWIDTH = 1e11, 2e10
+_WITHOUT = (
+    "or write shard_degree='auto' in its place, which looks at model states alone"
+)
 
 
 @dataclass(frozen=True)
@@ -57,21 +76,24 @@ class RunningStep:
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of a plan, for all ranks: knobs and their values, and what is said about them."""
+    """The outcome of a plan, for all ranks: knobs and their values, and what is said
+    about them."""
 
     knobs: Mapping[str, Any]
     why: str
 
 
-def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: RunningStep) -> Decision:
+def plan_run(
+    model: nn.Module, asked: SmpConfig, cluster: Cluster, step: RunningStep
+) -> Decision:
     """Plan all open knobs of a run.
 
     Args:
         model: not sharded; only read.
 
     Raises:
-        ValueError: a model that cannot be traced, a batch that is not known, machines that are not known, or nothing
-            fits; says what to write.
+        ValueError: a model that cannot be traced, a batch that is not known, machines
+            that are not known, or nothing fits; says what to write.
     """
     assert asked.plan is not None
     sequence, micro_batch = _batch(model, asked.plan)
@@ -84,18 +106,27 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     fixed = {
         knob: getattr(asked, knob)
         for knob in SmpConfig.knobs()
-        if knob not in open_knobs or (knob in asked.given and getattr(asked, knob) != "auto")
+        if knob not in open_knobs
+        or (knob in asked.given and getattr(asked, knob) != "auto")
     }
     # The machines and the batch.
     split = math.prod(degrees_of(asked).values())
-    samples = asked.plan.global_batch or micro_batch * step.accumulated * (cluster.topology.world_size // split)
+    samples = asked.plan.global_batch or micro_batch * step.accumulated * (
+        cluster.topology.world_size // split
+    )
     hardware = hardware_of_run(asked, cluster, step.device)
     kept = planned_states(asked.planner.optimizer, step.optimizers).bytes_of(1, 4)
-    optimizer = next(name for name, states in OPTIMIZERS.items() if states.bytes_of(1, 4) == kept)
+    optimizer = next(
+        name for name, states in OPTIMIZERS.items() if states.bytes_of(1, 4) == kept
+    )
     work = Workload(sequence, samples, "trainer", optimizer)
     # The model.
     try:
-        computed = dtype_of(asked.param_dtype) if asked.param_dtype != "auto" else step.precision.param_dtype
+        computed = (
+            dtype_of(asked.param_dtype)
+            if asked.param_dtype != "auto"
+            else step.precision.param_dtype
+        )
         traced = trace_built(model, asked, sequence, computed, step.entry)
     except ValueError as error:
         raise ValueError(f"plan='auto': {error}; {_WITHOUT}") from None
@@ -107,7 +138,14 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     # The search.
     machines = replace(cluster, device_memory=int(hardware.device.memory_gib * GIB))
     counts = {MICRO_BATCH: micro_batch, COUNT: step.accumulated}
-    found = search(traced, hardware, work, {**fixed, **counts}, cluster=machines, precision=step.precision)
+    found = search(
+        traced,
+        hardware,
+        work,
+        {**fixed, **counts},
+        cluster=machines,
+        precision=step.precision,
+    )
     if not found.ranked:
         raise ValueError(
             f"plan='auto': {found.shortfall} with a micro-batch of {micro_batch}; write state_offload='optimizer', "
@@ -132,11 +170,14 @@ def _batch(model: nn.Module, plan: AutoPlan) -> tuple[int, int]:
     return sequence, micro_batch
 
 
-def hardware_of_run(asked: SmpConfig, cluster: Cluster, device: torch.device) -> Hardware:
+def hardware_of_run(
+    asked: SmpConfig, cluster: Cluster, device: torch.device
+) -> Hardware:
     """Return the machines that a run is on, as a planner sees them.
 
     Raises:
-        ValueError: a device that is in no table, or `plan.cluster` of another size; says what to write.
+        ValueError: a device that is in no table, or `plan.cluster` of another size;
+            says what to write.
     """
     assert asked.plan is not None
     topology = cluster.topology
@@ -150,10 +191,23 @@ def hardware_of_run(asked: SmpConfig, cluster: Cluster, device: torch.device) ->
             )
     elif device.type == "cpu":
         memory = cluster.host_memory / ranks / GIB
-        cpu = Device("CPU", memory, _CPU_BANDWIDTH, _CPU_BANDWIDTH, _CPU_BANDWIDTH, "assumed", _CPU_FLOPS)
+        cpu = Device(
+            "CPU",
+            memory,
+            _CPU_BANDWIDTH,
+            _CPU_BANDWIDTH,
+            _CPU_BANDWIDTH,
+            "assumed",
+            _CPU_FLOPS,
+        )
         found = Hardware(nodes, ranks, cpu, ETHERNET_GBIT)
     else:
-        found = _of_device(torch.cuda.get_device_name(device), (cluster.device_memory or 0) / GIB, nodes, ranks)
+        found = _of_device(
+            torch.cuda.get_device_name(device),
+            (cluster.device_memory or 0) / GIB,
+            nodes,
+            ranks,
+        )
     memory_gib = asked.planner.device_memory_gib
     if memory_gib is not None:
         found = replace(found, device=replace(found.device, memory_gib=memory_gib))
@@ -161,20 +215,36 @@ def hardware_of_run(asked: SmpConfig, cluster: Cluster, device: torch.device) ->
 
 
 def _of_device(name: str, memory_gib: float, nodes: int, ranks: int) -> Hardware:
-    """Return machines of a device by its name and its memory, with the network of the machines that it is sold in."""
+    """Return machines of a device by its name and its memory, with the network of the
+    machines that it is sold in."""
     words = name.upper().replace("-", " ").split()
-    alike = {row: each for row, each in DEVICES.items() if set(each.name.upper().split()) <= set(words)}
+    alike = {
+        row: each
+        for row, each in DEVICES.items()
+        if set(each.name.upper().split()) <= set(words)
+    }
     if not alike:
         raise ValueError(
             f"plan='auto' does not know the device {name!r}; write plan={{'cluster': ...}} with one of "
             f"`smp plan`, as {EXAMPLES}; {_WITHOUT}"
         )
-    row = min(alike, key=lambda row: (abs(alike[row].memory_gib - memory_gib), -len(alike[row].name)))
-    gbit = next((machine.gbit for machine in MACHINES.values() if machine.device == row), ETHERNET_GBIT)
+    row = min(
+        alike,
+        key=lambda row: (
+            abs(alike[row].memory_gib - memory_gib),
+            -len(alike[row].name),
+        ),
+    )
+    gbit = next(
+        (machine.gbit for machine in MACHINES.values() if machine.device == row),
+        ETHERNET_GBIT,
+    )
     return Hardware(nodes, ranks, replace(alike[row], memory_gib=memory_gib), gbit)
 
 
-def _said(found: Found, knobs: Mapping[str, Any], hardware: Hardware, work: Workload) -> str:
+def _said(
+    found: Found, knobs: Mapping[str, Any], hardware: Hardware, work: Workload
+) -> str:
     """Return what was chosen, from what, and what is next, in one line."""
     chosen = found.ranked[0]
     line = (
@@ -190,5 +260,9 @@ def _said(found: Found, knobs: Mapping[str, Any], hardware: Hardware, work: Work
 
 
 def _differences(other: Candidate, chosen: Candidate, knobs: Mapping[str, Any]) -> str:
-    differing = [knob for knob in knobs if other.asked.asked(knob) != chosen.asked.asked(knob)]
-    return ", ".join(f"{knob}={other.knobs.get(knob, other.asked.asked(knob))}" for knob in differing)
+    differing = [
+        knob for knob in knobs if other.asked.asked(knob) != chosen.asked.asked(knob)
+    ]
+    return ", ".join(
+        f"{knob}={other.knobs.get(knob, other.asked.asked(knob))}" for knob in differing
+    )

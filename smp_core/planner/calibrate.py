@@ -1,6 +1,8 @@
-"""Calibration: constants of the time model refitted on the log of a short run, and what was off by how much.
+"""Calibration: constants of the time model refitted on the log of a short run, and what
+was off by how much.
 
-The run is planned as it was (its degrees and knobs are in the log), and compared with what its monitor measured:
+The run is planned as it was (its degrees and knobs are in the log), and compared with
+what its monitor measured:
 
     rates of links    bytes by seconds of collectives between nodes and inside them; seconds in which a rank waited for
                       another are in them, so that a link is no slower than what comes out. Messages between pipeline
@@ -35,10 +37,22 @@ from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.workload import Workload
 from smp_core.run_log import Run, objects
 
-# Settings of the run that planned time and memory depend on; degrees come from its layout.
+# Settings of the run that planned time and memory depend on; degrees come from its
+# layout.
 _SETTINGS = (
-    *("keep_between_micro_batches", "reshard_after_forward", "optimizer_shard", "state_offload", "param_dtype"),
-    *("expert_parallel_degree", "activations.checkpoint", "activations.offload", "chunked_cross_entropy"),
+    *(
+        "keep_between_micro_batches",
+        "reshard_after_forward",
+        "optimizer_shard",
+        "state_offload",
+        "param_dtype",
+    ),
+    *(
+        "expert_parallel_degree",
+        "activations.checkpoint",
+        "activations.offload",
+        "chunked_cross_entropy",
+    ),
     *("pipeline.schedule", "pipeline.microbatches"),
 )
 _LARGEST_FACTOR = 20.0
@@ -47,7 +61,8 @@ _FEWEST_REPORTS = 2
 
 @dataclass(frozen=True)
 class Comparison:
-    """A figure as it was planned and as it was measured; None: the log does not have it."""
+    """A figure as it was planned and as it was measured; None: the log does not have
+    it."""
 
     name: str
     unit: str
@@ -58,7 +73,9 @@ class Comparison:
     def words(self) -> str:
         """A line for people, like "step: planned 1.2 s, measured 1.5 s (+25%)"."""
         if self.measured is None:
-            return f"{self.name}: planned {self.planned:.3g} {self.unit}, not in the log"
+            return (
+                f"{self.name}: planned {self.planned:.3g} {self.unit}, not in the log"
+            )
         off = f" ({self.measured / self.planned - 1:+.0%})" if self.planned else ""
         return f"{self.name}: planned {self.planned:.3g} {self.unit}, measured {self.measured:.3g} {self.unit}{off}"
 
@@ -79,13 +96,20 @@ class Calibration:
 
     def lines(self) -> list[str]:
         """Return what was off, and what was made of it, for people."""
-        changed = [f"{name}: {before:.3g} -> {after:.3g}" for name, (before, after) in self.changes.items()]
-        return [*(each.words for each in self.compared), f"refitted: {', '.join(changed) or 'nothing'}"]
+        changed = [
+            f"{name}: {before:.3g} -> {after:.3g}"
+            for name, (before, after) in self.changes.items()
+        ]
+        return [
+            *(each.words for each in self.compared),
+            f"refitted: {', '.join(changed) or 'nothing'}",
+        ]
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """The figures of a run: samples of a step over all ranks, tokens of each, seconds, and others by name."""
+    """The figures of a run: samples of a step over all ranks, tokens of each, seconds,
+    and others by name."""
 
     samples: int
     sequence: int
@@ -94,18 +118,21 @@ class _Measured:
     peak_gib: float | None
 
 
-def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workload) -> Calibration:
+def calibrate(
+    path: Path, trace: ModelTrace, hardware: Hardware, workload: Workload
+) -> Calibration:
     """Compare the log of a run with its plan, and refit.
 
     Args:
         path: the log, or its folder.
         trace: of the run's model.
-        hardware: the devices and rates that the run had; its numbers of nodes and ranks are in the log.
+        hardware: the devices and rates that the run had; its numbers of nodes and ranks
+            are in the log.
         workload: precision and optimizer; the batch is in the log.
 
     Raises:
-        ValueError: a log that lacks what is needed, stages of a model that is not planned in stages, or a model of
-            another size; says what to do.
+        ValueError: a log that lacks what is needed, stages of a model that is not
+            planned in stages, or a model of another size; says what to do.
     """
     run = Run.read(path)
     measured = _measured(run, path)
@@ -124,7 +151,9 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
     micro_batch = max(round(measured.samples / data / count), 1)
 
     def seconds(fitted: Fitted) -> float:
-        model = step_model(plan, trace, replace(machines, fitted=fitted), measured.sequence)
+        model = step_model(
+            plan, trace, replace(machines, fitted=fitted), measured.sequence
+        )
         return model.step(micro_batch, count).total
 
     before = hardware.fitted
@@ -135,17 +164,31 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
     if "network" in shares:
         shares["falls"] = 0.0  # what its groups lose is in the run's rates
     with_links = replace(before, **shares)
-    fitted = _with_efficiency(with_links, machines.device.name, measured.seconds, seconds)
-    peak = peak_memory(plan, trace, micro_batch, count, measured.sequence, states_of(plan, workload.states))
+    fitted = _with_efficiency(
+        with_links, machines.device.name, measured.seconds, seconds
+    )
+    peak = peak_memory(
+        plan,
+        trace,
+        micro_batch,
+        count,
+        measured.sequence,
+        states_of(plan, workload.states),
+    )
     compared = [Comparison("step", "s", seconds(before), measured.seconds)]
     for name, (rate, planned) in links.items():
         compared.append(Comparison(_LINKS[name][1], "GB/s", planned / 1e9, rate / 1e9))
-    compared.append(Comparison("peak memory", "GiB", peak.total / GIB, measured.peak_gib))
-    return Calibration(fitted, tuple(compared), _changes(before, fitted, machines.device.name))
+    compared.append(
+        Comparison("peak memory", "GiB", peak.total / GIB, measured.peak_gib)
+    )
+    return Calibration(
+        fitted, tuple(compared), _changes(before, fitted, machines.device.name)
+    )
 
 
 def _measured(run: Run, path: Path) -> _Measured:
-    """Read the run's figures: medians of its reports, the first of which has the warm-up in it."""
+    """Read the run's figures: medians of its reports, the first of which has the
+    warm-up in it."""
     figures = run.figures
     samples = figures.get("samples", [])
     rates = [value for _, value in figures.get("samples_per_second", [])]
@@ -160,23 +203,35 @@ def _measured(run: Run, path: Path) -> _Measured:
     rate = statistics.median(rates)
     peaks = [value for _, value in figures.get("peak_device_memory_gib", [])]
     sequence = round(statistics.median(tokens) / rate)
-    return _Measured(round(of_step), sequence, of_step / rate, numbers(run.last("sent")), max(peaks, default=None))
+    return _Measured(
+        round(of_step),
+        sequence,
+        of_step / rate,
+        numbers(run.last("sent")),
+        max(peaks, default=None),
+    )
 
 
 def _machines(run: Run, hardware: Hardware, path: Path) -> Hardware:
     nodes, ranks = run.asked.get("nodes"), number(run.asked.get("ranks_per_node"))
     if not isinstance(nodes, list) or ranks is None:
-        raise ValueError(f"{path} has no plan in it; the run was not sharded, or its log was made in another way")
+        raise ValueError(
+            f"{path} has no plan in it; the run was not sharded, or its log was made in another way"
+        )
     return replace(hardware, nodes=max(len(nodes), 1), ranks_per_node=int(ranks))
 
 
-def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload, path: Path) -> Plan:
+def _plan_of(
+    run: Run, trace: ModelTrace, machines: Hardware, workload: Workload, path: Path
+) -> Plan:
     """Decide again what the run had decided."""
     layout = numbers(run.asked.get("layout"))
     if layout.get(Axis.PIPELINE, 1) > 1 and trace.uncut:
         raise ValueError(f"{path} is of a run with pipeline stages: {trace.uncut}")
     # Degrees, then the other knobs as the report shows them.
-    asked: dict[str, Any] = {knob: int(layout.get(axis, 1)) for axis, knob in DEGREES.items()}
+    asked: dict[str, Any] = {
+        knob: int(layout.get(axis, 1)) for axis, knob in DEGREES.items()
+    }
     asked["shard_degree"] = int(math.prod(layout.get(axis, 1) for axis in PARTITION))
     for row in objects(run.asked.get("knobs")):
         if row.get("knob") in _SETTINGS:
@@ -187,7 +242,9 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
             asked["fp8"] = _recipe(str(row.get("value")), path)
     config = SmpConfig.from_dict(nested(asked))
     mode, dealt = str(config.activations.checkpoint), config.expert_parallel_degree != 1
-    return decide(trace.of_precision(mode, workload.precision, dealt), config, machines.cluster())
+    return decide(
+        trace.of_precision(mode, workload.precision, dealt), config, machines.cluster()
+    )
 
 
 def _recipe(shown: str, path: Path) -> Fp8Recipe | None:
@@ -196,26 +253,52 @@ def _recipe(shown: str, path: Path) -> Fp8Recipe | None:
         return None
     try:
         call = ast.parse(shown, mode="eval").body
-        recipe = Fp8Recipe.read({each.arg: ast.literal_eval(each.value) for each in getattr(call, "keywords", ())})
+        recipe = Fp8Recipe.read(
+            {
+                each.arg: ast.literal_eval(each.value)
+                for each in getattr(call, "keywords", ())
+            }
+        )
     except (ValueError, SyntaxError):
-        raise ValueError(f"{path} is of a run with fp8={shown}, which is not understood") from None
+        raise ValueError(
+            f"{path} is of a run with fp8={shown}, which is not understood"
+        ) from None
     if recipe is not None and recipe.backend != "native":
-        raise ValueError(f"{path} is of a run with fp8.backend={recipe.backend!r}, which is not planned with")
+        raise ValueError(
+            f"{path} is of a run with fp8.backend={recipe.backend!r}, which is not planned with"
+        )
     return recipe
 
 
-_LINKS = {"link": ("intra", "links inside nodes"), "network": ("inter", "links between nodes")}
+_LINKS = {
+    "link": ("intra", "links inside nodes"),
+    "network": ("inter", "links between nodes"),
+}
 """Constant -> class of links, and its words."""
 
 
-def _rates(sent: Mapping[str, float], machines: Hardware) -> dict[str, tuple[float, float]]:
-    """Return constant -> bytes per second of a rank over the links that the run used for long enough to tell, as
-    measured and as planned."""
+def _rates(
+    sent: Mapping[str, float], machines: Hardware
+) -> dict[str, tuple[float, float]]:
+    """Return constant -> bytes per second of a rank over the links that the run used
+    for long enough to tell, as measured and as planned."""
     found = {}
     for constant, (link, _) in _LINKS.items():
-        collectives = {name: value for name, value in sent.items() if not name.startswith("pipeline/")}
-        seconds = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_seconds"))
-        n_bytes = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_bytes"))
+        collectives = {
+            name: value
+            for name, value in sent.items()
+            if not name.startswith("pipeline/")
+        }
+        seconds = sum(
+            value
+            for name, value in collectives.items()
+            if name.endswith(f"/{link}_seconds")
+        )
+        n_bytes = sum(
+            value
+            for name, value in collectives.items()
+            if name.endswith(f"/{link}_bytes")
+        )
         planned = getattr(machines.links, link)
         if seconds <= 0 or n_bytes <= 0 or planned is None:
             continue
@@ -223,8 +306,11 @@ def _rates(sent: Mapping[str, float], machines: Hardware) -> dict[str, tuple[flo
     return found
 
 
-def _with_efficiency(fitted: Fitted, device: str, measured: float, seconds: Any) -> Fitted:
-    """Return the constants with the factor on the speed of computing that makes a step as long as it was."""
+def _with_efficiency(
+    fitted: Fitted, device: str, measured: float, seconds: Any
+) -> Fitted:
+    """Return the constants with the factor on the speed of computing that makes a step
+    as long as it was."""
     low, high = 1 / _LARGEST_FACTOR, _LARGEST_FACTOR
     for _ in range(60):
         factor = (low * high) ** 0.5
@@ -237,11 +323,15 @@ def _with_efficiency(fitted: Fitted, device: str, measured: float, seconds: Any)
 
 def _faster(fitted: Fitted, device: str, factor: float) -> Fitted:
     for rate in ("products", "attention", "moving"):
-        fitted = fitted.with_share(rate, device, min(fitted.share_of(rate, device) * factor, 1.0))
+        fitted = fitted.with_share(
+            rate, device, min(fitted.share_of(rate, device) * factor, 1.0)
+        )
     return fitted
 
 
-def _changes(before: Fitted, after: Fitted, device: str) -> dict[str, tuple[float, float]]:
+def _changes(
+    before: Fitted, after: Fitted, device: str
+) -> dict[str, tuple[float, float]]:
     found = {}
     for rate in ("products", "attention", "moving", "link", "network"):
         then, now = before.share_of(rate, device), after.share_of(rate, device)

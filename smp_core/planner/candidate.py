@@ -18,8 +18,11 @@ _DEFAULT = SmpConfig()
 _DEFAULTS = _DEFAULT.to_dict()
 
 
-def spread_of(pipeline: int, tensor: int, context: int, shard: int, ranks_per_node: int) -> tuple[int, int]:
-    """Return the axes of a layout beside sharding, and the nodes of a partition group."""
+def spread_of(
+    pipeline: int, tensor: int, context: int, shard: int, ranks_per_node: int
+) -> tuple[int, int]:
+    """Return the axes of a layout beside sharding, and the nodes of a partition
+    group."""
     axes = (pipeline > 1) + (tensor > 1) + (context > 1)
     return axes, -(-shard * tensor // ranks_per_node)
 
@@ -34,8 +37,11 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
         if value == default:
             continue
         if isinstance(value, Mapping):
-            plain = default or SmpConfig.from_dict({knob: True}).to_dict()[knob]  # of one that is off by default
-            value = {name: each for name, each in value.items() if each != plain[name]} or True
+            # Of one that is off by default.
+            plain = default or SmpConfig.from_dict({knob: True}).to_dict()[knob]
+            value = {
+                name: each for name, each in value.items() if each != plain[name]
+            } or True
         found[knob] = value
     return found
 
@@ -43,7 +49,9 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
 def complexity_of(plan: Plan, knobs: Mapping[str, Any]) -> int:
     """Return how many axes and knobs a configuration takes."""
     axes = sum(2 for axis in DEGREES if plan.layout.size(axis) > 1)
-    return axes + sum(len(value) if isinstance(value, Mapping) else 1 for value in knobs.values())
+    return axes + sum(
+        len(value) if isinstance(value, Mapping) else 1 for value in knobs.values()
+    )
 
 
 @dataclass(frozen=True)
@@ -88,21 +96,37 @@ class Candidate:
 
     @property
     def recomputation(self) -> str:
-        """The mode of recomputation, and whether inputs are offloaded, as "full, offloaded"."""
-        offloaded = ", offloaded" if self.plan.activations.offloaded_bytes is not None else ""
+        """The mode of recomputation, and whether inputs are offloaded, as "full,
+        offloaded"."""
+        offloaded = (
+            ", offloaded" if self.plan.activations.offloaded_bytes is not None else ""
+        )
         return f"{self.plan.knobs.activations.checkpoint}{offloaded}"
 
     @property
     def spread(self) -> tuple[int, int]:
-        """The risk of a configuration: its axes beside sharding, and the nodes of a partition group."""
+        """The risk of a configuration: its axes beside sharding, and the nodes of a
+        partition group."""
         layout, per_node = self.plan.layout, self.plan.cluster.topology.ranks_per_node
-        return spread_of(layout.pipeline, layout.tensor, layout.context, self.plan.shard_degree, per_node)
+        return spread_of(
+            layout.pipeline,
+            layout.tensor,
+            layout.context,
+            self.plan.shard_degree,
+            per_node,
+        )
 
     @property
     def kind(self) -> tuple[bool, ...]:
-        """The axes that it has beside sharding, and whether a partition group has several nodes."""
+        """The axes that it has beside sharding, and whether a partition group has
+        several nodes."""
         layout = self.plan.layout
-        return layout.pipeline > 1, layout.context > 1, layout.tensor > 1, self.spread[1] > 1
+        return (
+            layout.pipeline > 1,
+            layout.context > 1,
+            layout.tensor > 1,
+            self.spread[1] > 1,
+        )
 
     @property
     def tokens_per_second(self) -> float:

@@ -23,31 +23,80 @@ NOTHING_FITS = 2
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="a known name, a config.json or its folder, package.module:function")],
-    cluster: Annotated[str, typer.Option(help="'32x8:a100-40g@400gbps', '4xp5' or a YAML file")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="a known name, a config.json or its folder, package.module:function"
+        ),
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="'32x8:a100-40g@400gbps', '4xp5' or a YAML file")
+    ],
     seq: Annotated[int, typer.Option("--seq", min=2, help="tokens of a sample")],
-    global_batch: Annotated[int | None, typer.Option(min=1, help="samples of an optimizer step")] = None,
-    batch_tokens: Annotated[float | None, typer.Option(help="of an optimizer step, instead of its samples")] = None,
-    fix: Annotated[list[str] | None, typer.Option(help="a knob that stays, as shard=16; may be repeated")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="samples of an optimizer step")
+    ] = None,
+    batch_tokens: Annotated[
+        float | None, typer.Option(help="of an optimizer step, instead of its samples")
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(help="a knob that stays, as shard=16; may be repeated"),
+    ] = None,
     objective: Annotated[str, typer.Option(help="time, memory or cost")] = "time",
-    precision: Annotated[str, typer.Option(help="mixed (float32 parameters) or bfloat16")] = "mixed",
+    precision: Annotated[
+        str, typer.Option(help="mixed (float32 parameters) or bfloat16")
+    ] = "mixed",
     optimizer: Annotated[str, typer.Option(help="adamw, lion, sgd, ...")] = "adamw",
-    tokens: Annotated[float | None, typer.Option(help="of the whole training, for days and cost")] = None,
-    price: Annotated[float | None, typer.Option(help="of a node for an hour, in any currency")] = None,
-    days: Annotated[float | None, typer.Option(help="that the training may take: the fewest nodes that do")] = None,
-    budget: Annotated[float | None, typer.Option(help="that the training may cost")] = None,
-    links: Annotated[Path | None, typer.Option(help="what `smp topology --measure --store` wrote there")] = None,
-    from_log: Annotated[Path | None, typer.Option(help="refit on the log of a run of this model (run.jsonl)")] = None,
-    why_not: Annotated[list[str] | None, typer.Option(help="why not this knob, as tensor=8; may be repeated")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="run the chosen plan without values, and compare")] = False,
-    front: Annotated[bool, typer.Option("--front", help="also show step times of fewer nodes")] = False,
-    as_json_: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
-    picture: Annotated[Path | None, typer.Option(help="draw the plans here, as SVG or PNG")] = None,
-    out: Annotated[Path | None, typer.Option(help="write the configuration here, as YAML")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="of the whole training, for days and cost")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="of a node for an hour, in any currency")
+    ] = None,
+    days: Annotated[
+        float | None,
+        typer.Option(help="that the training may take: the fewest nodes that do"),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="that the training may cost")
+    ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(help="what `smp topology --measure --store` wrote there"),
+    ] = None,
+    from_log: Annotated[
+        Path | None,
+        typer.Option(help="refit on the log of a run of this model (run.jsonl)"),
+    ] = None,
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(help="why not this knob, as tensor=8; may be repeated"),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="run the chosen plan without values, and compare"
+        ),
+    ] = False,
+    front: Annotated[
+        bool, typer.Option("--front", help="also show step times of fewer nodes")
+    ] = False,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="print JSON instead of the table")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="draw the plans here, as SVG or PNG")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write the configuration here, as YAML")
+    ] = None,
 ) -> None:
     """Choose the degrees, recomputation and micro-batch of a run, and say why."""
     if as_json_ and (front or why_not or dry_run):
-        raise ValueError("--json prints the plans alone; ask for --front, --why-not and --dry-run without it")
+        raise ValueError(
+            "--json prints the plans alone; ask for --front, --why-not and --dry-run without it"
+        )
     hardware = Hardware.parse(cluster)
     if links is not None:
         hardware = hardware.with_links(links)
@@ -65,7 +114,13 @@ def plan(
             typer.echo(line, err=as_json_)
     try:
         with long_wait("planning"):
-            found = plan_model(planned, hardware, workload, fixed=fixed, objective=objective)  # type: ignore[arg-type]
+            found = plan_model(
+                planned,
+                hardware,
+                workload,
+                fixed=fixed,
+                objective=objective,  # type: ignore[arg-type]
+            )
         if days is not None or budget is not None:
             found = within(found, days, budget)
     except NothingFits as error:
@@ -89,13 +144,19 @@ def plan(
             ran = dry_run_of(found)
         console().print(compared(found, ran))
     if out is not None:
-        typer.echo(f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch")
+        typer.echo(
+            f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch"
+        )
 
 
-def _samples(global_batch: int | None, batch_tokens: float | None, sequence: int) -> int:
+def _samples(
+    global_batch: int | None, batch_tokens: float | None, sequence: int
+) -> int:
     """Return the samples of a step from their number, or from that of their tokens."""
     if (global_batch is None) == (batch_tokens is None):
-        raise ValueError("write --global-batch with the samples of a step, or --batch-tokens with its tokens, as 4e6")
+        raise ValueError(
+            "write --global-batch with the samples of a step, or --batch-tokens with its tokens, as 4e6"
+        )
     if global_batch is not None:
         return global_batch
     return max(round((batch_tokens or 0) / sequence), 1)

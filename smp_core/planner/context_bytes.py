@@ -1,5 +1,6 @@
-"""What attention over split sequences sends, and takes while it runs, for a plan: the exchange of keys and values that
-:mod:`smp_core.context_parallel.key_value_exchange` makes, in units of the keys and values of a whole sequence.
+"""What attention over split sequences sends, and takes while it runs, for a plan: the
+exchange of keys and values that :mod:`smp_core.context_parallel.key_value_exchange`
+makes, in units of the keys and values of a whole sequence.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ def keys_and_values(plan: Plan, block: Figures) -> float:
 
 
 def exchanges(plan: Plan) -> tuple[float, float]:
-    """Return how often a block gathers its keys and values in a step of one micro-batch (in forward, where that is made
-    again, and in backward), and how much it adds up: gradients are summed in float32 at least."""
+    """Return how often a block gathers its keys and values in a step of one micro-batch
+    (in forward, where that is made again, and in backward), and how much it adds up:
+    gradients are summed in float32 at least."""
     return 3.0 if plan.knobs.activations.checkpoint == "full" else 2.0, _widened(plan)
 
 
 def beside_attention(plan: Plan, block: Figures, heads: int) -> tuple[float, float]:
-    """Return the bytes that attention takes at most while it runs, forward and backward, beside its inputs, outputs and
-    gradients.
+    """Return the bytes that attention takes at most while it runs, forward and
+    backward, beside its inputs, outputs and gradients.
 
     Args:
         block: as of :func:`keys_and_values`.
@@ -37,10 +39,11 @@ def beside_attention(plan: Plan, block: Figures, heads: int) -> tuple[float, flo
     assert isinstance(asked, int)
     groups = head_groups(max(heads // plan.layout.tensor, 1), asked)
     one, others = keys_and_values(plan, block) / groups, float(groups > 1)
-    # The ranks' pieces are put into the sequence's order one after the other, by halves; another group's arrive.
+    # The ranks' pieces are put into the sequence's order one after the other, by
+    # halves; another group's arrive.
     forward = (2.25 + others * (1 + 1 / degree)) * one
-    # Sums, the tensor that is sent, and the copy of the keys' gradients in the ranks' order, by halves; what was sent
-    # of another group, and what is received.
+    # Sums, the tensor that is sent, and the copy of the keys' gradients in the ranks'
+    # order, by halves; what was sent of another group, and what is received.
     return forward, (2.75 + others * (1 + 1 / degree)) * _widened(plan) * one
 
 

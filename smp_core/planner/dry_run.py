@@ -1,11 +1,14 @@
-"""DryRun: what one rank would allocate and send in a step, found by running the real sharded model without values.
+"""DryRun: what one rank would allocate and send in a step, found by running the real
+sharded model without values.
 
-The run itself (:mod:`smp_core.dry_run.step`) needs a process group and fake tensors, so it is a child process: the real
-``parallelize_model`` on rank 0 of a fake process group of the plan's size, on the CPU, with three optimizer steps; with
-pipeline stages on the first rank of one stage after another. Here are the question, the answer, and both beside the
-plan's own figures.
+The run itself (:mod:`smp_core.dry_run.step`) needs a process group and fake tensors, so
+it is a child process: the real ``parallelize_model`` on rank 0 of a fake process group
+of the plan's size, on the CPU, with three optimizer steps; with pipeline stages on the
+first rank of one stage after another. Here are the question, the answer, and both
+beside the plan's own figures.
 
-Not run that way: FP8, and experts that are dealt to ranks, whose numbers of rows are values.
+Not run that way: FP8, and experts that are dealt to ranks, whose numbers of rows are
+values.
 """
 
 from __future__ import annotations
@@ -62,14 +65,17 @@ class DryRun:
     """The counts of a dry run, on rank 0 or the first rank of a pipeline stage.
 
     Attributes:
-        memory: bytes by kind when most were allocated; the kinds of ``PeakMemory`` but the margin.
-        sent: bytes that leave the rank in a step, by "kind/link" as :class:`smp_core.comm.meter.CommMeter` has them.
+        memory: bytes by kind when most were allocated; the kinds of ``PeakMemory`` but
+            the margin.
+        sent: bytes that leave the rank in a step, by "kind/link" as
+            :class:`smp_core.comm.meter.CommMeter` has them.
         communicators: ranks of each group that the rank's device talks in with others.
         ranks: of the fake process group.
         seconds: of processor time, imports not included.
         resident: bytes of the child process at most.
         stage: whose first rank ran.
-        others: with stages, those of which no earlier one takes as much memory; behind the first.
+        others: with stages, those of which no earlier one takes as much memory; behind
+            the first.
     """
 
     memory: Mapping[str, int]
@@ -92,17 +98,22 @@ def dry_run(*questions: Question) -> list[DryRun]:
     Raises:
         ValueError: a model or configuration that cannot be run; says why.
     """
-    return list(ask_child(CHILD, questions, f"the dry run of {questions[0].model!r} ended"))
+    return list(
+        ask_child(CHILD, questions, f"the dry run of {questions[0].model!r} ended")
+    )
 
 
 def dry_run_of(recommended: Recommendation) -> DryRun:
     """Run the configuration that was chosen.
 
     Raises:
-        ValueError: as :func:`dry_run`; a recommendation for a trace, whose model is not known.
+        ValueError: as :func:`dry_run`; a recommendation for a trace, whose model is not
+            known.
     """
     if recommended.model == "model":
-        raise ValueError("a dry run needs the model; call plan() with its name instead of a trace")
+        raise ValueError(
+            "a dry run needs the model; call plan() with its name instead of a trace"
+        )
     chosen = recommended.chosen
     work, experts = recommended.workload, expert_degree(chosen.plan)
     if experts > 1:
@@ -111,17 +122,31 @@ def dry_run_of(recommended: Recommendation) -> DryRun:
             "(--fix expert_parallel_degree=1)"
         )
     batch = (work.sequence, chosen.micro_batch, chosen.count)
-    asked = Question(recommended.model, recommended.hardware, chosen.knobs, *batch, work.precision, work.optimizer)
+    asked = Question(
+        recommended.model,
+        recommended.hardware,
+        chosen.knobs,
+        *batch,
+        work.precision,
+        work.optimizer,
+    )
     return dry_run(asked)[0]
 
 
 def compared(recommended: Recommendation, found: DryRun) -> Table:
-    """Return a table of the plan's figures beside the dry run's, stage by stage where there are pipeline stages."""
+    """Return a table of the plan's figures beside the dry run's, stage by stage where
+    there are pipeline stages."""
     from rich.table import Table
 
     seconds = sum(each.seconds for each in (found, *found.others))
-    who = f"of each stage's first rank of {found.ranks:,}" if found.others else f"of rank 0 of {found.ranks:,}"
-    table = Table(title=f"plan and dry run {who}", caption=f"{seconds:.0f} s of processor")
+    who = (
+        f"of each stage's first rank of {found.ranks:,}"
+        if found.others
+        else f"of rank 0 of {found.ranks:,}"
+    )
+    table = Table(
+        title=f"plan and dry run {who}", caption=f"{seconds:.0f} s of processor"
+    )
     for heading in ("", "plan", "dry run", "difference"):
         table.add_column(heading, justify="right" if heading else "left")
     plan, work = recommended.chosen.plan, recommended.workload
@@ -132,10 +157,20 @@ def compared(recommended: Recommendation, found: DryRun) -> Table:
             table.add_section()
             table.add_row(f"stage {ran.stage}")
         memory = peak_memory(plan, recommended.trace, *sizes, [states])
-        planned: dict[str, float] = {f"{kind}, GiB": getattr(memory, kind) / GIB for kind in RUN_KINDS}
-        counted: dict[str, float] = {f"{kind}, GiB": n_bytes / GIB for kind, n_bytes in ran.memory.items()}
-        planned["communicators"], counted["communicators"] = len(communicators(plan)), len(ran.communicators)
-        planned["memory, GiB"], counted["memory, GiB"] = (memory.total - memory.margin) / GIB, ran.total / GIB
+        planned: dict[str, float] = {
+            f"{kind}, GiB": getattr(memory, kind) / GIB for kind in RUN_KINDS
+        }
+        counted: dict[str, float] = {
+            f"{kind}, GiB": n_bytes / GIB for kind, n_bytes in ran.memory.items()
+        }
+        planned["communicators"], counted["communicators"] = (
+            len(communicators(plan)),
+            len(ran.communicators),
+        )
+        planned["memory, GiB"], counted["memory, GiB"] = (
+            (memory.total - memory.margin) / GIB,
+            ran.total / GIB,
+        )
         sent = sent_bytes(plan, recommended.trace, *sizes, ran.stage)
         for name in sorted({*sent, *ran.sent}):
             planned[f"{name}, GB sent"] = sent.get(name, 0.0) / 1e9

@@ -1,4 +1,5 @@
-"""A recommendation for people and programs: table, picture, JSON, and the YAML file that a run takes unchanged."""
+"""A recommendation for people and programs: table, picture, JSON, and the YAML file
+that a run takes unchanged."""
 
 from __future__ import annotations
 
@@ -30,18 +31,27 @@ _UNEVEN = 0.05  # of a stage's time
 _LITTLE = 0.005  # of a step's
 
 _PARAMETERS_OF_A_NODE = 3e9
-"""SageMaker SMP's rule of thumb: a partition group of one node for each three billion parameters."""
+"""SageMaker SMP's rule of thumb: a partition group of one node for each three billion
+parameters."""
 
 
 def table(found: Recommendation) -> Table:
-    """Return a table for the terminal: the chosen configuration and the next, with memory by kind, time by part."""
+    """Return a table for the terminal: the chosen configuration and the next, with
+    memory by kind, time by part."""
     from rich.table import Table
 
     shown = [found.chosen, *found.alternatives]
-    made = Table(title=title(found), title_justify="left", caption=_caption(found), caption_justify="left")
+    made = Table(
+        title=title(found),
+        title_justify="left",
+        caption=_caption(found),
+        caption_justify="left",
+    )
     made.add_column("", no_wrap=True)
     for place in range(len(shown)):
-        made.add_column("chosen" if place == 0 else str(place + 1), justify="right", overflow="fold")
+        made.add_column(
+            "chosen" if place == 0 else str(place + 1), justify="right", overflow="fold"
+        )
     for name, values in _rows(found, shown):
         if not values:
             made.add_section()
@@ -69,9 +79,15 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
 
     # The configuration, then memory by kind, then time by part.
     rows = [
-        row("replicas x shard", lambda c: f"{c.plan.layout.replicate} x {c.plan.shard_degree}"),
+        row(
+            "replicas x shard",
+            lambda c: f"{c.plan.layout.replicate} x {c.plan.shard_degree}",
+        ),
         *([row("stages", stages)] if any(each.plan.stages for each in shown) else []),
-        row("context x tensor", lambda c: f"{c.plan.layout.context} x {c.plan.layout.tensor}"),
+        row(
+            "context x tensor",
+            lambda c: f"{c.plan.layout.context} x {c.plan.layout.tensor}",
+        ),
         row("micro-batch", lambda c: f"{c.micro_batch} x {c.count}"),
         row("recomputation", lambda c: c.recomputation),
         row("kept between", lambda c: c.plan.knobs.keep_between_micro_batches),
@@ -79,14 +95,30 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
         ("", []),
     ]
     for kind in MEMORY_KINDS:
-        rows.append(row(f"{kind}, GiB", lambda c, kind=kind: f"{getattr(c.memory, kind) / GIB:.1f}"))
-    rows += [row("memory, GiB", lambda c: f"{c.memory.total / GIB:.1f} of {c.memory.capacity / GIB:.1f}"), ("", [])]
+        rows.append(
+            row(
+                f"{kind}, GiB",
+                lambda c, kind=kind: f"{getattr(c.memory, kind) / GIB:.1f}",
+            )
+        )
+    rows += [
+        row(
+            "memory, GiB",
+            lambda c: f"{c.memory.total / GIB:.1f} of {c.memory.capacity / GIB:.1f}",
+        ),
+        ("", []),
+    ]
     for part in TIME_PARTS:
         if any(getattr(each.time, part) for each in shown):
-            rows.append(row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}"))
+            rows.append(
+                row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}")
+            )
     rows += [
         row("step, s", lambda c: f"{c.time.total:.3g} ± {c.band.share:.0%}"),
-        row("against chosen", lambda c: f"{c.time.total / found.chosen.time.total - 1:+.1%}"),
+        row(
+            "against chosen",
+            lambda c: f"{c.time.total / found.chosen.time.total - 1:+.1%}",
+        ),
         row("tokens/s", lambda c: f"{c.tokens_per_second:,.0f}"),
         row("MFU", lambda c: f"{c.mfu:.1%}"),
     ]
@@ -98,19 +130,38 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
 
 
 # Knobs with rows of their own.
-_TOLD = {*DEGREES.values(), "shard_degree", "pipeline", "activations", "keep_between_micro_batches", "param_dtype"}
+_TOLD = {
+    *DEGREES.values(),
+    "shard_degree",
+    "pipeline",
+    "activations",
+    "keep_between_micro_batches",
+    "param_dtype",
+}
 
 
 def _others(candidate: Candidate) -> str:
-    return "\n".join(f"{knob}={value}" for knob, value in candidate.knobs.items() if knob not in _TOLD) or "-"
+    return (
+        "\n".join(
+            f"{knob}={value}"
+            for knob, value in candidate.knobs.items()
+            if knob not in _TOLD
+        )
+        or "-"
+    )
 
 
 def _caption(found: Recommendation) -> str:
     parameters, hardware = found.trace.parameters, found.hardware
     by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
-    chosen, fastest = found.chosen, min(found.found.ranked, key=lambda each: each.time.total)
+    chosen, fastest = (
+        found.chosen,
+        min(found.found.ranked, key=lambda each: each.time.total),
+    )
     experts = experts_of(found, chosen)
-    flips = [flip.words for flip in found.flips()] if found.objective != "memory" else []
+    flips = (
+        [flip.words for flip in found.flips()] if found.objective != "memory" else []
+    )
     lines = [
         f"Of {found.found.considered:,} configurations bounds left {len(found.found.ranked):,} that fit to be ranked. "
         "Memory has a margin for the CUDA context and the allocator (docs/planning.md).",
@@ -119,7 +170,9 @@ def _caption(found: Recommendation) -> str:
         f"± is the mean error on runs of the nearest program ({chosen.band.program}); of memory it is "
         f"{MEMORY_BAND.share:.0%}. No run of this program on a GPU has been compared.",
         waits_of(chosen),
-        f"Another layout is chosen with {'; '.join(flips)}." if flips else "No share of a rate changes the axes.",
+        f"Another layout is chosen with {'; '.join(flips)}."
+        if flips
+        else "No share of a rate changes the axes.",
         f"SMP's rule, a node for each 3 billion parameters: partition groups of {by_rule} nodes, "
         f"shard_degree={by_rule * hardware.ranks_per_node}.",
     ]
@@ -153,12 +206,17 @@ _WAITS = {
 
 
 def waits_of(candidate: Candidate) -> str:
-    """Return what a step waits for longest, in words; of unlike stages which one the others wait for."""
+    """Return what a step waits for longest, in words; of unlike stages which one the
+    others wait for."""
     time = candidate.time
     waits = {part: getattr(time, part) / time.total for part in _WAITS}
     most = max(waits, key=lambda part: waits[part])
     line = f"A step computes {time.compute / time.total:.0%} of its time"
-    line += "." if waits[most] < _LITTLE else f", and waits longest for {_WAITS[most]} ({most}), {waits[most]:.0%}."
+    line += (
+        "."
+        if waits[most] < _LITTLE
+        else f", and waits longest for {_WAITS[most]} ({most}), {waits[most]:.0%}."
+    )
     stages = candidate.plan.stages
     if stages is None or time.over_mean < _UNEVEN:
         return line
@@ -173,35 +231,54 @@ def waits_of(candidate: Candidate) -> str:
 
 
 def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] | None:
-    """Return what a plan holds and sends of the experts of a mixture, on one device; None: the model has none."""
+    """Return what a plan holds and sends of the experts of a mixture, on one device;
+    None: the model has none."""
     trace, plan, stage = found.trace, candidate.plan, candidate.memory.stage
     if not trace.experts:
         return None
     # Their share of what the fullest stage holds.
-    of_stage = next(each for each in states_of(plan, found.workload.states) if each.stage == stage)
-    shapes = plan.split_shapes if plan.stages is None else shapes_of_stage(plan, stage).over(plan.layout.tensor)
+    of_stage = next(
+        each for each in states_of(plan, found.workload.states) if each.stage == stage
+    )
+    shapes = (
+        plan.split_shapes
+        if plan.stages is None
+        else shapes_of_stage(plan, stage).over(plan.layout.tensor)
+    )
     blocks = trace.blocks if plan.stages is None else sum(plan.stages.blocks_of(stage))
-    experts = sum(each.elements for each in shapes.parameters if each.name in trace.experts)
+    experts = sum(
+        each.elements for each in shapes.parameters if each.name in trace.experts
+    )
     share = experts / shapes.elements
     # What is sent of a model that is made of experts alone.
     apart = plan.shapes.with_experts_apart()
     own = tuple(unit for unit in apart.units.units if unit.name in apart.expert_names)
-    alone = replace(plan, shapes=replace(apart, units=replace(apart.units, units=own, replicated=())))
+    alone = replace(
+        plan,
+        shapes=replace(apart, units=replace(apart.units, units=own, replicated=())),
+    )
     step = candidate.micro_batch, candidate.count, found.workload.sequence, stage
     sent, of_all = sent_bytes(alone, None, *step), sent_bytes(plan, trace, *step)
-    itemsize = plan.gathered_itemsize(next(each for each in shapes.parameters if each.name in trace.experts))
+    itemsize = plan.gathered_itemsize(
+        next(each for each in shapes.parameters if each.name in trace.experts)
+    )
     return {
         "parameters": trace.expert_elements,
         "active_parameters": trace.active_parameters,
         "state_bytes": share * of_stage.memory.model_states,
-        "gathered_bytes": experts / blocks * itemsize / expert_degree(plan) if plan.gathers else 0.0,
+        "gathered_bytes": experts / blocks * itemsize / expert_degree(plan)
+        if plan.gathers
+        else 0.0,
         "sent_bytes": sum(sent.values()),
-        "dispatched_bytes": sum(n for name, n in of_all.items() if name.startswith("expert_")),
+        "dispatched_bytes": sum(
+            n for name, n in of_all.items() if name.startswith("expert_")
+        ),
     }
 
 
 def as_dict(found: Recommendation) -> dict[str, Any]:
-    """Return everything in types that JSON has; the same each time for the same question."""
+    """Return everything in types that JSON has; the same each time for the same
+    question."""
     flips = [flip.words for flip in found.flips()]
     alternatives = [_candidate(found, each) for each in found.alternatives]
     return {
@@ -220,7 +297,10 @@ def as_dict(found: Recommendation) -> dict[str, Any]:
 
 
 def _candidate(found: Recommendation, candidate: Candidate) -> dict[str, Any]:
-    memory = {kind: getattr(candidate.memory, kind) for kind in (*MEMORY_KINDS, "total", "capacity")}
+    memory = {
+        kind: getattr(candidate.memory, kind)
+        for kind in (*MEMORY_KINDS, "total", "capacity")
+    }
     seconds = {part: getattr(candidate.time, part) for part in (*TIME_PARTS, "total")}
     return {
         "smp_config": candidate.knobs,
@@ -243,7 +323,8 @@ def as_json(found: Recommendation) -> str:
 
 
 def as_yaml(found: Recommendation) -> str:
-    """Return the file of a run: its `smp_config:` section, and in comments what the trainer has to be told."""
+    """Return the file of a run: its `smp_config:` section, and in comments what the
+    trainer has to be told."""
     chosen = found.chosen
     comments = [
         title(found),
@@ -289,14 +370,17 @@ def front_table(found: Recommendation) -> Table:
 
 
 def draw_plans(found: Recommendation, path: str | os.PathLike[str]) -> None:
-    """Draw two stacked bars for each configuration, as SVG, PNG or what else the ending of ``path`` says.
+    """Draw two stacked bars for each configuration, as SVG, PNG or what else the ending
+    of ``path`` says.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     shown = [found.chosen, *found.alternatives]
     labels = [_label(each, place) for place, each in enumerate(shown)]
-    figure = matplotlibs_figure()(figsize=(11.0, 1.2 + 0.75 * len(shown)), layout="constrained")
+    figure = matplotlibs_figure()(
+        figsize=(11.0, 1.2 + 0.75 * len(shown)), layout="constrained"
+    )
     figure.suptitle(title(found), fontsize=9)
     memory, time = figure.subplots(1, 2, sharey=True)
     _bars(memory, labels, [each.memory for each in shown], MEMORY_KINDS, GIB)
@@ -307,13 +391,21 @@ def draw_plans(found: Recommendation, path: str | os.PathLike[str]) -> None:
     figure.savefig(path)
 
 
-def _bars(axes: Any, labels: Sequence[str], of_plans: Sequence[Any], parts: Sequence[str], unit: int) -> None:
+def _bars(
+    axes: Any,
+    labels: Sequence[str],
+    of_plans: Sequence[Any],
+    parts: Sequence[str],
+    unit: int,
+) -> None:
     places, begins = range(len(labels)), [0.0] * len(labels)
     for part in parts:
         widths = [getattr(each, part) / unit for each in of_plans]
         if any(widths):
             axes.barh(places, widths, left=begins, label=part)
-            begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+            begins = [
+                begin + width for begin, width in zip(begins, widths, strict=True)
+            ]
     axes.set_yticks(places, labels, fontsize=7)
     axes.invert_yaxis()
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)

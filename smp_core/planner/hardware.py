@@ -1,4 +1,5 @@
-"""Hardware: a cluster that need not exist yet, from a string, a YAML file or a kind of node.
+"""Hardware: a cluster that need not exist yet, from a string, a YAML file or a kind of
+node.
 
 32x8:a100-40g@400gbps     32 nodes of 8 devices, 400 Gbit/s between nodes, of each node
 4xp5                      4 nodes of a kind that :mod:`smp_core.planner.devices` knows
@@ -37,7 +38,8 @@ class Hardware:
     Attributes:
         gbit: what a node sends to the others in Gbit/s.
         price: of a node for an hour, in any currency; None: not known.
-        measured: links measured on these machines; None: those of the data sheets, at the efficiency that was fitted.
+        measured: links measured on these machines; None: those of the data sheets, at
+            the efficiency that was fitted.
         host_gib: host memory of a node.
         fitted: constants of the time model on these machines.
         first_efa: as :class:`smp_core.planner.devices.Machine` has it.
@@ -66,13 +68,25 @@ class Hardware:
         if found := _DEVICES.fullmatch(word):
             nodes, ranks, device, rate = found.groups()
             if rate is None and int(nodes) > 1:
-                raise ValueError(f"cluster {word!r}: how fast are the nodes connected? Write {word + '@400gbps'!r}")
-            return cls(int(nodes), int(ranks), device_of(device), _gbit(rate) if rate else 0.0)
+                raise ValueError(
+                    f"cluster {word!r}: how fast are the nodes connected? Write {word + '@400gbps'!r}"
+                )
+            return cls(
+                int(nodes), int(ranks), device_of(device), _gbit(rate) if rate else 0.0
+            )
         if found := _MACHINES.fullmatch(word):
             machine = machine_of(found[2])
             device = device_of(machine.device)
-            return cls(int(found[1]), machine.devices, device, machine.gbit, first_efa=machine.first_efa)
-        raise ValueError(f"cluster {word!r} is not understood; write NODESxDEVICES:DEVICE@RATE, as {EXAMPLES}")
+            return cls(
+                int(found[1]),
+                machine.devices,
+                device,
+                machine.gbit,
+                first_efa=machine.first_efa,
+            )
+        raise ValueError(
+            f"cluster {word!r} is not understood; write NODESxDEVICES:DEVICE@RATE, as {EXAMPLES}"
+        )
 
     def __post_init__(self) -> None:
         nodes, ranks, price = self.nodes, self.ranks_per_node, self.price
@@ -82,28 +96,36 @@ class Hardware:
                 "devices are planned for"
             )
         if price is not None and not 0 < price < _LARGEST:
-            raise ValueError(f"price={price:g} of a node for an hour is not a number above 0 and below {_LARGEST:g}")
+            raise ValueError(
+                f"price={price:g} of a node for an hour is not a number above 0 and below {_LARGEST:g}"
+            )
 
     @property
     def devices(self) -> int:
         return self.nodes * self.ranks_per_node
 
     def describe(self) -> str:
-        """Return a line like "32 nodes x 8 A100 (39.4 GiB), 400 Gbit/s between nodes"."""
+        """Return a line like "32 nodes x 8 A100 (39.4 GiB), 400 Gbit/s between
+        nodes"."""
         between = f", {self.gbit:g} Gbit/s between nodes" if self.nodes > 1 else ""
         measured = ", measured links" if self.measured else ""
         devices = f"{self.nodes} x {self.ranks_per_node} {self.device.name} ({self.device.memory_gib:g} GiB)"
         return f"{devices}{between}{measured}"
 
     def cluster(self) -> Cluster:
-        """Return the facts that decisions use. Measured links only: data sheets are no reason to leave a default."""
+        """Return the facts that decisions use. Measured links only: data sheets are no
+        reason to leave a default."""
         topology = Topology.uniform(self.devices, self.ranks_per_node)
-        memory, host_memory = int(self.device.memory_gib * GIB), int(self.host_gib * GIB)
+        memory, host_memory = (
+            int(self.device.memory_gib * GIB),
+            int(self.host_gib * GIB),
+        )
         return Cluster(topology, "cuda", memory, host_memory, self.measured)
 
     @cached_property
     def links(self) -> Links:
-        """Latency and bandwidth of all collectives: as measured, or by data sheets and fitted efficiencies."""
+        """Latency and bandwidth of all collectives: as measured, or by data sheets and
+        fitted efficiencies."""
         if self.measured is not None:
             return self.measured
         fitted, k, m = self.fitted, self.ranks_per_node, self.nodes
@@ -112,7 +134,8 @@ class Hardware:
         of_node = node_bytes * fitted.network
         of_rank = of_node / k
         between = _alike(m, fitted.latency_between, of_rank)
-        # One ring over all ranks of a node crosses its border once: the whole adapter is that rank's.
+        # One ring over all ranks of a node crosses its border once: the whole adapter
+        # is that rank's.
         in_ring = min(of_node, self.device.link * fitted.link)
         flat = _alike(k * m, fitted.latency_between, in_ring)
         return Links(
@@ -125,7 +148,8 @@ class Hardware:
         )
 
     def slowed(self, nodes: int) -> float:
-        """Return how many times longer the bytes of a collective over so many nodes take than those of one over two.
+        """Return how many times longer the bytes of a collective over so many nodes
+        take than those of one over two.
 
         Measured links are taken as they are.
         """
@@ -158,40 +182,72 @@ _OF_BOTH = ("price_per_node_hour", "host_gib")
 def _of_fields(path: Path, values: Any) -> Hardware:
     """Read `cluster: STRING` or all fields, with price and host memory in both."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields")
-    allowed = ("cluster", *_OF_BOTH) if "cluster" in values else (*_OF_CLUSTER, *_OF_BOTH)
+        raise ValueError(
+            f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields"
+        )
+    allowed = (
+        ("cluster", *_OF_BOTH) if "cluster" in values else (*_OF_CLUSTER, *_OF_BOTH)
+    )
     unknown = [name for name in values if name not in allowed]
     if unknown:
-        raise ValueError(f"{path}: unknown field {unknown[0]!r}; allowed: {', '.join(allowed)}")
+        raise ValueError(
+            f"{path}: unknown field {unknown[0]!r}; allowed: {', '.join(allowed)}"
+        )
     if "cluster" in values:
         hardware = Hardware.parse(str(values["cluster"]))
     else:
         for name in _OF_CLUSTER:
             if name not in values:
-                raise ValueError(f"{path}: the field {name!r} is missing; a cluster has {', '.join(_OF_CLUSTER)}")
+                raise ValueError(
+                    f"{path}: the field {name!r} is missing; a cluster has {', '.join(_OF_CLUSTER)}"
+                )
         device = _device(path, values["device"])
-        nodes, ranks = (int(_number(path, values, name)) for name in ("nodes", "devices_per_node"))
+        nodes, ranks = (
+            int(_number(path, values, name)) for name in ("nodes", "devices_per_node")
+        )
         hardware = Hardware(nodes, ranks, device, _number(path, values, "gbit_per_s"))
     given = {name: _number(path, values, name) for name in _OF_BOTH if name in values}
-    price, host = given.get("price_per_node_hour", hardware.price), given.get("host_gib", hardware.host_gib)
+    price, host = (
+        given.get("price_per_node_hour", hardware.price),
+        given.get("host_gib", hardware.host_gib),
+    )
     return replace(hardware, price=price, host_gib=host)
 
 
 def _device(path: Path, values: Any) -> Device:
     if isinstance(values, str):
         return device_of(values)
-    if not isinstance(values, Mapping) or any(name not in values for name in _OF_DEVICE):
-        raise ValueError(f"{path}: device is a name, or a mapping of {', '.join(_OF_DEVICE)}")
+    if not isinstance(values, Mapping) or any(
+        name not in values for name in _OF_DEVICE
+    ):
+        raise ValueError(
+            f"{path}: device is a name, or a mapping of {', '.join(_OF_DEVICE)}"
+        )
     memory, tflops, hbm, link = (_number(path, values, name) for name in _OF_DEVICE[1:])
     host = _number(path, values, "host_gb_per_s") if "host_gb_per_s" in values else 32.0
     fp8 = _number(path, values, "fp8_tflops") * 1e12 if "fp8_tflops" in values else None
-    return Device(str(values["name"]), memory, hbm * 1e9, link * 1e9, host * 1e9, str(path), tflops * 1e12, fp8)
+    return Device(
+        str(values["name"]),
+        memory,
+        hbm * 1e9,
+        link * 1e9,
+        host * 1e9,
+        str(path),
+        tflops * 1e12,
+        fp8,
+    )
 
 
 def _number(path: Path, values: Mapping[str, Any], name: str) -> float:
     value = values[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
-        raise ValueError(f"{path}: {name}={value!r} is not a number above 0 and below {_LARGEST:g}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value < _LARGEST
+    ):
+        raise ValueError(
+            f"{path}: {name}={value!r} is not a number above 0 and below {_LARGEST:g}"
+        )
     return float(value)
 
 
@@ -200,7 +256,9 @@ def _gbit(rate: str) -> float:
         return ETHERNET_GBIT
     found = _RATE.fullmatch(rate.strip())
     if found is None or float(found[1]) <= 0:
-        raise ValueError(f"rate {rate!r} between nodes is not understood; write Gbit/s of a node, as '400gbps'")
+        raise ValueError(
+            f"rate {rate!r} between nodes is not understood; write Gbit/s of a node, as '400gbps'"
+        )
     return float(found[1])
 
 

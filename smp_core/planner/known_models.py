@@ -1,4 +1,5 @@
-"""Model shapes by short names: the fields of published configurations, as Transformers' AutoConfig takes them."""
+"""Model shapes by short names: the fields of published configurations, as Transformers'
+AutoConfig takes them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 def _llama(
-    width: int, layers: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, family: str = "llama", **more: Any
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocabulary: int,
+    family: str = "llama",
+    **more: Any,
 ) -> dict[str, Any]:
     return {
         "model_type": family,
@@ -28,19 +36,36 @@ def _llama(
 
 
 def _experts(count: int, per_token: int, width: int | None = None) -> dict[str, Any]:
-    """Return the fields of a mixture: experts, those of each token, and their inner width if it is not the FFN's."""
-    fields = {"num_experts": count, "num_local_experts": count, "num_experts_per_tok": per_token}
+    """Return the fields of a mixture: experts, those of each token, and their inner
+    width if it is not the FFN's."""
+    fields = {
+        "num_experts": count,
+        "num_local_experts": count,
+        "num_experts_per_tok": per_token,
+    }
     return fields if width is None else {**fields, "moe_intermediate_size": width}
 
 
 def _latent(queries: int | None) -> dict[str, Any]:
-    """Return the fields of multi-head latent attention; ``queries``: the rank of their projection."""
-    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    """Return the fields of multi-head latent attention; ``queries``: the rank of their
+    projection."""
+    widths = {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
     return {"q_lora_rank": queries, **widths}
 
 
 def _routed(
-    experts: int, per_token: int, width: int, shared: int, dense: int, groups: int = 1, chosen_groups: int = 1
+    experts: int,
+    per_token: int,
+    width: int,
+    shared: int,
+    dense: int,
+    groups: int = 1,
+    chosen_groups: int = 1,
 ) -> dict[str, Any]:
     """Return the fields of DeepSeek's mixtures: ``dense`` blocks come before them."""
     return {
@@ -56,7 +81,8 @@ def _routed(
 
 
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_WIDE: dict[str, Any] = {"head_dim": 128}  # heads wider than their share of the hidden size
+# Heads wider than their share of the hidden size.
+_WIDE: dict[str, Any] = {"head_dim": 128}
 _QWEN3_TIED: dict[str, Any] = {**_TIED, **_WIDE}
 _GEMMA = {**_TIED, "head_dim": 256}
 
@@ -64,8 +90,8 @@ _SUFFIXES = re.compile(r"-(instruct|it|base|hf|chat|v0\.1)$")
 
 
 def known_model(words: str) -> Mapping[str, Any] | None:
-    """Return the fields of a short name, or of a name on the hub that differs from one by its owner, capitals, and a
-    suffix that changes no shapes; None: of neither."""
+    """Return the fields of a short name, or of a name on the hub that differs from one
+    by its owner, capitals, and a suffix that changes no shapes; None: of neither."""
     name = words.rpartition("/")[2].lower().removeprefix("meta-")
     while name not in KNOWN_MODELS and _SUFFIXES.search(name):
         name = _SUFFIXES.sub("", name)
@@ -73,7 +99,8 @@ def known_model(words: str) -> Mapping[str, Any] | None:
 
 
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
-    # GPT-2's four sizes, and that of 30 billion which SMP's authors train (width 7,168, 48 layers, 64 heads)
+    # GPT-2's four sizes, and that of 30 billion which SMP's authors train (width 7,168,
+    # 48 layers, 64 heads)
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
@@ -83,8 +110,13 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama-2-7b": _llama(4096, 32, 32, 32, 11008, 32000),
     "llama-2-13b": _llama(5120, 40, 40, 40, 13824, 32000),
     "llama-2-70b": _llama(8192, 80, 64, 8, 28672, 32000),
-    **dict.fromkeys(("llama-3-8b", "llama-3.1-8b"), _llama(4096, 32, 32, 8, 14336, 128256)),
-    **dict.fromkeys(("llama-3-70b", "llama-3.1-70b", "llama-3.3-70b"), _llama(8192, 80, 64, 8, 28672, 128256)),
+    **dict.fromkeys(
+        ("llama-3-8b", "llama-3.1-8b"), _llama(4096, 32, 32, 8, 14336, 128256)
+    ),
+    **dict.fromkeys(
+        ("llama-3-70b", "llama-3.1-70b", "llama-3.3-70b"),
+        _llama(8192, 80, 64, 8, 28672, 128256),
+    ),
     "llama-3.1-405b": _llama(16384, 126, 128, 8, 53248, 128256),
     "llama-3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, head_dim=64, **_TIED),
     "llama-3.2-3b": _llama(3072, 28, 24, 8, 8192, 128256, **_TIED),
@@ -110,15 +142,23 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, "qwen3", **_WIDE),
     "qwen3-14b": _llama(5120, 40, 40, 8, 17408, 151936, "qwen3", **_WIDE),
     "qwen3-32b": _llama(5120, 64, 64, 8, 25600, 151936, "qwen3", **_WIDE),
-    "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, "qwen3_moe", **_WIDE, **_experts(128, 8, 768)),
-    "qwen3-235b-a22b": _llama(4096, 94, 64, 4, 12288, 151936, "qwen3_moe", **_WIDE, **_experts(128, 8, 1536)),
+    "qwen3-30b-a3b": _llama(
+        2048, 48, 32, 4, 6144, 151936, "qwen3_moe", **_WIDE, **_experts(128, 8, 768)
+    ),
+    "qwen3-235b-a22b": _llama(
+        4096, 94, 64, 4, 12288, 151936, "qwen3_moe", **_WIDE, **_experts(128, 8, 1536)
+    ),
     "gemma-2-2b": _llama(2304, 26, 8, 4, 9216, 256000, "gemma2", **_GEMMA),
     "gemma-2-9b": _llama(3584, 42, 16, 8, 14336, 256000, "gemma2", **_GEMMA),
     "gemma-2-27b": _llama(4608, 46, 32, 16, 36864, 256000, "gemma2", **_QWEN3_TIED),
     "phi-3-mini": _llama(3072, 32, 32, 32, 8192, 32064, "phi3"),
     "phi-4": _llama(5120, 40, 40, 10, 17920, 100352, "phi3"),
-    "gpt-oss-20b": _llama(2880, 24, 64, 8, 2880, 201088, "gpt_oss", head_dim=64, **_experts(32, 4)),
-    "gpt-oss-120b": _llama(2880, 36, 64, 8, 2880, 201088, "gpt_oss", head_dim=64, **_experts(128, 4)),
+    "gpt-oss-20b": _llama(
+        2880, 24, 64, 8, 2880, 201088, "gpt_oss", head_dim=64, **_experts(32, 4)
+    ),
+    "gpt-oss-120b": _llama(
+        2880, 36, 64, 8, 2880, 201088, "gpt_oss", head_dim=64, **_experts(128, 4)
+    ),
     "phi-3.5-moe": _llama(4096, 32, 32, 8, 6400, 32064, "phimoe", **_experts(16, 2)),
     "olmoe-1b-7b": _llama(2048, 16, 16, 16, 1024, 50304, "olmoe", **_experts(64, 8)),
     "qwen1.5-moe-a2.7b": {
@@ -126,7 +166,9 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 5632,
     },
     "glm-4.5-air": {
-        **_llama(4096, 46, 96, 8, 10944, 151552, "glm4_moe", **_WIDE, attention_bias=True),
+        **_llama(
+            4096, 46, 96, 8, 10944, 151552, "glm4_moe", **_WIDE, attention_bias=True
+        ),
         **_routed(128, 8, 1408, shared=1, dense=1),
     },
     "deepseek-v2-lite": {

@@ -1,4 +1,5 @@
-"""Models that are only planned for: built without values from a short name, a configuration file or a function.
+"""Models that are only planned for: built without values from a short name, a
+configuration file or a function.
 
     llama-3.1-8b           a name of :mod:`smp_core.planner.known_models`, also as Llama-3.1-8B-Instruct with its owner
     owner/name             the configuration that the hub's cache has
@@ -8,7 +9,8 @@
     any of these+lora:16   with adapters of rank 16 on all linear layers but the head, which alone are trained
     a module               one that is to be trained, copied without its values
 
-A Transformers model is called with token ids and labels. Another model, a LightningModule too, needs the batch.
+A Transformers model is called with token ids and labels. Another model, a
+LightningModule too, needs the batch.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Source:
         batch: (samples, tokens of each) -> such a batch.
         loss_of: batch -> its loss.
         entry: what a step calls (:func:`smp_core.plan.units.plan_units`).
-        splits: layers and sequences can be split without being told how: the model is Transformers'.
+        splits: layers and sequences can be split without being told how: the model is
+            Transformers'.
         unpadded: rows that the vocabulary had before it was padded; 0: it was not.
     """
 
@@ -58,21 +61,24 @@ class Source:
 _MOST_LAYERS = 10_000
 _TENSOR_RANKS = 8
 PADDED_TO = 64
-"""What a vocabulary is padded to a multiple of, as is usual, where eight tensor ranks do not divide it."""
+"""What a vocabulary is padded to a multiple of, as is usual, where eight tensor ranks
+do not divide it."""
 
 ADAPTERS = "+lora:"
 """Behind a model's name, and before the rank of its adapters."""
 
 
 def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
-    """Build the model that ``words`` mean, on the current default device and in the current default dtype.
+    """Build the model that ``words`` mean, on the current default device and in the
+    current default dtype.
 
     Args:
         sequence: tokens of a sample; a configuration by name gets as many positions.
         fields: a Transformers configuration instead of words for it.
 
     Raises:
-        ValueError: there is no such model, or it cannot be built; says what to write instead.
+        ValueError: there is no such model, or it cannot be built; says what to write
+            instead.
     """
     base, adapters, rank = words.partition(ADAPTERS)
     if adapters:
@@ -91,7 +97,9 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     if path.is_file():
         read = read_json(path)
         if not isinstance(read, dict) or "model_type" not in read:
-            raise ValueError(f"{path} is no configuration of a Transformers model: it has no `model_type`")
+            raise ValueError(
+                f"{path} is no configuration of a Transformers model: it has no `model_type`"
+            )
         return _of_fields(read, sequence)
     module, colon, name = words.partition(":")
     if colon:
@@ -114,7 +122,8 @@ _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _cached_config(words: str) -> Path | None:
-    """Return the config.json of a name on the hub where its cache has it. Nothing is downloaded."""
+    """Return the config.json of a name on the hub where its cache has it. Nothing is
+    downloaded."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
@@ -124,7 +133,8 @@ def _cached_config(words: str) -> Path | None:
 
 
 class _Adapted(nn.Module):
-    """A frozen linear layer with an adapter of low rank beside it, as LoRA has it (arXiv 2106.09685)."""
+    """A frozen linear layer with an adapter of low rank beside it, as LoRA has it
+    (arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -138,18 +148,30 @@ class _Adapted(nn.Module):
 
 
 def _with_adapters(source: Source, rank: str) -> Source:
-    """Return a model of which adapters on its linear layers are trained, and nothing else. PEFT's own modules are not
-    made of tensors without values."""
+    """Return a model of which adapters on its linear layers are trained, and nothing
+    else. PEFT's own modules are not made of tensors without values."""
     if not rank.isdigit() or int(rank) < 1:
-        raise ValueError(f"{ADAPTERS}{rank} names no adapters; write a rank of at least 1, as {ADAPTERS}16")
+        raise ValueError(
+            f"{ADAPTERS}{rank} names no adapters; write a rank of at least 1, as {ADAPTERS}16"
+        )
     source.model.requires_grad_(False)
     head: Any = getattr(source.model, "get_output_embeddings", lambda: None)()
-    linear = [name for name, each in source.model.named_modules() if type(each) is nn.Linear and each is not head]
+    linear = [
+        name
+        for name, each in source.model.named_modules()
+        if type(each) is nn.Linear and each is not head
+    ]
     if not linear:
-        raise ValueError(f"{ADAPTERS}{rank}: {type(source.model).__name__} has no nn.Linear that could get adapters")
+        raise ValueError(
+            f"{ADAPTERS}{rank}: {type(source.model).__name__} has no nn.Linear that could get adapters"
+        )
     for name in linear:
         parent, _, own = name.rpartition(".")
-        setattr(source.model.get_submodule(parent), own, _Adapted(source.model.get_submodule(name), int(rank)))  # type: ignore[arg-type]  # linear
+        setattr(
+            source.model.get_submodule(parent),
+            own,
+            _Adapted(source.model.get_submodule(name), int(rank)),  # type: ignore[arg-type]  # linear
+        )
     return replace(source, splits=False)
 
 
@@ -162,7 +184,9 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         ) from None
     for name, value in fields.items():
         if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
-            raise ValueError(f"{name}={value!r} in the configuration: at most {_MOST_LAYERS:,} layers are planned for")
+            raise ValueError(
+                f"{name}={value!r} in the configuration: at most {_MOST_LAYERS:,} layers are planned for"
+            )
     kind = fields.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **fields)
@@ -170,12 +194,16 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         for name in ("n_positions", "max_position_embeddings"):
             if getattr(config, name, sequence) < sequence:
                 setattr(config, name, sequence)
-        words, has_encoder = config.vocab_size, config.is_encoder_decoder  # a decoder alone says that it has none
+        # A decoder alone says that it has none.
+        words, has_encoder = config.vocab_size, config.is_encoder_decoder
         if words % _TENSOR_RANKS:
             config.vocab_size = -(-words // PADDED_TO) * PADDED_TO
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(), trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_attention(), trust_remote_code=False
+        )
     except Exception as error:
-        said = str(error).partition("\n")[0]  # Transformers' second line lists all models
+        # Transformers' second line lists all models.
+        said = str(error).partition("\n")[0]
         raise ValueError(
             f"the configuration ({kind}) makes no causal language model: {said}. Write package.module:function, a "
             "function that returns the model and its batch"
@@ -185,7 +213,8 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
 
 
 def _require_class(model: nn.Module, has_encoder: bool) -> None:
-    """Refuse a model of another class than its configuration names: a part of it would be planned in its place."""
+    """Refuse a model of another class than its configuration names: a part of it would
+    be planned in its place."""
     config: Any = model.config
     made, named = type(model).__name__, (config.architectures or [None])[0]
     if named is None and has_encoder:
@@ -199,8 +228,8 @@ def _require_class(model: nn.Module, has_encoder: bool) -> None:
 
 
 def _attention() -> str:
-    """Register scaled_dot_product_attention without masks, and return its name: whether a batch is padded or packed is
-    a question of values, which are not there."""
+    """Register scaled_dot_product_attention without masks, and return its name: whether
+    a batch is padded or packed is a question of values, which are not there."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -215,13 +244,16 @@ def _of_model(model: nn.Module) -> Source:
         return {"input_ids": ids, "labels": ids}
 
     config: Any = model.config
-    has_plan = bool(getattr(config, "base_model_tp_plan", None)) or config.model_type in ("gpt2", "opt", "bert")
+    has_plan = bool(
+        getattr(config, "base_model_tp_plan", None)
+    ) or config.model_type in ("gpt2", "opt", "bert")
     return Source(model, batch, lambda batch: _loss_of(model(**batch)), splits=has_plan)
 
 
 def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
-    """Copy a model that is there without its values, under a fake tensor mode. Of a module around a Transformers model
-    with all parameters, that model is copied; another one is called with its example, of other sizes.
+    """Copy a model that is there without its values, under a fake tensor mode. Of a
+    module around a Transformers model with all parameters, that model is copied;
+    another one is called with its example, of other sizes.
 
     Args:
         dtype: what is computed in; None: in each parameter's own.
@@ -234,9 +266,15 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
     memo: dict[int, Any] = {}
     for tensor in [*root.parameters(), *root.buffers()]:
         trains = isinstance(tensor, nn.Parameter)
-        own = dtype if dtype is not None and trains and tensor.is_floating_point() else tensor.dtype
+        own = (
+            dtype
+            if dtype is not None and trains and tensor.is_floating_point()
+            else tensor.dtype
+        )
         empty = torch.empty(tensor.shape, dtype=own, device="cpu")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trains else empty
+        memo[id(tensor)] = (
+            nn.Parameter(empty, tensor.requires_grad) if trains else empty
+        )
     # Other tensors, an example for one, stay what they are.
     for module in root.modules():
         for tensor in tensors_in(list(vars(module).values())):
@@ -256,17 +294,24 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
         try:
             return _loss_of(copy(*positions, **keywords))
         except NotImplementedError:  # a LightningModule whose steps call its parts
-            return _loss_of(copy.training_step(keywords or (positions if len(positions) > 1 else positions[0]), 0))
+            return _loss_of(
+                copy.training_step(
+                    keywords or (positions if len(positions) > 1 else positions[0]), 0
+                )
+            )
 
     return Source(copy, batch, loss_of)
 
 
 def _transformers_model(model: nn.Module) -> Any:
-    """Return the causal language model of Transformers that has all parameters of a module, if there is one."""
+    """Return the causal language model of Transformers that has all parameters of a
+    module, if there is one."""
     total = set(model.parameters())
     module: Any
     for module in model.modules():
-        if hasattr(module, "get_output_embeddings") and hasattr(module, "loss_function"):
+        if hasattr(module, "get_output_embeddings") and hasattr(
+            module, "loss_function"
+        ):
             has_head = module.get_output_embeddings() is not None
             if has_head and total == set(module.parameters()):
                 return module
@@ -276,7 +321,9 @@ def _transformers_model(model: nn.Module) -> Any:
 def _resized(values: Any, samples: int, tokens: int) -> Any:
     """Return zeros of other sizes in the place of tensors [samples, tokens, ...]."""
     if isinstance(values, Mapping):
-        return {name: _resized(value, samples, tokens) for name, value in values.items()}
+        return {
+            name: _resized(value, samples, tokens) for name, value in values.items()
+        }
     if isinstance(values, tuple):
         return tuple(_resized(value, samples, tokens) for value in values)
     if isinstance(values, torch.Tensor) and values.ndim > 1:
@@ -288,11 +335,15 @@ def _of_function(module: str, name: str, words: str) -> Source:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {words!r}: {error}; write package.module:function as Python imports it") from None
+        raise ValueError(
+            f"model {words!r}: {error}; write package.module:function as Python imports it"
+        ) from None
     made = function()
     model, batch = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model {words!r} returned {type(model).__name__}; it has to return an nn.Module")
+        raise ValueError(
+            f"model {words!r} returned {type(model).__name__}; it has to return an nn.Module"
+        )
     if batch is None:
         if hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
             return _of_model(model)
@@ -312,5 +363,7 @@ def _loss_of(output: Any) -> torch.Tensor:
         output = output["loss"]
     output = getattr(output, "loss", output)
     if not isinstance(output, torch.Tensor):
-        raise ValueError(f"a step returned {type(output).__name__}; it has to return a tensor, or what has a loss")
+        raise ValueError(
+            f"a step returned {type(output).__name__}; it has to return a tensor, or what has a loss"
+        )
     return output if output.ndim == 0 else output.float().mean()

@@ -1,4 +1,5 @@
-"""plan(): one call from a model, machines and a batch to a configuration, with its reasons."""
+"""plan(): one call from a model, machines and a batch to a configuration, with its
+reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from smp_core.planner.expert_bytes import expert_degree
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_source import ADAPTERS
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.search import OBJECTIVES, Fixed, Found, Objective, read_fixed, search, simplest
+from smp_core.planner.search import (
+    OBJECTIVES,
+    Fixed,
+    Found,
+    Objective,
+    read_fixed,
+    search,
+    simplest,
+)
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.time import TIME_PARTS
 from smp_core.planner.trace import trace
@@ -33,7 +42,8 @@ class NothingFits(ValueError):
     """No configuration fits the devices.
 
     Attributes:
-        changes: what would fit, as (what to change, the configuration that fits then); each was looked at.
+        changes: what would fit, as (what to change, the configuration that fits then);
+            each was looked at.
     """
 
     def __init__(self, message: str, changes: list[tuple[str, Candidate]]) -> None:
@@ -46,7 +56,8 @@ class Flip:
     """A share of a rate at which another configuration would be picked.
 
     Attributes:
-        rate: as :meth:`smp_core.planner.fitted.Fitted.share_of` names it; ``what``: in words.
+        rate: as :meth:`smp_core.planner.fitted.Fitted.share_of` names it; ``what``: in
+            words.
         now: the share that is assumed.
     """
 
@@ -89,7 +100,8 @@ class Recommendation:
 
     @cached_property
     def alternatives(self) -> list[Candidate]:
-        """Return the next best, each with other degrees or another recomputation than those before it."""
+        """Return the next best, each with other degrees or another recomputation than
+        those before it."""
         seen, others = {_outline(self.chosen)}, []
         for candidate in self.found.ranked[1:]:
             if _outline(candidate) not in seen:
@@ -98,7 +110,8 @@ class Recommendation:
         return others[:ALTERNATIVES]
 
     def why_not(self, **knobs: Any) -> str:
-        """Return why these knobs were not chosen: what refuses them, what does not fit, or what it would cost.
+        """Return why these knobs were not chosen: what refuses them, what does not fit,
+        or what it would cost.
 
         Args:
             knobs: as `fixed` of :func:`plan`; the others are chosen anew.
@@ -106,24 +119,37 @@ class Recommendation:
         said = ", ".join(f"{knob}={value}" for knob, value in knobs.items())
         try:
             given = {**self.fixed, **read_fixed(knobs)}
-            found = search(self.trace, self.hardware, self.workload, given, self.objective)
+            found = search(
+                self.trace, self.hardware, self.workload, given, self.objective
+            )
         except ValueError as error:
             return f"{said}: {error}"
         return f"{said}: {_compared(found.ranked[0], self.chosen) if found.ranked else found.shortfall}"
 
     def flips(self) -> list[Flip]:
-        """Return what would change the pick: of each assumed rate the nearest shares, below and above, at which other
-        axes, or partition groups of one node or of several, win among what is shown and the fastest of each spread."""
+        """Return what would change the pick: of each assumed rate the nearest shares,
+        below and above, at which other axes, or partition groups of one node or of
+        several, win among what is shown and the fastest of each spread."""
         fastest = {each.spread: each for each in reversed(self.found.ranked)}
-        among = list({id(each): each for each in (self.chosen, *self.alternatives, *fastest.values())}.values())
+        among = list(
+            {
+                id(each): each
+                for each in (self.chosen, *self.alternatives, *fastest.values())
+            }.values()
+        )
         found = []
         for rate, words in self._rates().items():
             now = self.hardware.fitted.share_of(rate, self.hardware.device.name)
             falling = [share for share in reversed(_SHARES) if share < now]
             rising = [share for share in _SHARES if share > now]
             for shares in (falling, rising):
-                picks = (Flip(rate, words, now, share, self._pick(among, rate, share)) for share in shares)
-                other = next((each for each in picks if each.pick.kind != self.chosen.kind), None)
+                picks = (
+                    Flip(rate, words, now, share, self._pick(among, rate, share))
+                    for share in shares
+                )
+                other = next(
+                    (each for each in picks if each.pick.kind != self.chosen.kind), None
+                )
                 found += [] if other is None else [other]
         return found
 
@@ -145,54 +171,86 @@ class Recommendation:
         return simplest(sorted(timed, key=lambda each: each.time.total))
 
     def days(self, candidate: Candidate | None = None) -> float | None:
-        """Return the days of the whole training; None where its tokens are not known."""
+        """Return the days of the whole training; None where its tokens are not
+        known."""
         tokens = self.workload.tokens
-        return None if tokens is None else tokens / (candidate or self.chosen).tokens_per_second / 86400
+        return (
+            None
+            if tokens is None
+            else tokens / (candidate or self.chosen).tokens_per_second / 86400
+        )
 
     def cost(self, candidate: Candidate | None = None) -> float | None:
-        """Return the price of the whole training; None where tokens or price are not known."""
+        """Return the price of the whole training; None where tokens or price are not
+        known."""
         days, price = self.days(candidate), self.hardware.price
-        return None if days is None or price is None else days * 24 * price * self.hardware.nodes
+        return (
+            None
+            if days is None or price is None
+            else days * 24 * price * self.hardware.nodes
+        )
 
     def front(self) -> list[Recommendation]:
-        """Return the plans for half as many nodes, a quarter and so on as long as one fits, the most nodes first."""
+        """Return the plans for half as many nodes, a quarter and so on as long as one
+        fits, the most nodes first."""
         plans: list[Recommendation] = []
         smaller: Recommendation | None = self
         while smaller is not None:
             plans.append(smaller)
             nodes, is_odd = divmod(smaller.hardware.nodes, 2)
-            smaller = None if is_odd or self.hardware.measured is not None else self.on(nodes)
+            smaller = (
+                None if is_odd or self.hardware.measured is not None else self.on(nodes)
+            )
         return plans
 
     def on(self, nodes: int) -> Recommendation | None:
-        """Return the plan for another number of nodes; None: nothing fits, or the batch does not divide."""
-        hardware = replace(self.hardware, nodes=nodes, gbit=self.hardware.gbit or _RATE_BETWEEN_NODES)
+        """Return the plan for another number of nodes; None: nothing fits, or the batch
+        does not divide."""
+        hardware = replace(
+            self.hardware, nodes=nodes, gbit=self.hardware.gbit or _RATE_BETWEEN_NODES
+        )
         try:
-            found = search(self.trace, hardware, self.workload, self.fixed, self.objective)
+            found = search(
+                self.trace, hardware, self.workload, self.fixed, self.objective
+            )
         except ValueError:
             return None
         return replace(self, hardware=hardware, found=found) if found.ranked else None
 
 
-def within(found: Recommendation, days: float | None, budget: float | None) -> Recommendation:
-    """Return the plan for the fewest nodes (half as many, or twice, and so on) that trains in so many days for so much.
+def within(
+    found: Recommendation, days: float | None, budget: float | None
+) -> Recommendation:
+    """Return the plan for the fewest nodes (half as many, or twice, and so on) that
+    trains in so many days for so much.
 
     Raises:
-        ValueError: tokens or the price are not known, or no number of nodes does; says how near it comes.
+        ValueError: tokens or the price are not known, or no number of nodes does; says
+            how near it comes.
     """
     if found.workload.tokens is None:
-        raise ValueError("days and a budget are of a whole training: write its tokens, as --tokens 2e12")
+        raise ValueError(
+            "days and a budget are of a whole training: write its tokens, as --tokens 2e12"
+        )
     if budget is not None and found.hardware.price is None:
-        raise ValueError("a budget needs the price of a node for an hour: write --price 98")
+        raise ValueError(
+            "a budget needs the price of a node for an hour: write --price 98"
+        )
 
     def suits(each: Recommendation) -> bool:
         of_all, cost = each.days(), each.cost()
         assert of_all is not None
-        return (days is None or of_all <= days) and (budget is None or cost is None or cost <= budget)
+        return (days is None or of_all <= days) and (
+            budget is None or cost is None or cost <= budget
+        )
 
     # Fewer nodes as long as a plan fits; more as long as that is faster.
     tried = found.front()
-    while days is not None and not suits(tried[0]) and tried[0].hardware.nodes * 2 <= _MOST_NODES:
+    while (
+        days is not None
+        and not suits(tried[0])
+        and tried[0].hardware.nodes * 2 <= _MOST_NODES
+    ):
         more = found.on(tried[0].hardware.nodes * 2)
         if more is None or more.chosen.time.total >= tried[0].chosen.time.total:
             break
@@ -220,17 +278,23 @@ def plan(
 
     Args:
         model: a known name, a Transformers configuration, or package.module:function
-            (:mod:`smp_core.planner.model_source`); or a trace, to plan again without tracing.
+            (:mod:`smp_core.planner.model_source`); or a trace, to plan again without
+            tracing.
         cluster: as "32x8:a100-40g@400gbps" (:mod:`smp_core.planner.hardware`).
-        fixed: knobs that stay as they are given, and `micro_batch`; "shard", "context" and "tensor" are short names.
-        objective: "time", "memory" (the lowest peak) or "cost" (the cheapest number of nodes up to the cluster's).
+        fixed: knobs that stay as they are given, and `micro_batch`; "shard", "context"
+            and "tensor" are short names.
+        objective: "time", "memory" (the lowest peak) or "cost" (the cheapest number of
+            nodes up to the cluster's).
 
     Raises:
         NothingFits: with changes that do.
-        ValueError: a model, cluster, knob or batch that is not possible; says what to write.
+        ValueError: a model, cluster, knob or batch that is not possible; says what to
+            write.
     """
     if objective not in OBJECTIVES:
-        raise ValueError(f"objective={objective!r} is not known; allowed: {', '.join(OBJECTIVES)}")
+        raise ValueError(
+            f"objective={objective!r} is not known; allowed: {', '.join(OBJECTIVES)}"
+        )
     hardware = cluster if isinstance(cluster, Hardware) else Hardware.parse(cluster)
     given = read_fixed(fixed)
     traced = model if isinstance(model, ModelTrace) else trace(model, workload.sequence)
@@ -238,15 +302,24 @@ def plan(
     name = "model" if isinstance(model, ModelTrace) else model
     if not found.ranked:
         raise _nothing_fits(traced, hardware, workload, given, found, name)
-    recommended = Recommendation(name, traced, hardware, workload, given, objective, found)
+    recommended = Recommendation(
+        name, traced, hardware, workload, given, objective, found
+    )
     if objective == "cost":
-        return min(recommended.front(), key=lambda each: each.chosen.time.total * each.hardware.nodes)
+        return min(
+            recommended.front(),
+            key=lambda each: each.chosen.time.total * each.hardware.nodes,
+        )
     return recommended
 
 
 def _outline(candidate: Candidate) -> tuple[Any, ...]:
     knobs = candidate.plan.knobs
-    return candidate.plan.layout, knobs.activations.checkpoint, knobs.expert_parallel_degree
+    return (
+        candidate.plan.layout,
+        knobs.activations.checkpoint,
+        knobs.expert_parallel_degree,
+    )
 
 
 def _compared(candidate: Candidate, chosen: Candidate) -> str:
@@ -254,21 +327,30 @@ def _compared(candidate: Candidate, chosen: Candidate) -> str:
     more = candidate.time.total / chosen.time.total - 1
     if candidate.knobs == chosen.knobs and candidate.micro_batch == chosen.micro_batch:
         return "this is what was chosen"
-    lost = {part: getattr(candidate.time, part) - getattr(chosen.time, part) for part in TIME_PARTS}
+    lost = {
+        part: getattr(candidate.time, part) - getattr(chosen.time, part)
+        for part in TIME_PARTS
+    }
     worst = max(lost, key=lambda part: lost[part])
     less = (chosen.memory.total - candidate.memory.total) / GIB
     memory = f"{abs(less):.1f} GiB {'less' if less > 0 else 'more'} memory"
     if more <= 0:
-        return (
-            f"{more:+.1%} step time, {memory}, and {candidate.complexity} axes and knobs instead of {chosen.complexity}"
+        complexity = (
+            f"{candidate.complexity} axes and knobs instead of {chosen.complexity}"
         )
+        return f"{more:+.1%} step time, {memory}, and {complexity}"
     return f"{more:+.1%} step time ({worst} {lost[worst]:+.3g} s), {memory}"
 
 
 def layout_words(candidate: Candidate) -> str:
-    """Return the degrees of a configuration, as in "8 x 4, stages 2": replicas and shards, then what is not 1."""
+    """Return the degrees of a configuration, as in "8 x 4, stages 2": replicas and
+    shards, then what is not 1."""
     layout = candidate.plan.layout
-    others = {"stages": layout.pipeline, "context": layout.context, "tensor": layout.tensor}
+    others = {
+        "stages": layout.pipeline,
+        "context": layout.context,
+        "tensor": layout.tensor,
+    }
     others["experts"] = expert_degree(candidate.plan)
     words = [f"{layout.replicate} x {candidate.plan.shard_degree}"]
     words += [f"{name} {size}" for name, size in others.items() if size > 1]
@@ -276,18 +358,32 @@ def layout_words(candidate: Candidate) -> str:
 
 
 def experts_words(traced: ModelTrace) -> str:
-    """Return how many of a mixture's parameters are experts, and how many a token meets."""
-    experts, active, total = traced.expert_elements / 1e9, traced.active_parameters / 1e9, traced.parameters / 1e9
+    """Return how many of a mixture's parameters are experts, and how many a token
+    meets."""
+    experts, active, total = (
+        traced.expert_elements / 1e9,
+        traced.active_parameters / 1e9,
+        traced.parameters / 1e9,
+    )
     return f"Experts: {experts:.1f} of {total:.1f} billion parameters, of which a token meets {active:.1f} in all"
 
 
 def _nothing_fits(
-    traced: ModelTrace, hardware: Hardware, workload: Workload, fixed: dict[str, Any], found: Found, name: str
+    traced: ModelTrace,
+    hardware: Hardware,
+    workload: Workload,
+    fixed: dict[str, Any],
+    found: Found,
+    name: str,
 ) -> NothingFits:
     changes: list[tuple[str, Candidate]] = []
-    for words, model, machines, work, knobs in _changes(hardware, workload, fixed, name):
+    for words, model, machines, work, knobs in _changes(
+        hardware, workload, fixed, name
+    ):
         try:
-            tried = search(trace(model, work.sequence) if model else traced, machines, work, knobs)
+            tried = search(
+                trace(model, work.sequence) if model else traced, machines, work, knobs
+            )
         except ValueError:
             continue
         if tried.ranked:
@@ -300,7 +396,8 @@ def _nothing_fits(
     if changes:
         lines.append("what would fit:")
     lines += [
-        f"- {words}: {each.memory.total / GIB:.1f} GiB, {each.time.total:.3g} s a step" for words, each in changes
+        f"- {words}: {each.memory.total / GIB:.1f} GiB, {each.time.total:.3g} s a step"
+        for words, each in changes
     ]
     return NothingFits("\n".join(lines), changes)
 
@@ -309,24 +406,52 @@ _Change = tuple[str, str | None, Hardware, Workload, dict[str, Any]]
 """In words, and the model (None: the same), machines, batch and knobs."""
 
 
-def _changes(hardware: Hardware, workload: Workload, fixed: dict[str, Any], name: str) -> Iterator[_Change]:
-    """Yield changes, the cheapest first: knobs that were fixed, the host's memory, fewer bytes, adapters, more nodes,
-    less to compute."""
+def _changes(
+    hardware: Hardware, workload: Workload, fixed: dict[str, Any], name: str
+) -> Iterator[_Change]:
+    """Yield changes, the cheapest first: knobs that were fixed, the host's memory,
+    fewer bytes, adapters, more nodes, less to compute."""
     for knob in fixed:
         rest = {each: value for each, value in fixed.items() if each != knob}
-        yield f"leave {knob} open instead of {fixed[knob]!r}", None, hardware, workload, rest
+        yield (
+            f"leave {knob} open instead of {fixed[knob]!r}",
+            None,
+            hardware,
+            workload,
+            rest,
+        )
     offloads = () if "state_offload" in fixed else ("optimizer", "all")
     for where in offloads:
-        yield f"state_offload={where!r}", None, hardware, workload, {**fixed, "state_offload": where}
+        yield (
+            f"state_offload={where!r}",
+            None,
+            hardware,
+            workload,
+            {**fixed, "state_offload": where},
+        )
     if workload.precision == "mixed":
-        words = "parameters and states in bfloat16 (precision bfloat16; rounds every step)"
+        words = (
+            "parameters and states in bfloat16 (precision bfloat16; rounds every step)"
+        )
         small = replace(workload, precision="bfloat16")
         yield words, None, hardware, small, fixed
         for where in offloads:
-            yield f"{words}, and state_offload={where!r}", None, hardware, small, {**fixed, "state_offload": where}
+            yield (
+                f"{words}, and state_offload={where!r}",
+                None,
+                hardware,
+                small,
+                {**fixed, "state_offload": where},
+            )
     if name != "model" and ADAPTERS not in name:
         model = f"{name}{ADAPTERS}{_RANK}"
-        yield f"adapters of rank {_RANK} alone are trained (the model {model})", model, hardware, workload, fixed
+        yield (
+            f"adapters of rank {_RANK} alone are trained (the model {model})",
+            model,
+            hardware,
+            workload,
+            fixed,
+        )
     nodes = hardware.nodes
     rate = hardware.gbit or _RATE_BETWEEN_NODES
     at = "" if hardware.gbit else f" at {rate:g} Gbit/s"
@@ -334,10 +459,20 @@ def _changes(hardware: Hardware, workload: Workload, fixed: dict[str, Any], name
         nodes *= 2
         more = replace(hardware, nodes=nodes, gbit=rate)
         whole = math.lcm(workload.global_batch, more.devices)
-        work = workload if workload.global_batch % more.devices == 0 else replace(workload, global_batch=whole)
+        work = (
+            workload
+            if workload.global_batch % more.devices == 0
+            else replace(workload, global_batch=whole)
+        )
         same = "" if work is workload else f" and global_batch={whole}"
         yield f"{nodes} nodes{at}{same}", None, more, work, fixed
     sequence = workload.sequence
     while sequence >= 256:
         sequence //= 2
-        yield f"sequences of {sequence} tokens", None, hardware, replace(workload, sequence=sequence), fixed
+        yield (
+            f"sequences of {sequence} tokens",
+            None,
+            hardware,
+            replace(workload, sequence=sequence),
+            fixed,
+        )

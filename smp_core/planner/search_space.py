@@ -1,4 +1,5 @@
-"""SearchSpace: the values of the open knobs that a search walks over, given ones as they were given."""
+"""SearchSpace: the values of the open knobs that a search walks over, given ones as
+they were given."""
 
 from __future__ import annotations
 
@@ -22,12 +23,17 @@ EXPERTS = "expert_parallel_degree"
 LATER = ("activations", "chunked_cross_entropy", "pipeline")
 """Knobs that change no model states, but for which of them a stage has."""
 
-# Chunks send several times as much; and where messages take long, all forwards before all backwards wait for fewer of
-# them than 1F1B. Both take more memory than 1F1B, which is the last therefore.
-_BEHIND_SLOW_LINKS, _BEHIND_FAST_LINKS = ("gpipe", "1f1b"), ("interleaved:4", "interleaved:2", "1f1b")
+# Chunks send several times as much; and where messages take long, all forwards before
+# all backwards wait for fewer of them than 1F1B. Both take more memory than 1F1B, which
+# is the last therefore.
+_BEHIND_SLOW_LINKS, _BEHIND_FAST_LINKS = (
+    ("gpipe", "1f1b"),
+    ("interleaved:4", "interleaved:2", "1f1b"),
+)
 _SLOW = 0.1  # a message by a stage's forward and backward
 _LARGEST_MICRO_BATCH = 256
-_TOKENS_OF_A_PIECE = 1024  # shorter pieces of a sequence are not worth their exchange of keys
+# Shorter pieces of a sequence are not worth their exchange of keys.
+_TOKENS_OF_A_PIECE = 1024
 
 
 @dataclass(frozen=True)
@@ -49,26 +55,46 @@ class SearchSpace:
     """The open knobs of one search.
 
     Args:
-        fixed: knobs that stay as they are, with the micro-batch and how many make a step.
+        fixed: knobs that stay as they are, with the micro-batch and how many make a
+            step.
 
     Attributes:
         fixed: knobs that stay.
-        pipeline: fields of the knob `pipeline` that stay, if it is given: those that are not "auto".
+        pipeline: fields of the knob `pipeline` that stay, if it is given: those that
+            are not "auto".
         refused: what was said to degrees that the machines do not take.
     """
 
     def __init__(
-        self, trace: ModelTrace, hardware: Hardware, workload: Workload, fixed: Mapping[str, Any], cluster: Cluster
+        self,
+        trace: ModelTrace,
+        hardware: Hardware,
+        workload: Workload,
+        fixed: Mapping[str, Any],
+        cluster: Cluster,
     ) -> None:
-        self.trace, self.hardware, self.workload, self.cluster = trace, hardware, workload, cluster
+        self.trace, self.hardware, self.workload, self.cluster = (
+            trace,
+            hardware,
+            workload,
+            cluster,
+        )
         self.fixed = dict(fixed)
-        self.micro_batch, self.count = self.fixed.pop(MICRO_BATCH, None), self.fixed.pop(COUNT, None)
+        self.micro_batch, self.count = (
+            self.fixed.pop(MICRO_BATCH, None),
+            self.fixed.pop(COUNT, None),
+        )
         asked = self.fixed.get("pipeline")
         given = None if asked is None else Pipeline.read(asked)
-        self.pipeline = {} if given is None else {k: v for k, v in given.to_dict().items() if v != "auto"}
+        self.pipeline = (
+            {}
+            if given is None
+            else {k: v for k, v in given.to_dict().items() if v != "auto"}
+        )
         self.refused: list[str] = []
         self._require_dealt_evenly()
-        if workload.precision != "trainer":  # a run emulates what its device does not have
+        # A run emulates what its device does not have.
+        if workload.precision != "trainer":
             self._require_fp8_products()
 
     def _require_fp8_products(self) -> None:
@@ -92,9 +118,14 @@ class SearchSpace:
                 )
 
     def _require_dealt_evenly(self) -> None:
-        """Refuse a fixed degree that does not divide the experts of a layer, or that is neither a part of a node's
-        ranks nor of whole nodes; of those over several nodes only what is fixed is planned."""
-        asked, k, world = self.fixed.get(EXPERTS, 1), self.hardware.ranks_per_node, self.hardware.devices
+        """Refuse a fixed degree that does not divide the experts of a layer, or that is
+        neither a part of a node's ranks nor of whole nodes; of those over several nodes
+        only what is fixed is planned."""
+        asked, k, world = (
+            self.fixed.get(EXPERTS, 1),
+            self.hardware.ranks_per_node,
+            self.hardware.devices,
+        )
         counts = {site.experts for site in self.trace.shapes["none"].experts}
         common = math.gcd(world, *counts)
         allowed = [n for n in divisors(common) if k % n == 0 or n % k == 0]
@@ -106,7 +137,8 @@ class SearchSpace:
             )
 
     def layouts(self) -> Iterator[dict[str, int]]:
-        """Yield the degrees of all layouts. An axis of which no other size is tried has the fixed one, or one rank."""
+        """Yield the degrees of all layouts. An axis of which no other size is tried has
+        the fixed one, or one rank."""
         degrees = {knob: self.fixed.get(knob, 1) for knob in DEGREES.values()}
         for stages in self._open("pipeline_parallel_degree", self._stages()):
             try:
@@ -120,16 +152,31 @@ class SearchSpace:
     def _layouts_inside(self, topology: Topology) -> Iterator[dict[str, int]]:
         """Yield the degrees of one stage's ranks."""
         k = topology.ranks_per_node
-        heads, words, unsplit = self.trace.heads, self.trace.vocabulary, self.trace.split.unsplit
-        takes = [n for n in divisors(k) if n > 1 and heads and heads % n == 0 and n not in unsplit]
-        wide = [n for n in takes if words % n == 0]  # with whole embeddings only where it is fixed: a longer search
+        heads, words, unsplit = (
+            self.trace.heads,
+            self.trace.vocabulary,
+            self.trace.split.unsplit,
+        )
+        takes = [
+            n
+            for n in divisors(k)
+            if n > 1 and heads and heads % n == 0 and n not in unsplit
+        ]
+        # With whole embeddings only where it is fixed: a longer search.
+        wide = [n for n in takes if words % n == 0]
         tensors = [1, *wide]
         for tensor in self._open("tensor_parallel_degree", tensors):
             groups = topology.of_groups(tensor) if k % tensor == 0 else topology
             shards = self._open("shard_degree", groups.allowed_shard_degrees())
             for shard in shards:
-                degree = groups.resolve_shard_degree(shard) if shard in ("node", "world") else shard
-                contexts = self._open("context_parallel_degree", self._contexts(tensor, degree, k))
+                degree = (
+                    groups.resolve_shard_degree(shard)
+                    if shard in ("node", "world")
+                    else shard
+                )
+                contexts = self._open(
+                    "context_parallel_degree", self._contexts(tensor, degree, k)
+                )
                 experts = self._experts(tensor, degree, groups.ranks_per_node)
                 for context, dealt in itertools.product(contexts, experts):
                     yield {
@@ -140,32 +187,47 @@ class SearchSpace:
                     }
 
     def _stages(self) -> list[int]:
-        """Return numbers of stages: of whole nodes or equal parts of one, with a block for each."""
+        """Return numbers of stages: of whole nodes or equal parts of one, with a block
+        for each."""
         if self.trace.uncut:
             return [1]
         world, k = self.hardware.devices, self.hardware.ranks_per_node
-        sizes = {n: world // n for n in range(1, min(world, self.trace.blocks) + 1) if world % n == 0}
+        sizes = {
+            n: world // n
+            for n in range(1, min(world, self.trace.blocks) + 1)
+            if world % n == 0
+        }
         return [n for n, size in sizes.items() if size % k == 0 or k % size == 0]
 
     def _contexts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
-        """Return powers of two that divide a partition group and stay on a node with their tensor ranks."""
+        """Return powers of two that divide a partition group and stay on a node with
+        their tensor ranks."""
         found, degree = [1], 2
         splits = self.trace.heads and not self.trace.dropped_scores
-        most = min(ranks_per_node // tensor, self.workload.sequence // _TOKENS_OF_A_PIECE) if splits else 1
+        most = (
+            min(ranks_per_node // tensor, self.workload.sequence // _TOKENS_OF_A_PIECE)
+            if splits
+            else 1
+        )
         while degree <= most and shard % degree == 0:
             found.append(degree)
             degree *= 2
         return found
 
     def _experts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
-        """Return over how many ranks of a node experts may be dealt, or what is fixed, which may be several nodes."""
+        """Return over how many ranks of a node experts may be dealt, or what is fixed,
+        which may be several nodes."""
         sites = self.trace.shapes["none"].experts
         common = math.gcd(shard, ranks_per_node, *(site.experts for site in sites))
         takes = self.trace.experts and not any(site.problem for site in sites)
         inside = divisors(common) if takes else [1]
         degrees: list[int] = self._open(EXPERTS, inside)
         is_open = tensor > 1 and "tensor_parallel_degree" not in self.fixed
-        if is_open and isinstance(degrees[0], int) and ranks_per_node < degrees[0] <= self.hardware.ranks_per_node:
+        if (
+            is_open
+            and isinstance(degrees[0], int)
+            and ranks_per_node < degrees[0] <= self.hardware.ranks_per_node
+        ):
             return []  # fewer tensor ranks leave as many
         return inside[-1:] if degrees == ["node"] and takes else degrees
 
@@ -175,10 +237,17 @@ class SearchSpace:
         return values if fixed == "auto" else [fixed]
 
     def batches(self, samples: int, in_stages: bool) -> list[Batch]:
-        """Return the ways to cut a rank's samples of a step, by rising size. Where the loader's batch is given, stages
-        cut it."""
-        sizes = [n for n in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % n == 0]
-        loaded, fixed = self.micro_batch, self.pipeline.get("microbatches") if in_stages else None
+        """Return the ways to cut a rank's samples of a step, by rising size. Where the
+        loader's batch is given, stages cut it."""
+        sizes = [
+            n
+            for n in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1)
+            if samples % n == 0
+        ]
+        loaded, fixed = (
+            self.micro_batch,
+            self.pipeline.get("microbatches") if in_stages else None,
+        )
         if self.count is not None:  # of a run: its loader's batches make a step
             if loaded is None or loaded * self.count != samples:
                 return []
@@ -196,11 +265,16 @@ class SearchSpace:
             found.append(Batch(size, count, together))
         return found
 
-    def states_of(self, layout: dict[str, int], several: bool) -> Iterator[dict[str, Any]]:
+    def states_of(
+        self, layout: dict[str, int], several: bool
+    ) -> Iterator[dict[str, Any]]:
         """Yield the knobs about model states that mean something in a layout."""
         gathers = layout["shard_degree"] > 1
         of_stage = self.hardware.devices // layout["pipeline_parallel_degree"]
-        k = min(self.hardware.ranks_per_node, of_stage) // layout["tensor_parallel_degree"]
+        k = (
+            min(self.hardware.ranks_per_node, of_stage)
+            // layout["tensor_parallel_degree"]
+        )
         kept = ["shards", *(["parameters", "gradients"] if gathers and several else [])]
         replicas = layout["shard_degree"] * layout["tensor_parallel_degree"] < of_stage
         # parts of all replicas would cut blocks of 8-bit states, which share a scale
@@ -208,8 +282,12 @@ class SearchSpace:
         copies = ["auto", *(["node"] if layout["shard_degree"] > k > 1 else [])]
         dtype = "bfloat16" if self.workload.precision == "mixed" else None
         for keep in self._open("keep_between_micro_batches", kept):
-            for copy in self._open("reshard_after_forward", copies if keep == "shards" else ["auto"]):
-                for states in self._open("optimizer_shard", ["shard", *(["world"] if over_world else [])]):
+            for copy in self._open(
+                "reshard_after_forward", copies if keep == "shards" else ["auto"]
+            ):
+                for states in self._open(
+                    "optimizer_shard", ["shard", *(["world"] if over_world else [])]
+                ):
                     yield {
                         **layout,
                         "param_dtype": dtype,
@@ -221,16 +299,38 @@ class SearchSpace:
                     }
 
     def later_knobs(self, stages: int) -> Iterator[dict[str, Any]]:
-        """Yield the knobs that change no model states: recomputation, the loss's chunks, the pipeline's schedule."""
-        modes: list[Any] = ["none", "selective", "full", {"checkpoint": "full", "offload": True}]
-        modes = [mode for mode in modes if not isinstance(mode, str) or mode not in self.trace.untraced]
+        """Yield the knobs that change no model states: recomputation, the loss's
+        chunks, the pipeline's schedule."""
+        modes: list[Any] = [
+            "none",
+            "selective",
+            "full",
+            {"checkpoint": "full", "offload": True},
+        ]
+        modes = [
+            mode
+            for mode in modes
+            if not isinstance(mode, str) or mode not in self.trace.untraced
+        ]
         chunks = [None, 1024] if self.trace.heads else [None]
         schedules = [None] if stages == 1 else self._schedules(stages)
         fixed = self.fixed
-        for mode in map(Activations.read, [fixed["activations"]] if "activations" in fixed else modes):
-            # Recomputation goes before chunks of the loss, which only the last of several stages has.
-            tried = chunks[:1] if stages > 1 and mode is not None and mode.checkpoint != "full" else chunks
-            for chunk in [fixed["chunked_cross_entropy"]] if "chunked_cross_entropy" in fixed else tried:
+        for mode in map(
+            Activations.read,
+            [fixed["activations"]] if "activations" in fixed else modes,
+        ):
+            # Recomputation goes before chunks of the loss, which only the last of
+            # several stages has.
+            tried = (
+                chunks[:1]
+                if stages > 1 and mode is not None and mode.checkpoint != "full"
+                else chunks
+            )
+            for chunk in (
+                [fixed["chunked_cross_entropy"]]
+                if "chunked_cross_entropy" in fixed
+                else tried
+            ):
                 for schedule in schedules:
                     named = {"activations": mode, "chunked_cross_entropy": chunk}
                     yield named if schedule is None else {**named, "pipeline": schedule}
@@ -240,8 +340,13 @@ class SearchSpace:
             return [self.pipeline["schedule"]]
         between, tokens = self.hardware.links.inter, self.workload.sequence
         message = self.trace.block["full"].at(1, tokens).kept
-        of_block, _ = computed_seconds(self.trace, self.hardware, "full", 1, 1, 1, tokens)
+        of_block, _ = computed_seconds(
+            self.trace, self.hardware, "full", 1, 1, 1, tokens
+        )
         computing = of_block * self.trace.blocks / stages
-        slow = between is not None and message / between.all_gather.bandwidth > _SLOW * computing
+        slow = (
+            between is not None
+            and message / between.all_gather.bandwidth > _SLOW * computing
+        )
         tried = _BEHIND_SLOW_LINKS if slow else _BEHIND_FAST_LINKS
         return [each for each in tried if stages * chunks_of(each) <= self.trace.blocks]

@@ -1,4 +1,5 @@
-"""StagePart: what one pipeline stage has of a traced model, and how much of a step; without stages all of it."""
+"""StagePart: what one pipeline stage has of a traced model, and how much of a step;
+without stages all of it."""
 
 from __future__ import annotations
 
@@ -48,16 +49,37 @@ class StagePart:
         of_block = trace.block_elements(plan.layout.tensor)
         if plan.stages is None:
             outside = plan.split_shapes.elements - trace.blocks * of_block
-            return cls(stage, trace.blocks, trace.blocks, plan.split_shapes.elements, of_block, outside, outside)
-        sizes, elements = plan.stages.blocks_of(stage), shapes_of_stage(plan, stage).over(plan.layout.tensor).elements
+            return cls(
+                stage,
+                trace.blocks,
+                trace.blocks,
+                plan.split_shapes.elements,
+                of_block,
+                outside,
+                outside,
+            )
+        sizes, elements = (
+            plan.stages.blocks_of(stage),
+            shapes_of_stage(plan, stage).over(plan.layout.tensor).elements,
+        )
         blocks, is_last = sum(sizes), stage == plan.stages.count - 1
         root = elements - blocks * of_block
         behind = root if is_last else 0.0
-        return cls(stage, blocks, max(sizes), elements, of_block, root, behind, stage == 0, is_last)
+        return cls(
+            stage,
+            blocks,
+            max(sizes),
+            elements,
+            of_block,
+            root,
+            behind,
+            stage == 0,
+            is_last,
+        )
 
     def kept(self, plan: Plan, in_stages: int) -> int:
-        """Return the most blocks whose activations wait for backward at one time, those of several micro-batches
-        counted one by one.
+        """Return the most blocks whose activations wait for backward at one time, those
+        of several micro-batches counted one by one.
 
         Args:
             in_stages: micro-batches that go through the stages in one batch.
@@ -65,7 +87,9 @@ class StagePart:
         if plan.stages is None:
             return self.blocks
         schedule, stages = plan.knobs.pipeline.schedule, plan.stages
-        return blocks_kept(schedule, stages.count, self.stage, in_stages, stages.blocks_of(self.stage))
+        return blocks_kept(
+            schedule, stages.count, self.stage, in_stages, stages.blocks_of(self.stage)
+        )
 
 
 @dataclass(frozen=True)
@@ -77,8 +101,11 @@ class StageStates:
     gradients: GradientBytes
 
 
-def states_of(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> tuple[StageStates, ...]:
-    """Return the states of each stage that no earlier one is like; without stages of the model."""
+def states_of(
+    plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]
+) -> tuple[StageStates, ...]:
+    """Return the states of each stage that no earlier one is like; without stages of
+    the model."""
     if plan.stages is None:
         return (StageStates(0, estimate(plan, optimizer), gradient_bytes(plan)),)
     found = []

@@ -1,15 +1,19 @@
-"""The time of a step through pipeline stages: the schedule's own list of computations, played.
+"""The time of a step through pipeline stages: the schedule's own list of computations,
+played.
 
-A computation of a stage takes what its blocks take (:mod:`smp_core.planner.time`): computing, and what is waited for
-of gathers, reductions, tensor and context ranks. What comes before the blocks and behind them counts on its stage, in
-its chunk. A computation begins when the one before it on its stage has ended and its activation, or gradient, has
-arrived. A message leaves when the computation that gave it has ended and the ones before it to the same stage have
-left; it takes its bytes over the link between the two stages, and arrives a latency later. The parts of the time are
-those of the stage that is busy longest; what is left, the bubble and what is waited for of messages, is the part
-``pipeline`` of :class:`smp_core.planner.time.StepTime`.
+A computation of a stage takes what its blocks take (:mod:`smp_core.planner.time`):
+computing, and what is waited for of gathers, reductions, tensor and context ranks. What
+comes before the blocks and behind them counts on its stage, in its chunk. A computation
+begins when the one before it on its stage has ended and its activation, or gradient,
+has arrived. A message leaves when the computation that gave it has ended and the ones
+before it to the same stage have left; it takes its bytes over the link between the two
+stages, and arrives a latency later. The parts of the time are those of the stage that
+is busy longest; what is left, the bubble and what is waited for of messages, is the
+part ``pipeline`` of :class:`smp_core.planner.time.StepTime`.
 
-Behind its last backward pass a stage waits for the sums across its replicas, all for those of tied parameters, and each
-steps what it has. Of many micro-batches only the first few rounds are played: each further round takes the same time.
+Behind its last backward pass a stage waits for the sums across its replicas, all for
+those of tied parameters, and each steps what it has. Of many micro-batches only the
+first few rounds are played: each further round takes the same time.
 """
 
 from __future__ import annotations
@@ -25,22 +29,32 @@ from smp_core.planner.fp8_figures import block_figures
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Figures, ModelTrace
 from smp_core.planner.stage_part import StagePart, token_ranks
-from smp_core.planner.time import PHASES, Place, StepModel, StepTime, computing_seconds, exposed_seconds, in_places
+from smp_core.planner.time import (
+    PHASES,
+    Place,
+    StepModel,
+    StepTime,
+    computing_seconds,
+    exposed_seconds,
+    in_places,
+)
 
 _ROUNDS = 3
 """Rounds of as many micro-batches as there are stages that are played."""
 
 Seconds = tuple[float, float, float, float, float, float]
-"""Of a computation: computing, waiting for gathers and reductions, for tensor ranks, for context ranks, for copies, for
-tokens."""
+"""Of a computation: computing, waiting for gathers and reductions, for tensor ranks,
+for context ranks, for copies, for tokens."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """One computation of a schedule, in an order in which all come after what they wait for.
+    """One computation of a schedule, in an order in which all come after what they wait
+    for.
 
     Attributes:
-        kind: its place in a table of seconds: direction, chunk, and the micro-batch's place in the step.
+        kind: its place in a table of seconds: direction, chunk, and the micro-batch's
+            place in the step.
         waits_for: the turn whose message it needs; -1: none.
         link: on which its own message leaves, stage * stages + stage; -1: it has none.
     """
@@ -69,7 +83,11 @@ class _OfSize:
 
 
 def step_model(
-    plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int, shared: dict[Any, Any] | None = None
+    plan: Plan,
+    trace: ModelTrace,
+    hardware: Hardware,
+    tokens: int,
+    shared: dict[Any, Any] | None = None,
 ) -> StepModel:
     """Return the times of a plan, with pipeline stages or without.
 
@@ -90,7 +108,12 @@ class StagedModel(StepModel):
     """
 
     def __init__(
-        self, plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int, shared: dict[Any, Any] | None = None
+        self,
+        plan: Plan,
+        trace: ModelTrace,
+        hardware: Hardware,
+        tokens: int,
+        shared: dict[Any, Any] | None = None,
     ) -> None:
         super().__init__(plan, trace, hardware, tokens)
         self._shared = {} if shared is None else shared
@@ -98,19 +121,33 @@ class StagedModel(StepModel):
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
         cut = ("parts", layout.tensor, plan.stages.count, plan.stages.sizes)
         if cut not in self._shared:
-            self._shared[cut] = [StagePart.of(plan, trace, stage) for stage in range(plan.stages.count)]
+            self._shared[cut] = [
+                StagePart.of(plan, trace, stage) for stage in range(plan.stages.count)
+            ]
         self.parts: list[StagePart] = self._shared[cut]
         # Gathers and sums of each stage's root; most stages have the same.
         roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
-        gathers = {n: of.over("all_gather", n * self.stored) if n else 0.0 for n in set(sharded)}
+        gathers = {
+            n: of.over("all_gather", n * self.stored) if n else 0.0
+            for n in set(sharded)
+        }
         of_trained = trace.trained[1] * self.reduced
-        sums = {n: of.over("reduce_scatter", n * of_trained) if n else 0.0 for n in set(sharded)}
-        hops = {n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0 for n in set(roots)}
+        sums = {
+            n: of.over("reduce_scatter", n * of_trained) if n else 0.0
+            for n in set(sharded)
+        }
+        hops = {
+            n: of.replicas(n * of_trained, self.spare_hop) if n else 0.0
+            for n in set(roots)
+        }
         self.root_hop = [hops[n] for n in roots]
         # On which nodes stages are, and what messages between them take.
         self.ranks = layout.world_size // layout.pipeline
-        self.nodes = [stage * self.ranks // hardware.ranks_per_node for stage in range(self.stages.count)]
+        self.nodes = [
+            stage * self.ranks // hardware.ranks_per_node
+            for stage in range(self.stages.count)
+        ]
         self.latencies = self._wires(0.0)
         # What a computation waits for once, by stage and place.
         begun = [_in_places(self.opens, gathers[n] + self.gather[0]) for n in sharded]
@@ -118,11 +155,14 @@ class StagedModel(StepModel):
         self.ends = (begun, ended)
         self._of_size = cache(self._measured)
 
-    def step(self, micro_batch: int, count: int, in_stages: int | None = None) -> StepTime:
+    def step(
+        self, micro_batch: int, count: int, in_stages: int | None = None
+    ) -> StepTime:
         """Return the time of a step of ``count`` micro-batches.
 
         Args:
-            in_stages: how many of them go through the stages in one batch; None: as the plan has it.
+            in_stages: how many of them go through the stages in one batch; None: as the
+                plan has it.
         """
         asked, stages = self.plan.knobs.pipeline, self.stages
         together = in_stages or asked.microbatches
@@ -130,85 +170,165 @@ class StagedModel(StepModel):
         batches = max(count // together, 1)
         of_size = self._of_size(micro_batch)
         table = self._seconds(of_size)
-        wires = self._wires(self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
-        replicas = [part.blocks * of_size.hop + own for part, own in zip(self.parts, self.root_hop, strict=True)]
-        # Batches one after another: each begins when all stages have ended the one before.
+        wires = self._wires(
+            self._message_bytes(micro_batch, self.tokens / self.plan.layout.context)
+        )
+        replicas = [
+            part.blocks * of_size.hop + own
+            for part, own in zip(self.parts, self.root_hop, strict=True)
+        ]
+        # Batches one after another: each begins when all stages have ended the one
+        # before.
         ends = [0.0] * stages.count
         for place, times in zip(Place, in_places(batches), strict=True):
             if not times:
                 continue
-            found = played(asked.schedule, stages.count, together, _of_batch(table, place), wires, self.latencies)
+            found = played(
+                asked.schedule,
+                stages.count,
+                together,
+                _of_batch(table, place),
+                wires,
+                self.latencies,
+            )
             is_last = place in (Place.LAST, Place.ONLY)
-            ends = [max(ends) + times * (end if is_last else max(found)) for end in found]
-        # Behind the last one sums over replicas, and the optimizer. The busiest stage waits where it is not busy.
+            ends = [
+                max(ends) + times * (end if is_last else max(found)) for end in found
+            ]
+        # Behind the last one sums over replicas, and the optimizer. The busiest stage
+        # waits where it is not busy.
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
-        busiest, tied = self._busiest(of_size, count, replicas, stepped), self._tied_seconds()
+        busiest, tied = (
+            self._busiest(of_size, count, replicas, stepped),
+            self._tied_seconds(),
+        )
         rest = max(end - busiest.total, 0.0)
         return replace(busiest, replicas=busiest.replicas + tied, pipeline=rest)
 
-    def _busiest(self, of_size: _OfSize, count: int, replicas: Sequence[float], stepped: Sequence[float]) -> StepTime:
-        """Return the seconds of the stage that is busy longest, without what it waits for of others, which wait for
-        it."""
+    def _busiest(
+        self,
+        of_size: _OfSize,
+        count: int,
+        replicas: Sequence[float],
+        stepped: Sequence[float],
+    ) -> StepTime:
+        """Return the seconds of the stage that is busy longest, without what it waits
+        for of others, which wait for it."""
         of_stages: list[StepTime] = []
         for stage in range(self.stages.count):
-            compute, gathers, tensor, context, copies, tokens = self._busy(of_size, stage, count)
-            own = (compute, gathers, replicas[stage], tensor, context, stepped[stage], copies, tokens)
+            compute, gathers, tensor, context, copies, tokens = self._busy(
+                of_size, stage, count
+            )
+            own = (
+                compute,
+                gathers,
+                replicas[stage],
+                tensor,
+                context,
+                stepped[stage],
+                copies,
+                tokens,
+            )
             of_stages.append(StepTime(*own, stage=stage))
         busiest = max(of_stages, key=lambda each: each.total)
         mean = sum(each.total for each in of_stages) / len(of_stages)
         return replace(busiest, over_mean=busiest.total / mean - 1)
 
     def least(self, micro_batch: int, count: int, in_stages: int) -> float:
-        """Return seconds that a schedule takes at least: of a stage's computations and sums, of the first and last
-        round of each batch, and of the messages over one link.
+        """Return seconds that a schedule takes at least: of a stage's computations and
+        sums, of the first and last round of each batch, and of the messages over one
+        link.
 
-        A stage ends while those before it still run backward: its sums may be over before theirs. The first stage ends
-        last.
+        A stage ends while those before it still run backward: its sums may be over
+        before theirs. The first stage ends last.
         """
         of_size, stages = self._of_size(micro_batch), self.stages
-        wire = self._between(0, 1, self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
+        wire = self._between(
+            0,
+            1,
+            self._message_bytes(micro_batch, self.tokens / self.plan.layout.context),
+        )
         smallest = min(stages.sizes)
-        forward, backward = (smallest * of_size.totals[way][Place.BETWEEN] for way in range(2))
+        forward, backward = (
+            smallest * of_size.totals[way][Place.BETWEEN] for way in range(2)
+        )
         batches = count / in_stages
         behind_first = self._behind_seconds(self.parts[0], of_size)
         most = 0.0
-        for part in (self.parts[0], self.parts[-1], max(self.parts, key=lambda part: part.blocks)):
+        for part in (
+            self.parts[0],
+            self.parts[-1],
+            max(self.parts, key=lambda part: part.blocks),
+        ):
             ways = [self._of_part(part, of_size, way) for way in range(2)]
-            # Those before it run forward, and at the end backward; those behind it run both, beside this one's work on
-            # as many other micro-batches. Where a stage has several chunks it may have work all the time.
-            crossed = len(set(self.nodes[: part.stage + 1])) - 1  # a stage may fill several nodes
-            begins, ends = (part.stage * each + crossed * wire for each in (forward, backward))
+            # Those before it run forward, and at the end backward; those behind it run
+            # both, beside this one's work on as many other micro-batches. Where a stage
+            # has several chunks it may have work all the time. A stage may fill several
+            # nodes.
+            crossed = len(set(self.nodes[: part.stage + 1])) - 1
+            begins, ends = (
+                part.stage * each + crossed * wire for each in (forward, backward)
+            )
             later = (stages.count - 1 - part.stage) if stages.per_stage == 1 else 0
             there_and_back = forward + backward
             waits = later * sum(max(there_and_back - own, 0.0) for own in ways)
-            of_batches = count * sum(ways) + batches * (begins + waits) + (batches - 1) * ends
-            most = max(most, of_batches + self._behind_seconds(part, of_size), of_batches + ends + behind_first)
+            of_batches = (
+                count * sum(ways) + batches * (begins + waits) + (batches - 1) * ends
+            )
+            most = max(
+                most,
+                of_batches + self._behind_seconds(part, of_size),
+                of_batches + ends + behind_first,
+            )
         is_sent = len(set(self.nodes)) > 1  # between nodes
-        of_link = count * stages.per_stage * (wire - self._between(0, 1, 0.0)) if is_sent else 0.0
+        of_link = (
+            count * stages.per_stage * (wire - self._between(0, 1, 0.0))
+            if is_sent
+            else 0.0
+        )
         return max(most, of_link)
 
     def _of_part(self, part: StagePart, of_size: _OfSize, way: int) -> float:
-        """Return the seconds that a stage computes for a micro-batch, forward (0) or backward (1), at the least."""
+        """Return the seconds that a stage computes for a micro-batch, forward (0) or
+        backward (1), at the least."""
         before, behind = of_size.around[way]
         around = part.is_first * before + part.is_last * behind
         ends = self.stages.per_stage * self.ends[way][part.stage][Place.BETWEEN]
         return part.blocks * of_size.totals[way][Place.BETWEEN] + around + ends
 
     def _behind_seconds(self, part: StagePart, of_size: _OfSize) -> float:
-        """Return the seconds of a stage behind its last backward: sums over replicas, and the optimizer."""
-        return part.blocks * of_size.hop + self.root_hop[part.stage] + self._optimizer_seconds(part.elements)
+        """Return the seconds of a stage behind its last backward: sums over replicas,
+        and the optimizer."""
+        return (
+            part.blocks * of_size.hop
+            + self.root_hop[part.stage]
+            + self._optimizer_seconds(part.elements)
+        )
 
     def _measured(self, micro_batch: int) -> _OfSize:
-        held, share, degree = self.tokens / self.plan.layout.context, self.fitted.exposed, self.plan.layout.tensor
-        block = block_figures(self.plan, self.trace, self.hardware, self.mode, micro_batch, held)
+        held, share, degree = (
+            self.tokens / self.plan.layout.context,
+            self.fitted.exposed,
+            self.plan.layout.tensor,
+        )
+        block = block_figures(
+            self.plan, self.trace, self.hardware, self.mode, micro_batch, held
+        )
         chunked = self.plan.knobs.chunked_cross_entropy is not None
         key = (micro_batch, held, degree, self.mode, chunked, self.experts)
         if key not in self._shared:
-            self._shared[key] = self._computing(block, degree), self._around(micro_batch, held)
+            self._shared[key] = (
+                self._computing(block, degree),
+                self._around(micro_batch, held),
+            )
         computing, around = self._shared[key]
-        # What a block waits for in forward and in backward, whatever the micro-batch's place in the step.
-        split, of_shared = self._tensor_seconds(micro_batch, held), self._context_seconds(block)
+        # What a block waits for in forward and in backward, whatever the micro-batch's
+        # place in the step.
+        split, of_shared = (
+            self._tensor_seconds(micro_batch, held),
+            self._context_seconds(block),
+        )
         of_tokens = self._expert_seconds(micro_batch, held)
         copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
         passes = 3 if self.mode == "full" else 2
@@ -216,11 +336,15 @@ class StagedModel(StepModel):
         # With gathers and reductions, which are of some places only.
         of_block, totals = [], []
         for way in range(2):
-            waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]
+            waited = [
+                exposed_seconds(computing[way], behind, share)
+                for behind in self.behind[way]
+            ]
             others = (of_split[way], of_shared[way], copies, of_tokens[way])
             of_block.append([(computing[way], each, *others) for each in waited])
             totals.append([sum(parts) for parts in of_block[way]])
-        # Sums over replicas begin when all micro-batches are through: nothing is computed meanwhile.
+        # Sums over replicas begin when all micro-batches are through: nothing is
+        # computed meanwhile.
         return _OfSize(of_block, around, totals, self.hop[0])
 
     def _seconds(self, of_size: _OfSize) -> list[float]:
@@ -229,18 +353,32 @@ class StagedModel(StepModel):
         for way in range(2):
             for chunk, n in enumerate(self.stages.sizes):
                 more = of_size.around[way][0] if chunk == 0 else 0.0
-                more += of_size.around[way][1] if chunk == self.stages.n_chunks - 1 else 0.0
+                more += (
+                    of_size.around[way][1] if chunk == self.stages.n_chunks - 1 else 0.0
+                )
                 ends = self.ends[way][chunk % self.stages.count]
-                found += [n * total + more + end for total, end in zip(of_size.totals[way], ends, strict=True)]
+                found += [
+                    n * total + more + end
+                    for total, end in zip(of_size.totals[way], ends, strict=True)
+                ]
         return found
 
-    def _around(self, micro_batch: int, held: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the seconds of what comes before the blocks and of what comes behind them, forward and backward."""
+    def _around(
+        self, micro_batch: int, held: float
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the seconds of what comes before the blocks and of what comes behind
+        them, forward and backward."""
         rest = self.trace.rest[self.mode].at(micro_batch, held)
-        before = Figures() if self.trace.early is None else self.trace.early.at(micro_batch, held)
+        before = (
+            Figures()
+            if self.trace.early is None
+            else self.trace.early.at(micro_batch, held)
+        )
         behind = rest.combined(before, lambda whole, part: max(whole - part, 0.0))
         degree = self.trace.rest_degree(self.plan.layout.tensor)
-        early = [computing_seconds(before, phase, degree, self.hardware) for phase in PHASES]
+        early = [
+            computing_seconds(before, phase, degree, self.hardware) for phase in PHASES
+        ]
         forward, backward = self._computing(behind, degree)
         if self.plan.knobs.chunked_cross_entropy is not None:
             backward += forward  # logits are made again
@@ -254,12 +392,20 @@ class StagedModel(StepModel):
     def _wires(self, n_bytes: float) -> list[float]:
         """Return the seconds of a message between each two stages, stage by stage."""
         inside, across = (self._between(0, there, n_bytes) for there in (0, 1))
-        return [inside if here == there else across for here in self.nodes for there in self.nodes]
+        return [
+            inside if here == there else across
+            for here in self.nodes
+            for there in self.nodes
+        ]
 
     def _between(self, here: int, there: int, n_bytes: float) -> float:
         if here == there:
             # A stage that fills a node has no neighbour on it.
-            return self.collectives.message("intra", n_bytes) if self.ranks < self.hardware.ranks_per_node else 0.0
+            return (
+                self.collectives.message("intra", n_bytes)
+                if self.ranks < self.hardware.ranks_per_node
+                else 0.0
+            )
         if self.hardware.nodes == 1:
             return 0.0
         # A link between nodes is measured with all ranks of a node at work.
@@ -267,13 +413,17 @@ class StagedModel(StepModel):
         return self.collectives.message("inter", n_bytes * share)
 
     def _tied_seconds(self) -> float:
-        """Return the seconds of the sum of tied gradients over the first and the last stage."""
+        """Return the seconds of the sum of tied gradients over the first and the last
+        stage."""
         plan = self.plan
-        elements = sum(plan.split_shapes.of_name(name).elements for name in self.stages.tied)
+        elements = sum(
+            plan.split_shapes.of_name(name).elements for name in self.stages.tied
+        )
         if not elements:
             return 0.0
         n_bytes = elements / plan.shard_degree * self.reduced
-        return 2 * self._between(self.nodes[0], self.nodes[-1], n_bytes / 2)  # a ring of two ranks
+        # A ring of two ranks.
+        return 2 * self._between(self.nodes[0], self.nodes[-1], n_bytes / 2)
 
     def _busy(self, of_size: _OfSize, stage: int, count: int) -> list[float]:
         """Return what a stage is busy with in a step, by part."""
@@ -281,21 +431,31 @@ class StagedModel(StepModel):
         found = [0.0] * 6
         for way in range(2):
             for place, weight in enumerate(in_places(count)):
-                times, of_block = weight * self.parts[stage].blocks, of_size.of_block[way][place]
-                found = [total + times * seconds for total, seconds in zip(found, of_block, strict=True)]
+                times, of_block = (
+                    weight * self.parts[stage].blocks,
+                    of_size.of_block[way][place],
+                )
+                found = [
+                    total + times * seconds
+                    for total, seconds in zip(found, of_block, strict=True)
+                ]
                 found[1] += weight * stages.per_stage * self.ends[way][stage][place]
             found[0] += count * (of_size.around[way][0] if stage == 0 else 0.0)
-            found[0] += count * (of_size.around[way][1] if stage == stages.count - 1 else 0.0)
+            found[0] += count * (
+                of_size.around[way][1] if stage == stages.count - 1 else 0.0
+            )
         return found
 
 
 def _in_places(happens: Sequence[bool], seconds: float) -> list[float]:
-    """Return what is waited for at each place of a micro-batch in the step: where it happens."""
+    """Return what is waited for at each place of a micro-batch in the step: where it
+    happens."""
     return [each * seconds for each in happens]
 
 
 def _of_batch(totals: Sequence[float], place: Place) -> list[float]:
-    """Return the seconds of a batch's computations by places in the batch, from those by places in the step."""
+    """Return the seconds of a batch's computations by places in the batch, from those
+    by places in the step."""
     first = Place.FIRST if place in (Place.FIRST, Place.ONLY) else Place.BETWEEN
     last = Place.LAST if place in (Place.LAST, Place.ONLY) else Place.BETWEEN
     found = []
@@ -316,24 +476,38 @@ def played(
 
     Args:
         seconds: of computations, as :class:`_Turn` numbers them.
-        wires: of messages from stage to stage, latencies included; ``latencies``: of these.
+        wires: of messages from stage to stage, latencies included; ``latencies``: of
+            these.
     """
 
     def played_of(count: int) -> list[float]:
-        return _played(_turns(schedule, stages, count), stages, seconds, wires, latencies)
+        return _played(
+            _turns(schedule, stages, count), stages, seconds, wires, latencies
+        )
 
     most = _ROUNDS * stages
     if micro_batches <= most:
         return played_of(micro_batches)
     ends, before = played_of(most), played_of(most - stages)
     rounds = (micro_batches - most) / stages
-    return [end + rounds * (end - earlier) for end, earlier in zip(ends, before, strict=True)]
+    return [
+        end + rounds * (end - earlier)
+        for end, earlier in zip(ends, before, strict=True)
+    ]
 
 
 def _played(
-    turns: Sequence[_Turn], stages: int, seconds: Sequence[float], wires: Sequence[float], latencies: Sequence[float]
+    turns: Sequence[_Turn],
+    stages: int,
+    seconds: Sequence[float],
+    wires: Sequence[float],
+    latencies: Sequence[float],
 ) -> list[float]:
-    clocks, free, arrivals = [0.0] * stages, [0.0] * (stages * stages), [0.0] * len(turns)
+    clocks, free, arrivals = (
+        [0.0] * stages,
+        [0.0] * (stages * stages),
+        [0.0] * len(turns),
+    )
     for number, turn in enumerate(turns):
         begin = clocks[turn.stage]
         if turn.waits_for >= 0 and arrivals[turn.waits_for] > begin:
@@ -349,7 +523,10 @@ def _played(
 @lru_cache(maxsize=512)
 def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
     """Return the computations of all stages, each behind those that it waits for."""
-    left = [deque(computations(schedule, stages, stage, micro_batches)) for stage in range(stages)]
+    left = [
+        deque(computations(schedule, stages, stage, micro_batches))
+        for stage in range(stages)
+    ]
     chunks = stages * chunks_of(schedule)
     found: list[_Turn] = []
     places: dict[tuple[bool, int, int], int] = {}

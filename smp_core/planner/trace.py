@@ -1,7 +1,9 @@
-"""Trace: what a model's blocks compute, move and keep, found by running it without values.
+"""Trace: what a model's blocks compute, move and keep, found by running it without
+values.
 
-Two models of n and n + 1 blocks run forward and backward under FakeTensorMode; what the second has more is a block,
-what is left is the rest (embeddings, head, loss). Nothing about an architecture is written down here. Counted are
+Two models of n and n + 1 blocks run forward and backward under FakeTensorMode; what the
+second has more is a block, what is left is the rest (embeddings, head, loss). Nothing
+about an architecture is written down here. Counted are
 
     products     FLOPs of matrix products and convolutions (torch's table, a multiply-add is two)
     attention    FLOPs of attention, those above the diagonal left out where it is causal
@@ -9,16 +11,18 @@ what is left is the rest (embeddings, head, loss). Nothing about an architecture
     live         bytes of all storages but parameters, gradients of parameters apart, after each operation: in forward,
                  until backward comes to the last block, in that block's backward, and in the one's before it
 
-for each way of recomputation, which really happens, so that its work is counted in backward. Each figure is measured
-for 1 sample of s tokens, 2 of s and 1 of s / 2, and is taken to be s (a + b (c + d s)) for b samples: a of what all
-samples share (a table of positions), d of attention.
+for each way of recomputation, which really happens, so that its work is counted in
+backward. Each figure is measured for 1 sample of s tokens, 2 of s and 1 of s / 2, and
+is taken to be s (a + b (c + d s)) for b samples: a of what all samples share (a table
+of positions), d of attention.
 
-Where layers are split over tensor ranks, what is alive is measured of split layers, over the fewest and the most ranks
-that they can be split over; bytes over others are taken to be a + b / T. Degrees that split the same parameters are
-measured together: the vocabulary's are whole where it is not divided.
+Where layers are split over tensor ranks, what is alive is measured of split layers,
+over the fewest and the most ranks that they can be split over; bytes over others are
+taken to be a + b / T. Degrees that split the same parameters are measured together: the
+vocabulary's are whole where it is not divided.
 
-Runs in a child process: models come from anywhere and take memory and imports with them. :func:`trace_model` is the
-part that runs there.
+Runs in a child process: models come from anywhere and take memory and imports with
+them. :func:`trace_model` is the part that runs there.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
+
+# _subclasses: torch's documentation of fake tensors has it.
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.activations import selective_contexts
@@ -42,7 +48,14 @@ from smp_core.outside import ask_child
 from smp_core.plan import Entry, Shapes
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
-from smp_core.planner.model_trace import LEFT, Curve, Instants, ModelTrace, SplitTrace, in_dtype
+from smp_core.planner.model_trace import (
+    LEFT,
+    Curve,
+    Instants,
+    ModelTrace,
+    SplitTrace,
+    in_dtype,
+)
 from smp_core.planner.trace_meter import TraceMeter, tensors_in
 from smp_core.torch_facts import embeddings_of, local_part
 
@@ -51,10 +64,12 @@ logger = logging.getLogger("smp")
 Recomputation = Literal["none", "selective", "full"]
 MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
 CHILD = "smp_core.dry_run.split_trace"
-"""The module that traces in a child process. It stands above this one and is named, not imported."""
+"""The module that traces in a child process. It stands above this one and is named, not
+imported."""
 
 Splitting = Callable[[Source, list[str], int, int, Sequence[Recomputation]], SplitTrace]
-"""Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens, modes) -> what was seen."""
+"""Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens,
+modes) -> what was seen."""
 
 _DEFAULTS = SmpConfig()
 _BLOCKS_OF_CHAIN = 3
@@ -62,13 +77,21 @@ _BLOCKS_OF_CHAIN = 3
 
 @contextlib.contextmanager
 def scores_kept() -> Iterator[set[float]]:
-    """Let attention drop no scores; yield the shares that it was asked to drop. Dropping them has no flash kernel on a
-    CPU, where runs without values are; on a GPU it keeps nothing. (A TorchFunctionMode would not see what backward
-    computes again.)"""
+    """Let attention drop no scores; yield the shares that it was asked to drop.
+    Dropping them has no flash kernel on a CPU, where runs without values are; on a GPU
+    it keeps nothing. (A TorchFunctionMode would not see what backward computes
+    again.)"""
     real = nn.functional.scaled_dot_product_attention
     asked: set[float] = set()
 
-    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        **rest: Any,
+    ) -> Any:
         asked.add(dropout_p)
         return real(query, key, value, attn_mask, 0.0, **rest)
 
@@ -80,7 +103,10 @@ def scores_kept() -> Iterator[set[float]]:
 
 
 def trace_model(
-    words: str, tokens: int, given: Mapping[str, Any] | None = None, split: Splitting | None = None
+    words: str,
+    tokens: int,
+    given: Mapping[str, Any] | None = None,
+    split: Splitting | None = None,
 ) -> ModelTrace:
     """Trace a model in this process.
 
@@ -91,8 +117,8 @@ def trace_model(
         split: None: split layers are not run.
 
     Raises:
-        ValueError: a model that is not there, has no repeated blocks, or does not run without values; says what to
-            write instead.
+        ValueError: a model that is not there, has no repeated blocks, or does not run
+            without values; says what to write instead.
     """
     before = torch.get_default_dtype()
     with FakeTensorMode(allow_non_fake_inputs=True), scores_kept() as dropped:
@@ -105,8 +131,15 @@ def trace_model(
             torch.set_default_dtype(before)
 
 
-def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dtype | None, entry: Entry) -> ModelTrace:
-    """Trace a model that is there, in this process: a copy without values runs, the model itself is only read.
+def trace_built(
+    model: nn.Module,
+    asked: SmpConfig,
+    tokens: int,
+    dtype: torch.dtype | None,
+    entry: Entry,
+) -> ModelTrace:
+    """Trace a model that is there, in this process: a copy without values runs, the
+    model itself is only read.
 
     Args:
         asked: its `units` name the blocks.
@@ -120,7 +153,12 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
         ValueError: as :func:`trace_model`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, scores_kept() as dropped, torch.inference_mode(False), torch.enable_grad():
+    with (
+        fake,
+        scores_kept() as dropped,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         try:
             source = copied(model, dtype)
         except ValueError:
@@ -129,31 +167,49 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
             raise ValueError(
                 f"{type(model).__name__} cannot be copied without its values ({type(error).__name__}: {error})"
             ) from error
-        is_whole = type(source.model) is type(model)  # names of units are the whole model's
-        found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
+        # Names of units are the whole model's.
+        is_whole = type(source.model) is type(model)
+        found = _traced(
+            source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS
+        )
     chain = found.shapes["none"].chain
     shapes = _shapes_by_mode(model, asked, entry)
-    inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
+    inner = next(
+        name
+        for name, module in model.named_modules()
+        if type(module) is type(source.model)
+    )
     if chain is not None:
-        shapes = {mode: replace(each, chain=chain.inside(inner)) for mode, each in shapes.items()}
+        shapes = {
+            mode: replace(each, chain=chain.inside(inner))
+            for mode, each in shapes.items()
+        }
     inside = tuple(f"{inner}.{name}" if inner else name for name in found.inside)
-    return replace(found, shapes=shapes, inside=inside, dropped_scores=max(dropped, default=0.0))
+    return replace(
+        found, shapes=shapes, inside=inside, dropped_scores=max(dropped, default=0.0)
+    )
 
 
-def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
+def _shapes_by_mode(
+    model: nn.Module, asked: SmpConfig, entry: Entry
+) -> dict[str, Shapes]:
     """Return the shapes of each mode of recomputation, which know FP8 layers."""
     found: dict[str, Shapes] = {}
     dims = fp8_dims(model)
     for mode in MODES:
         shapes = Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry)
-        parameters = (replace(each, fp8_dim=dims.get(each.name)) for each in shapes.parameters)
+        parameters = (
+            replace(each, fp8_dim=dims.get(each.name)) for each in shapes.parameters
+        )
         found[mode] = replace(shapes, parameters=tuple(parameters))
     return found
 
 
-def _chain_of(model: nn.Module, lists: list[str], count: int, asked: SmpConfig, entry: Entry) -> Chain | str:
-    """Return the chain of ``count`` blocks from that of the first few, all others being cut off; or why there is
-    none."""
+def _chain_of(
+    model: nn.Module, lists: list[str], count: int, asked: SmpConfig, entry: Entry
+) -> Chain | str:
+    """Return the chain of ``count`` blocks from that of the first few, all others being
+    cut off; or why there is none."""
     _keep_first(model, lists, _BLOCKS_OF_CHAIN)
     try:
         units = Shapes.of(model, SmpConfig(units=asked.units), entry).units
@@ -163,27 +219,40 @@ def _chain_of(model: nn.Module, lists: list[str], count: int, asked: SmpConfig, 
 
 
 def _traced(
-    source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULTS, split: Splitting | None = None
+    source: Source,
+    tokens: int,
+    words: str,
+    asked: SmpConfig = _DEFAULTS,
+    split: Splitting | None = None,
 ) -> ModelTrace:
     model = source.model
-    lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(units=asked.units), source.entry))
+    lists, count = _lists_of_blocks(
+        model, Shapes.of(model, SmpConfig(units=asked.units), source.entry)
+    )
     parameters = dict(model.named_parameters())  # also of blocks that are cut off below
     found = _shapes_by_mode(model, asked, source.entry)
-    shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
+    shapes: dict[str, Shapes] = {
+        mode: in_dtype(each, torch.float32) for mode, each in found.items()
+    }
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
-    tokens = told_apart(tokens, {size for parameter in outside for size in parameter.shape})
+    tokens = told_apart(
+        tokens, {size for parameter in outside for size in parameter.shape}
+    )
     prefixes = tuple(f"{name}." if name else "" for name in lists)
     names = {name for name in found["none"].by_name if name.startswith(prefixes)}
     for name in lists:
         _keep_commonest(model.get_submodule(name))
     chain = _chain_of(model, lists, count, asked, source.entry)
-    if isinstance(chain, Chain) and names != {name for block in chain.of_blocks for name in block}:
+    if isinstance(chain, Chain) and names != {
+        name for block in chain.of_blocks for name in block
+    }:
         chain = "pipeline_parallel_degree: a model whose blocks have unlike parameters is not planned in stages yet"
     if isinstance(chain, Chain):
         shapes = {mode: replace(each, chain=chain) for mode, each in shapes.items()}
 
-    # Two blocks with each mode of recomputation, also with split layers; then one block.
+    # Two blocks with each mode of recomputation, also with split layers; then one
+    # block.
     untraced: dict[str, str] = {}
     two: dict[Recomputation, list[TraceMeter]] = {}
     _keep_first(model, lists, 2)
@@ -212,14 +281,27 @@ def _traced(
     block: dict[str, Curve] = {}
     rest: dict[str, Curve] = {}
     for mode, runs in two.items():
-        pairs = [(less.finish(), more.finish()) for less, more in zip(one[mode], runs, strict=True)]
-        block[mode] = Curve(tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs))
-        rest[mode] = Curve(tokens, *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs))
+        pairs = [
+            (less.finish(), more.finish())
+            for less, more in zip(one[mode], runs, strict=True)
+        ]
+        block[mode] = Curve(
+            tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs)
+        )
+        rest[mode] = Curve(
+            tokens,
+            *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs),
+        )
     stacks = {stack for runs in two.values() for stack in runs[0].stacks}
-    experts = frozenset(name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks)
+    experts = frozenset(
+        name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks
+    )
     early = Curve(tokens, *(meter.early for meter in one["full"]))
     if of_split.dims is not None:
-        shapes = {mode: _with_dims(each, prefixes, of_split.dims) for mode, each in shapes.items()}
+        shapes = {
+            mode: _with_dims(each, prefixes, of_split.dims)
+            for mode, each in shapes.items()
+        }
     return ModelTrace(
         shapes,
         count,
@@ -245,10 +327,15 @@ def _keep_first(model: nn.Module, lists: list[str], count: int) -> None:
         del model.get_submodule(name)[count:]  # type: ignore[operator]
 
 
-def _run(source: Source, lists: list[str], mode: Recomputation, tokens: int, words: str) -> list[TraceMeter]:
+def _run(
+    source: Source, lists: list[str], mode: Recomputation, tokens: int, words: str
+) -> list[TraceMeter]:
     """Run a step of one sample, of two, and of one of half the tokens."""
     try:
-        return [measured(source, lists, mode, *each) for each in ((1, tokens), (2, tokens), (1, tokens // 2))]
+        return [
+            measured(source, lists, mode, *each)
+            for each in ((1, tokens), (2, tokens), (1, tokens // 2))
+        ]
     except Exception as error:
         raise ValueError(
             f"model {words!r} does not run without values ({type(error).__name__}: {error}); leave out of its forward "
@@ -257,24 +344,31 @@ def _run(source: Source, lists: list[str], mode: Recomputation, tokens: int, wor
 
 
 def fp8_dims(model: nn.Module) -> dict[str, int]:
-    """Return the dim of inputs of each weight that native FP8 layers would multiply by, by name."""
+    """Return the dim of inputs of each weight that native FP8 layers would multiply by,
+    by name."""
     try:
         chosen, _ = choose(model, Fp8Recipe())
     except ValueError:  # none
         return {}
     found: dict[str, int] = {}
     for name, module, weights in chosen:
-        dim = 0 if type(module).__name__ == "Conv1D" else -1  # Transformers', which is stored as its transpose
+        # Transformers', which is stored as its transpose.
+        dim = 0 if type(module).__name__ == "Conv1D" else -1
         found |= {f"{name}.{weight}".removeprefix("."): dim for weight in weights}
     return found
 
 
-def _kept_for_products(source: Source, lists: list[str], tokens: int, kept: int) -> float:
-    """Return the bytes of a token that a block keeps for its FP8 layers' weights alone: what it does not keep where
-    these are frozen, and which their copies in FP8 stand for."""
+def _kept_for_products(
+    source: Source, lists: list[str], tokens: int, kept: int
+) -> float:
+    """Return the bytes of a token that a block keeps for its FP8 layers' weights alone:
+    what it does not keep where these are frozen, and which their copies in FP8 stand
+    for."""
     blocks = tuple(f"{name}." if name else "" for name in lists)
     named = dict(source.model.named_parameters())
-    weights = [named[name] for name in fp8_dims(source.model) if name.startswith(blocks)]
+    weights = [
+        named[name] for name in fp8_dims(source.model) if name.startswith(blocks)
+    ]
     trained = [weight for weight in weights if weight.requires_grad]
     if len(trained) == sum(each.requires_grad for each in named.values()):
         return 0.0  # adapters alone are trained: without them there is no backward
@@ -288,10 +382,13 @@ def _kept_for_products(source: Source, lists: list[str], tokens: int, kept: int)
 
 
 def _keep_commonest(blocks: Any) -> None:
-    """Cut off the blocks whose parameters are not those of most: dense ones in front of a mixture's."""
+    """Cut off the blocks whose parameters are not those of most: dense ones in front of
+    a mixture's."""
 
     def kind(block: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
-        return tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+        return tuple(
+            (name, parameter.shape) for name, parameter in block.named_parameters()
+        )
 
     kinds = [kind(block) for block in blocks]
     commonest = max(kinds, key=kinds.count)
@@ -302,26 +399,40 @@ def _keep_commonest(blocks: Any) -> None:
 
 
 def _vocabulary(source: Source, outside: list[nn.Parameter]) -> int:
-    """Return the rows of the embedding; of what is not Transformers', of the largest parameter outside of blocks."""
+    """Return the rows of the embedding; of what is not Transformers', of the largest
+    parameter outside of blocks."""
     words = embeddings_of(source.model)[0] if source.splits else None
     if words is not None:
         return len(words.weight)
-    return max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
+    return max(
+        (p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,)
+    )[0]
 
 
 def _of_split(
-    split: Splitting, source: Source, lists: list[str], heads: int, tokens: int, modes: Sequence[Recomputation]
+    split: Splitting,
+    source: Source,
+    lists: list[str],
+    heads: int,
+    tokens: int,
+    modes: Sequence[Recomputation],
 ) -> SplitTrace:
     """Run layers split over what divides ``heads``, if they can be split."""
     try:
         return split(source, lists, heads, tokens, modes) if heads > 1 else SplitTrace()
-    except Exception as error:  # a plan is made all the same, of shares of what unsplit layers keep
-        logger.info("memory of split layers is not traced: %s: %s", type(error).__name__, error)
+    except Exception as error:
+        # A plan is made all the same, of shares of what unsplit layers keep.
+        logger.info(
+            "memory of split layers is not traced: %s: %s", type(error).__name__, error
+        )
         return SplitTrace()
 
 
-def _with_dims(shapes: Shapes, prefixes: tuple[str, ...], dims: Mapping[str, int]) -> Shapes:
-    """Return shapes that are split in these dims, which are those of two blocks. All others are split as the second."""
+def _with_dims(
+    shapes: Shapes, prefixes: tuple[str, ...], dims: Mapping[str, int]
+) -> Shapes:
+    """Return shapes that are split in these dims, which are those of two blocks. All
+    others are split as the second."""
 
     def traced(name: str) -> str:
         for prefix in prefixes:
@@ -330,26 +441,35 @@ def _with_dims(shapes: Shapes, prefixes: tuple[str, ...], dims: Mapping[str, int
                 return f"{prefix}{min(int(number), 1)}.{inner}"
         return name
 
-    parameters = (replace(each, split_dim=dims.get(traced(each.name))) for each in shapes.parameters)
+    parameters = (
+        replace(each, split_dim=dims.get(traced(each.name)))
+        for each in shapes.parameters
+    )
     return replace(shapes, parameters=tuple(parameters))
 
 
 def told_apart(tokens: int, sizes: set[int], by: int = 2) -> int:
-    """Return a length, a little shorter if need be, at which logits do not have the shape of a head's gradient."""
-    while any(n in sizes for n in (tokens, 2 * tokens, tokens // 2)) and tokens > 2 * by:
+    """Return a length, a little shorter if need be, at which logits do not have the
+    shape of a head's gradient."""
+    while (
+        any(n in sizes for n in (tokens, 2 * tokens, tokens // 2)) and tokens > 2 * by
+    ):
         tokens -= by
     return tokens
 
 
 def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
-    """Return the names of the lists that hold the model's blocks, and how many blocks each has."""
+    """Return the names of the lists that hold the model's blocks, and how many blocks
+    each has."""
     names: dict[str, int] = {}
     for block in shapes.units.blocks:
         parent = block.rpartition(".")[0]
         names[parent] = names.get(parent, 0) + 1
     lists = {name: model.get_submodule(name) for name in names}
     sizes = set(names.values())
-    sliced = all(isinstance(each, (nn.ModuleList, nn.Sequential)) for each in lists.values())
+    sliced = all(
+        isinstance(each, (nn.ModuleList, nn.Sequential)) for each in lists.values()
+    )
     if not names or not sliced or len(sizes) > 1 or sizes == {1}:
         raise ValueError(
             f"{type(model).__name__} has no list of at least two repeated blocks to plan with; put them into an "
@@ -358,13 +478,19 @@ def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
     return list(names), sizes.pop()
 
 
-def measured(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> TraceMeter:
+def measured(
+    source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int
+) -> TraceMeter:
     """Run one step and return what counted it."""
     model = source.model
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
     own = {p: local_part(p) for p in model.parameters()}
-    of_rest = [own[p].shape for p in own if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens]
+    of_rest = [
+        own[p].shape
+        for p in own
+        if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens
+    ]
     meter = TraceMeter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
     for tensor in [*own.values(), *model.buffers()]:
         meter.ignore(tensor)
@@ -374,8 +500,12 @@ def measured(source: Source, lists: list[str], mode: Recomputation, samples: int
     forwards = [vars(block).get("forward") for block in blocks]  # of split layers
     for block in blocks:
         if mode != "none":
-            contexts: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+            contexts: dict[str, Any] = (
+                {"context_fn": selective_contexts} if mode == "selective" else {}
+            )
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, **contexts
+            )
     try:
         with meter:
             loss = source.loss(samples, tokens)
@@ -393,12 +523,15 @@ def measured(source: Source, lists: list[str], mode: Recomputation, samples: int
     return meter
 
 
-def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMeter) -> list[Any]:
-    """Let the meter know which gradients are there, and how far backward is; return the hooks that do."""
+def _follow_backward(
+    model: nn.Module, blocks: list[nn.Module], meter: TraceMeter
+) -> list[Any]:
+    """Let the meter know which gradients are there, and how far backward is; return the
+    hooks that do."""
 
     def note_backward(reached: int) -> Callable[[torch.Tensor], None]:
-        """Note when backward comes to a block, or has left the last; gradients of blocks after it are reduced, and
-        gone, by then."""
+        """Note when backward comes to a block, or has left the last; gradients of
+        blocks after it are reduced, and gone, by then."""
 
         def arrived(gradient: torch.Tensor) -> None:
             meter.blocks_reached = max(meter.blocks_reached, reached)
@@ -428,7 +561,9 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
             first.register_hook(note_backward(LEFT))
 
     last = blocks[-2:][::-1]
-    handles = [block.register_forward_hook(of_block(i + 1)) for i, block in enumerate(last)]
+    handles = [
+        block.register_forward_hook(of_block(i + 1)) for i, block in enumerate(last)
+    ]
     handles.append(last[-1].register_forward_pre_hook(note_end, with_kwargs=True))
     for parameter in model.parameters():
         if parameter.requires_grad:

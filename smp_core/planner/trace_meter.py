@@ -1,4 +1,5 @@
-"""TraceMeter: what the operators of one step compute and move, and the bytes that are alive after each of them."""
+"""TraceMeter: what the operators of one step compute and move, and the bytes that are
+alive after each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
+
+# _python_dispatch is where torch documents it to be.
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from smp_core.checkpoint import iterate_tensors
@@ -27,23 +30,31 @@ _FUSED = (
     "clone",
     "_to_copy",
 )
-"""Operators that compilers fuse beside those that torch tags as pointwise; with their backward ones."""
+"""Operators that compilers fuse beside those that torch tags as pointwise; with their
+backward ones."""
 
-_GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-"""Products of rows by the matrices of their experts, torch's and Transformers', and how many each operator takes."""
+_GROUPED = {
+    "_grouped_mm": 1,
+    "grouped_mm_fallback": 1,
+    "grouped_mm_fallback_backward": 2,
+}
+"""Products of rows by the matrices of their experts, torch's and Transformers', and how
+many each operator takes."""
 
 
 class TraceMeter(TorchDispatchMode):
     """Counts what runs inside, by phase, and follows the storages that are made there.
 
     Args:
-        gradients: shapes of gradients of embeddings and heads with more rows than there are tokens, which no
-            activation has.
+        gradients: shapes of gradients of embeddings and heads with more rows than there
+            are tokens, which no activation has.
 
     Attributes:
-        instants: after each operation, as :class:`smp_core.planner.model_trace.Instants` takes them.
+        instants: after each operation, as
+            :class:`smp_core.planner.model_trace.Instants` takes them.
         has_entered: forward has come to the first block.
-        stacks: sizes of parameters with a matrix for each expert, in rising order: layouts differ.
+        stacks: sizes of parameters with a matrix for each expert, in rising order:
+            layouts differ.
     """
 
     def __init__(self, gradients: set[torch.Size]) -> None:
@@ -59,26 +70,35 @@ class TraceMeter(TorchDispatchMode):
         self._watchers: dict[int, Any] = {}
         self._live = {False: 0, True: 0}  # of activations, of gradients
         self._of_gradients: set[int] = set()
-        self._unwritten: set[int] = set()  # storages that fused operators have made, and nothing else has read
-        self._read: set[int] = set()  # by the kernel that fused operators make since the last product
+        # Storages that fused operators have made, and nothing else has read.
+        self._unwritten: set[int] = set()
+        # By the kernel that fused operators make since the last product.
+        self._read: set[int] = set()
         self.instants: list[Instant] = []
         self._behind_blocks: list[int] = []
         self.blocks_reached = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(each, "__tensor_flatten__") for each in types):  # a wrapper, as DTensor is
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # A wrapper, as DTensor is.
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # so that operations on what it wraps come here
         result = func(*args, **(kwargs or {}))
-        # An operator that gives no tensor and changes none asks for a device or a size: it reads no values, and how
-        # often it is asked depends on what fake tensors remember.
+        # An operator that gives no tensor and changes none asks for a device or a size:
+        # it reads no values, and how often it is asked depends on what fake tensors
+        # remember.
         tensors = list(tensors_in(result))
-        if not func.is_view and (tensors or func._schema.is_mutable):  # _schema: no public name for what it changes
+        # _schema: no public name for what it changes.
+        if not func.is_view and (tensors or func._schema.is_mutable):
             self._count(func, args, kwargs or {}, result, tensors)
         for tensor in tensors:
             self._follow(tensor)
         if tensors:
             reached = FORWARD if self.phase == "forward" else self.blocks_reached
-            self.instants.append((reached, self._live[False], self._live[True], str(func)))
+            self.instants.append(
+                (reached, self._live[False], self._live[True], str(func))
+            )
         return result
 
     def end_forward(self) -> None:
@@ -88,17 +108,22 @@ class TraceMeter(TorchDispatchMode):
 
     def finish(self) -> Figures:
         """Return the counts, after backward."""
-        self.counts["kept"] = max(live for reached, live, *_ in self.instants if reached in (0, FORWARD))
+        self.counts["kept"] = max(
+            live for reached, live, *_ in self.instants if reached in (0, FORWARD)
+        )
         return Figures(**self.counts)
 
     @property
     def early(self) -> Figures:
-        """The counts of what comes before the first block, in forward, and of what comes behind it in backward."""
+        """The counts of what comes before the first block, in forward, and of what
+        comes behind it in backward."""
         return Figures(**self.of_early)
 
     def note_block(self, output: torch.Tensor) -> None:
         """Note the end of a block's forward."""
-        self._behind_blocks.append(self._live[False] - output.untyped_storage().nbytes())
+        self._behind_blocks.append(
+            self._live[False] - output.untyped_storage().nbytes()
+        )
 
     @property
     def kept(self) -> int:
@@ -113,15 +138,28 @@ class TraceMeter(TorchDispatchMode):
             self._live[False] -= self._sizes[address]
             self._live[True] += self._sizes[address]
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
+    def _count(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        tensors: list[torch.Tensor],
+    ) -> None:
         packet = func.overloadpacket
         name = str(packet).removeprefix("aten.")
         if packet.__name__ in _GROUPED:
             self._count_grouped(_GROUPED[packet.__name__], args[0], args[1], tensors)
-        elif "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
+        elif (
+            "scaled_dot_product" in name
+            or "flash_attention" in name
+            or "efficient_attention" in name
+        ):
             self._count_attention(name, func, args, kwargs)
         elif packet in flop_registry:
-            self._add("products", flop_registry[packet](*args, **kwargs, out_val=result))
+            self._add(
+                "products", flop_registry[packet](*args, **kwargs, out_val=result)
+            )
         elif name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
             return
         else:
@@ -132,7 +170,8 @@ class TraceMeter(TorchDispatchMode):
                 self._count_fused(read, tensors)
                 return
             self._add("fused", n_bytes)
-        # What a kernel of fused operators made is written for this one, and the next of them reads anew.
+        # What a kernel of fused operators made is written for this one, and the next of
+        # them reads anew.
         for each in tensors_in((args, kwargs)):
             if id(each.untyped_storage()) in self._unwritten:
                 self._unwritten.discard(id(each.untyped_storage()))
@@ -140,7 +179,8 @@ class TraceMeter(TorchDispatchMode):
         self._read.clear()
 
     def _count_fused(self, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        """Count an operator that is fused with those around it: the kernel reads what others have made, once."""
+        """Count an operator that is fused with those around it: the kernel reads what
+        others have made, once."""
         for each in read:
             storage = id(each.untyped_storage())
             if storage not in self._unwritten and storage not in self._read:
@@ -155,12 +195,20 @@ class TraceMeter(TorchDispatchMode):
                 self._unwritten.add(storage)
 
     def _count_grouped(
-        self, products: int, rows: torch.Tensor, matrices: torch.Tensor, made: list[torch.Tensor]
+        self,
+        products: int,
+        rows: torch.Tensor,
+        matrices: torch.Tensor,
+        made: list[torch.Tensor],
     ) -> None:
-        """Count products in which each row meets the matrix of one expert, and the bytes of all experts' matrices,
-        which are read, or made of two lists of rows. Which rows an expert gets makes no difference to the sum."""
+        """Count products in which each row meets the matrix of one expert, and the
+        bytes of all experts' matrices, which are read, or made of two lists of rows.
+        Which rows an expert gets makes no difference to the sum."""
         groups = len(rows) if rows.ndim == matrices.ndim == 3 else 1
-        self._add("experts", products * 2 * groups * rows.shape[-2:].numel() * matrices.shape[-1])
+        self._add(
+            "experts",
+            products * 2 * groups * rows.shape[-2:].numel() * matrices.shape[-1],
+        )
         stacked = [each for each in (rows, matrices, *made) if each.ndim == 3]
         self.stacks |= {tuple(sorted(each.shape)) for each in stacked}
         self._add("weights", sum(each.numel() * each.itemsize for each in stacked))
@@ -171,18 +219,27 @@ class TraceMeter(TorchDispatchMode):
             self.of_early[f"{self.phase}_{what}"] += amount
 
     def _count_attention(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
-        """Count two products in forward, and five in backward, which computes the scores again."""
+        """Count two products in forward, and five in backward, which computes the
+        scores again."""
         is_backward = "backward" in name
         query, key, value = args[1:4] if is_backward else args[:3]
-        flops = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        names = [argument.name for argument in func._schema.arguments]  # _schema: no public name for arguments' names
+        flops = (
+            2
+            * query.shape[:-1].numel()
+            * key.shape[-2]
+            * (query.shape[-1] + value.shape[-1])
+        )
+        # _schema: no public name for arguments' names.
+        names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         share = 0.5 if given.get("is_causal") else 1.0
         self._add("attention", share * flops * (2.5 if is_backward else 1.0))
         if self.phase == "forward":
             self.counts["full_attention"] += flops
             self.heads = math.gcd(self.heads, key.shape[1] if key.ndim == 4 else 0)
-            self.counts["keys"] += key.numel() * key.itemsize + value.numel() * value.itemsize
+            self.counts["keys"] += (
+                key.numel() * key.itemsize + value.numel() * value.itemsize
+            )
 
     def _follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -199,7 +256,8 @@ class TraceMeter(TorchDispatchMode):
         """Leave the tensor's storage out of what is live."""
         storage = tensor.untyped_storage()
         self._sizes[id(storage)] = 0
-        self._watchers[id(storage)] = storage  # held: its address is not given to another one
+        # Held: its address is not given to another one.
+        self._watchers[id(storage)] = storage
 
     def _forget(self, address: int) -> None:
         self._live[address in self._of_gradients] -= self._sizes.pop(address, 0)

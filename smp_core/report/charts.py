@@ -1,4 +1,5 @@
-"""Charts as SVG that stands in a page: drawn by matplotlib, in colours that the page chooses for light and dark."""
+"""Charts as SVG that stands in a page: drawn by matplotlib, in colours that the page
+chooses for light and dark."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "smp",
     "text.parse_math": False,  # names in a log are no formulas
     "font.size": 9,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT),
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT
+    ),
     **dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "axes.grid": True,
@@ -36,20 +39,27 @@ _WIDTH, _HEIGHT = 4.8, 2.5  # inches, which are wide enough for a phone
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
-    """Return at most so many points, with the lowest and the highest of each stretch of those that were there."""
+    """Return at most so many points, with the lowest and the highest of each stretch of
+    those that were there."""
     if len(points) <= most:
         return points
     stretches = most // 2
     kept: list[tuple[float, float]] = []
     for number in range(stretches):
-        stretch = points[number * len(points) // stretches : (number + 1) * len(points) // stretches]
-        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        stretch = points[
+            number * len(points) // stretches : (number + 1) * len(points) // stretches
+        ]
+        ends = {
+            min(stretch, key=lambda point: point[1]),
+            max(stretch, key=lambda point: point[1]),
+        }
         kept += sorted(ends)
     return kept
 
 
 class Charts:
-    """The charts of one page. Each is SVG that may stand in HTML as it is: matplotlib escapes all names.
+    """The charts of one page. Each is SVG that may stand in HTML as it is: matplotlib
+    escapes all names.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -73,7 +83,14 @@ class Charts:
                 shown = thinned(points)
                 marker = "o" if len(shown) == 1 else None
                 x, y = zip(*shown, strict=True) if shown else ((), ())
-                axes.plot(x, y, label=_short(label), color=colour, linewidth=1.0, marker=marker)
+                axes.plot(
+                    x,
+                    y,
+                    label=_short(label),
+                    color=colour,
+                    linewidth=1.0,
+                    marker=marker,
+                )
             axes.set_xlabel("optimizer step")
             axes.set_ylabel(unit)
             if len(series) > 1:
@@ -88,8 +105,17 @@ class Charts:
             parts = dict.fromkeys(part for row in rows.values() for part in row)
             for colour, part in zip(_cycle(), parts, strict=False):
                 widths = [row.get(part, 0.0) for row in rows.values()]
-                axes.barh(places, widths, left=begins, label=_short(part), color=colour, height=0.7)
-                begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+                axes.barh(
+                    places,
+                    widths,
+                    left=begins,
+                    label=_short(part),
+                    color=colour,
+                    height=0.7,
+                )
+                begins = [
+                    begin + width for begin, width in zip(begins, widths, strict=True)
+                ]
             axes.set_yticks(places, [_short(name) for name in rows])
             axes.invert_yaxis()
             axes.grid(visible=False, axis="y")
@@ -103,12 +129,16 @@ class Charts:
 
         written: list[str] = []
         with self._matplotlib.rc_context(_STYLE):
-            figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="none")
+            figure = Figure(
+                figsize=(_WIDTH, height), layout="constrained", facecolor="none"
+            )
             yield figure, written
             for axes in figure.axes:
                 axes.set_facecolor("none")
             file = io.StringIO()
-            nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            nothing: dict[str, Any] = dict.fromkeys(
+                ("Date", "Creator", "Format", "Type")
+            )
             figure.savefig(file, format="svg", metadata=nothing)
         self._drawn += 1
         written.append(_for_page(file.getvalue(), f"c{self._drawn}-"))
@@ -125,8 +155,8 @@ def _short(name: str) -> str:
 
 
 def _for_page(svg: str, prefix: str) -> str:
-    """Return what stands in a page: without the file's head, with the page's colours and fonts, and with identifiers
-    that no other chart has."""
+    """Return what stands in a page: without the file's head, with the page's colours
+    and fonts, and with identifiers that no other chart has."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)

@@ -13,12 +13,21 @@ from smp_core.run_log import Run
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="the folder of a run, or its run.jsonl; two are compared")],
-    out: Annotated[Path | None, typer.Option(help="the page; default: report.html in the first run's folder")] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="the folder of a run, or its run.jsonl; two are compared"),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="the page; default: report.html in the first run's folder"),
+    ] = None,
 ) -> None:
-    """Make one HTML file about a run: what was asked and chosen, loss, throughput, time, bytes, memory, a verdict."""
+    """Make one HTML file about a run: what was asked and chosen, loss, throughput,
+    time, bytes, memory, a verdict."""
     if len(runs) > 2:
-        raise ValueError(f"{len(runs)} runs were given; allowed: one, or two to compare")
+        raise ValueError(
+            f"{len(runs)} runs were given; allowed: one, or two to compare"
+        )
     read = [Run.read(path) for path in runs]
     if len(read) == 2 and read[0].name == read[1].name:
         for run, path in zip(read, runs, strict=True):

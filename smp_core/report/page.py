@@ -1,7 +1,9 @@
-"""The page about one run, or two beside one another: sections of tables and charts, put into a template.
+"""The page about one run, or two beside one another: sections of tables and charts, put
+into a template.
 
-The template escapes whatever it is given (jinja2's autoescape) but for charts, which escape by themselves, and the page
-forbids scripts and every request (Content-Security-Policy).
+The template escapes whatever it is given (jinja2's autoescape) but for charts, which
+escape by themselves, and the page forbids scripts and every request
+(Content-Security-Policy).
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ class Section:
     @property
     def has_content(self) -> bool:
         """Return whether there is anything to show."""
-        return bool(self.charts or self.lines or any(table.rows for table in self.tables))
+        return bool(
+            self.charts or self.lines or any(table.rows for table in self.tables)
+        )
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -103,9 +107,26 @@ def page(runs: Sequence[Run]) -> str:
     """
     charts = Charts()
     makers: list[Callable[[Sequence[Run], Charts], list[Section]]] = [
-        *(_asked, _groups, _progress, _logged, _parts, _bytes, _memory, _saves, _fp8, _routers, _events)
+        *(
+            _asked,
+            _groups,
+            _progress,
+            _logged,
+            _parts,
+            _bytes,
+            _memory,
+            _saves,
+            _fp8,
+            _routers,
+            _events,
+        )
     ]
-    sections = [section for make in makers for section in make(runs, charts) if section.has_content]
+    sections = [
+        section
+        for make in makers
+        for section in make(runs, charts)
+        if section.has_content
+    ]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("smp_core.report", "."),
         autoescape=True,
@@ -125,7 +146,10 @@ def _printable(value: Any) -> Any:
     """Return a text without control characters, which pages may not have."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in value)
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\ufffd"
+        for letter in value
+    )
 
 
 def _began(run: Run) -> str:
@@ -138,8 +162,16 @@ def _began(run: Run) -> str:
 
 
 def _left_out(run: Run) -> list[str]:
-    found = [f"{run.unreadable} lines of the log could not be read."] if run.unreadable else []
-    return [*found, "The file begins with an earlier run, which is not shown."] if run.earlier else found
+    found = (
+        [f"{run.unreadable} lines of the log could not be read."]
+        if run.unreadable
+        else []
+    )
+    return (
+        [*found, "The file begins with an earlier run, which is not shown."]
+        if run.earlier
+        else found
+    )
 
 
 def _of(run: Run, runs: Sequence[Run]) -> str:
@@ -152,20 +184,37 @@ def _asked(runs: Sequence[Run], charts: Charts) -> list[Section]:
     if len(runs) == 2:
         sides = []
         for run in runs:
-            sides.append({str(row.get("knob")): row for row in objects(run.asked.get("knobs"))})
+            sides.append(
+                {str(row.get("knob")): row for row in objects(run.asked.get("knobs"))}
+            )
         rows = []
         for knob in dict.fromkeys(name for side in sides for name in side):
-            values = [str(side[knob].get("value")) if knob in side else "default" for side in sides]
+            values = [
+                str(side[knob].get("value")) if knob in side else "default"
+                for side in sides
+            ]
             if values[0] != values[1]:
                 rows.append((knob, values))
-        found.append(Section("Knobs in which they differ", [Table("differ", ["knob", *_names(runs)], rows)]))
+        found.append(
+            Section(
+                "Knobs in which they differ",
+                [Table("differ", ["knob", *_names(runs)], rows)],
+            )
+        )
     for run in runs:
         rows = []
         for row in objects(run.asked.get("knobs")):
-            rows.append((str(row.get("knob")), [str(row.get(name)) for name in ("asked", "value", "why")]))
+            rows.append(
+                (
+                    str(row.get("knob")),
+                    [str(row.get(name)) for name in ("asked", "value", "why")],
+                )
+            )
         table = Table("knobs", ["knob", "asked", "in effect", "why"], rows[:_MOST_ROWS])
         note = "Knobs that are not listed are at their defaults."
-        found.append(Section(f"What was asked, and chosen{_of(run, runs)}", [table], note=note))
+        found.append(
+            Section(f"What was asked, and chosen{_of(run, runs)}", [table], note=note)
+        )
     return found
 
 
@@ -176,7 +225,9 @@ def _groups(runs: Sequence[Run], charts: Charts) -> list[Section]:
         picture = _picture(run)
         drawn = [] if picture is None else [Markup(picture)]
         lines = texts(run.asked.get("plan"))
-        found.append(Section(f"Nodes and groups{_of(run, runs)}", charts=drawn, lines=lines))
+        found.append(
+            Section(f"Nodes and groups{_of(run, runs)}", charts=drawn, lines=lines)
+        )
     return found
 
 
@@ -184,7 +235,11 @@ def _picture(run: Run) -> str | None:
     names = texts(run.asked.get("nodes"))
     per_node = number(run.asked.get("ranks_per_node"))
     degrees = numbers(run.asked.get("layout"))
-    if not names or per_node is None or not 1 <= per_node <= _LARGEST_PICTURE / len(names):
+    if (
+        not names
+        or per_node is None
+        or not 1 <= per_node <= _LARGEST_PICTURE / len(names)
+    ):
         return None
     try:
         layout = Layout(**{axis: int(degree) for axis, degree in degrees.items()})
@@ -201,19 +256,28 @@ def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return loss, throughput, and all figures of the reports."""
     drawn = []
     for name in ("loss", "tokens_per_second", "samples_per_second", "seconds_step"):
-        series = {run.name if len(runs) == 2 else name: run.figures.get(name, []) for run in runs}
-        is_second_rate = name == "samples_per_second" and any("tokens_per_second" in run.figures for run in runs)
+        series = {
+            run.name if len(runs) == 2 else name: run.figures.get(name, [])
+            for run in runs
+        }
+        is_second_rate = name == "samples_per_second" and any(
+            "tokens_per_second" in run.figures for run in runs
+        )
         if any(series.values()) and not is_second_rate:
             drawn.append(Markup(charts.lines(series, FIGURES[name])))
     return [Section("Loss and throughput", [_figures(runs)], drawn)]
 
 
 def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
-    """Return what the user's code logged: losses and metrics of validations, for example."""
+    """Return what the user's code logged: losses and metrics of validations, for
+    example."""
     names = list(dict.fromkeys(name for run in runs for name in run.logged))
     drawn = []
     for name in names[:_MOST_DRAWN]:
-        series = {run.name if len(runs) == 2 else name: run.logged.get(name, []) for run in runs}
+        series = {
+            run.name if len(runs) == 2 else name: run.logged.get(name, [])
+            for run in runs
+        }
         drawn.append(Markup(charts.lines(series, name)))
     note = f"The first {_MOST_DRAWN} are drawn." if len(names) > _MOST_DRAWN else ""
     table = _table("logged", [run.logged for run in runs], runs)
@@ -224,14 +288,20 @@ def _figures(runs: Sequence[Run]) -> Table:
     return _table("figures", [run.figures for run in runs], runs)
 
 
-def _table(key: str, series: Sequence[Mapping[str, Points]], runs: Sequence[Run]) -> Table:
-    """Return the table of numbers over the steps of one run, or of two beside one another."""
+def _table(
+    key: str, series: Sequence[Mapping[str, Points]], runs: Sequence[Run]
+) -> Table:
+    """Return the table of numbers over the steps of one run, or of two beside one
+    another."""
     there = dict.fromkeys(name for by_name in series for name in by_name)
     ordered = [name for name in FIGURES if name in there]
     ordered += [name for name in there if name not in FIGURES]
     if len(runs) == 1:
         heads = ["figure", "first", "median", "lowest", "highest", "last"]
-        rows = [(FIGURES.get(name, name), _summary(name, series[0][name])) for name in ordered]
+        rows = [
+            (FIGURES.get(name, name), _summary(name, series[0][name]))
+            for name in ordered
+        ]
         return Table(key, heads, rows[:_MOST_ROWS])
     rows = []
     for name in ordered:
@@ -253,18 +323,25 @@ def _compared(name: str, sides: Sequence[Points]) -> tuple[str, list[Any]]:
     for side in sides:
         values.append([value for _, value in side])
     if name.endswith("_rank"):
-        return "most frequent", [f"{statistics.mode(each):.0f}" if each else None for each in values]
+        return "most frequent", [
+            f"{statistics.mode(each):.0f}" if each else None for each in values
+        ]
     if any(_grows_with_steps(name, side) for side in sides):
         return "last", [Cell(each[-1]) if each else None for each in values]
-    return "median", [Cell(statistics.median(each)) if each else None for each in values]
+    return "median", [
+        Cell(statistics.median(each)) if each else None for each in values
+    ]
 
 
 def _grows_with_steps(name: str, points: Points) -> bool:
-    """Return whether numbers count from the start of the run, so that one in the middle says nothing about it."""
+    """Return whether numbers count from the start of the run, so that one in the middle
+    says nothing about it."""
     if name in _COUNTS:
         return True
     values = [value for _, value in points]
-    (first_step, first), (last_step, last) = (points[0], points[-1]) if points else ((0, 0.0), (0, 0.0))
+    (first_step, first), (last_step, last) = (
+        (points[0], points[-1]) if points else ((0, 0.0), (0, 0.0))
+    )
     if first_step <= 0 or first <= 0 or last_step < 2 * first_step:
         return False
     grows = all(before <= after for before, after in itertools.pairwise(values))
@@ -273,9 +350,14 @@ def _grows_with_steps(name: str, points: Points) -> bool:
 
 def _summary(name: str, points: Points) -> list[Any]:
     values = [value for _, value in points]
-    between: list[Any] = [None, None, None]  # of a count since the start, or of a rank's number
+    # Of a count since the start, or of a rank's number.
+    between: list[Any] = [None, None, None]
     if not name.endswith("_rank") and not _grows_with_steps(name, points):
-        between = [Cell(statistics.median(values)), Cell(min(values)), Cell(max(values))]
+        between = [
+            Cell(statistics.median(values)),
+            Cell(min(values)),
+            Cell(max(values)),
+        ]
     return [Cell(values[0]), *between, Cell(values[-1])]
 
 
@@ -285,10 +367,18 @@ def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         ranks: dict[str, dict[str, float]] = {}
         for rank, seconds in run.last("seconds_by_rank").items():
-            values = [number(value) for value in seconds] if isinstance(seconds, list) else []
+            values = (
+                [number(value) for value in seconds]
+                if isinstance(seconds, list)
+                else []
+            )
             if len(values) == len(PARTS) and None not in values:
                 ranks[f"rank {rank}"] = dict(zip(PARTS, values, strict=True))  # type: ignore[arg-type]
-        whole = [values[-1][1] for name, values in run.figures.items() if name == "seconds_step"]
+        whole = [
+            values[-1][1]
+            for name, values in run.figures.items()
+            if name == "seconds_step"
+        ]
         for parts in ranks.values() if whole else ():
             parts["waiting"] = max(whole[0] - sum(parts.values()), 0.0)
         rows = []
@@ -297,7 +387,11 @@ def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:
         drawn = [Markup(charts.bars(ranks, "seconds of a step"))] if ranks else []
         note = "Of the last report, on average over its steps; waiting is the rest of the step."
         table = Table("ranks", ["rank", *PARTS], rows)
-        found.append(Section(f"A step by part and rank{_of(run, runs)}", [table], drawn, note=note))
+        found.append(
+            Section(
+                f"A step by part and rank{_of(run, runs)}", [table], drawn, note=note
+            )
+        )
     return found
 
 
@@ -307,21 +401,34 @@ def _bytes(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         sent = numbers(run.last("sent"))
         planned = numbers(run.asked.get("planned_sent"))
-        kinds = [name.removesuffix("_bytes") for name in sent if "/" in name and name.endswith("_bytes")]
+        kinds = [
+            name.removesuffix("_bytes")
+            for name in sent
+            if "/" in name and name.endswith("_bytes")
+        ]
         rows = []
         for kind in dict.fromkeys([*kinds, *planned]):
             counted = sent.get(f"{kind}_bytes")
             expected = planned.get(kind)
             seconds = sent.get(f"{kind}_seconds")
             if counted or expected:
-                cells = [None if value is None else Cell(value) for value in (counted, expected, seconds)]
+                cells = [
+                    None if value is None else Cell(value)
+                    for value in (counted, expected, seconds)
+                ]
                 rows.append((kind, cells))
         heads = ["collective/link", "bytes sent", "by formula", "seconds in it"]
         note = (
             "Rank 0, the last step before the last report. intra: inside a node, inter: to another one. The formulas "
             "know no compression, tensor or context ranks; small sums of norms and flags have none."
         )
-        found.append(Section(f"Bytes by collective and link{_of(run, runs)}", [Table("sent", heads, rows)], note=note))
+        found.append(
+            Section(
+                f"Bytes by collective and link{_of(run, runs)}",
+                [Table("sent", heads, rows)],
+                note=note,
+            )
+        )
     return found
 
 
@@ -339,13 +446,17 @@ def _memory(runs: Sequence[Run], charts: Charts) -> list[Section]:
             rows.append((kind, cells))
         kinds: dict[str, list[tuple[int, float]]] = {}
         for kind in highest:
-            kinds[kind] = [(step, peak.get(kind, 0.0) / _MIB) for step, peak in peaks.items()]
+            kinds[kind] = [
+                (step, peak.get(kind, 0.0) / _MIB) for step, peak in peaks.items()
+            ]
         drawn = [Markup(charts.lines(kinds, "MiB at the peak"))] if kinds else []
         note = f"Of the watched step with the highest peak, the most of any rank. Planned: {_optimizer(run)}"
         if not peaks:
             note = f"SmpMonitor(memory_every_n_steps=...) measures it. Planned: {_optimizer(run)}"
         table = Table("memory", ["kind", "MiB at the highest peak", "planned"], rows)
-        found.append(Section(f"Memory by kind{_of(run, runs)}", [table], drawn, note=note))
+        found.append(
+            Section(f"Memory by kind{_of(run, runs)}", [table], drawn, note=note)
+        )
     return found
 
 
@@ -359,10 +470,21 @@ def _saves(runs: Sequence[Run], charts: Charts) -> list[Section]:
         rows = []
         for line in run.checkpoints[-_MOST_ROWS:]:
             stalls = [number(line.get(name)) for name in ("stall_seconds", *STALLS)]
-            cells: list[Any] = [None if stall is None else Cell(stall) for stall in stalls]
-            cells += ["behind training" if line.get("behind") else "waited for", str(line.get("path"))]
+            cells: list[Any] = [
+                None if stall is None else Cell(stall) for stall in stalls
+            ]
+            cells += [
+                "behind training" if line.get("behind") else "waited for",
+                str(line.get("path")),
+            ]
             rows.append((f"step {number(line.get('step')) or 0:,.0f}", cells))
-        heads = ["save", "seconds that training waited", *STALLS.values(), "written", "to"]
+        heads = [
+            "save",
+            "seconds that training waited",
+            *STALLS.values(),
+            "written",
+            "to",
+        ]
         table = Table("saves", heads, rows)
         found.append(Section(f"Checkpoints{_of(run, runs)}", [table]))
     return found
@@ -374,20 +496,44 @@ def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         rows: list[tuple[str, list[Any]]] = []
         over_time: dict[str, list[tuple[int, float]]] = {}
-        for figure in ("input_saturated", "input_flushed", "gradient_saturated", "gradient_flushed"):
+        for figure in (
+            "input_saturated",
+            "input_flushed",
+            "gradient_saturated",
+            "gradient_flushed",
+        ):
             # The worst module of each probed step, and each module's worst step.
             worst: dict[str, float] = {}
             points = over_time.setdefault(figure.replace("_", " "), [])
             for step, line in run.fp8.items():
                 modules = line.get("modules")
-                of_step = {str(name): numbers(figures).get(figure, 0.0) for name, figures in _items(modules)}
+                of_step = {
+                    str(name): numbers(figures).get(figure, 0.0)
+                    for name, figures in _items(modules)
+                }
                 points.append((step, max(of_step.values(), default=0.0)))
-                worst = {name: max(worst.get(name, 0.0), of_step.get(name, 0.0)) for name in {**worst, **of_step}}
+                worst = {
+                    name: max(worst.get(name, 0.0), of_step.get(name, 0.0))
+                    for name in {**worst, **of_step}
+                }
             largest = sorted(worst.items(), key=lambda pair: -pair[1])[:3]
-            rows += [(figure.replace("_", " "), [module, Cell(value)]) for module, value in largest]
+            rows += [
+                (figure.replace("_", " "), [module, Cell(value)])
+                for module, value in largest
+            ]
         heads = ["share of elements", "module", "largest in any probed step"]
-        drawn = [Markup(charts.lines(over_time, "share, the worst module's"))] if run.fp8 else []
-        found.append(Section(f"FP8: the modules that fit worst{_of(run, runs)}", [Table("fp8", heads, rows)], drawn))
+        drawn = (
+            [Markup(charts.lines(over_time, "share, the worst module's"))]
+            if run.fp8
+            else []
+        )
+        found.append(
+            Section(
+                f"FP8: the modules that fit worst{_of(run, runs)}",
+                [Table("fp8", heads, rows)],
+                drawn,
+            )
+        )
     return found
 
 
@@ -395,17 +541,48 @@ def _routers(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return the routers that use their experts least evenly."""
     found = []
     for run in runs:
-        last = {str(name): numbers(figures) for name, figures in _items(run.last("routers"))}
-        uneven = sorted(last, key=lambda name: -last[name].get("busiest", 0.0))[:_MOST_ROUTERS]
+        last = {
+            str(name): numbers(figures) for name, figures in _items(run.last("routers"))
+        }
+        uneven = sorted(last, key=lambda name: -last[name].get("busiest", 0.0))[
+            :_MOST_ROUTERS
+        ]
         rows = []
         for name in uneven:
-            rows.append((name, [Cell(last[name].get(figure, 0.0)) for figure in ("busiest", "idle")]))
-        table = Table("routers", ["router", "busiest expert over the mean", "share of experts without a token"], rows)
+            rows.append(
+                (
+                    name,
+                    [
+                        Cell(last[name].get(figure, 0.0))
+                        for figure in ("busiest", "idle")
+                    ],
+                )
+            )
+        table = Table(
+            "routers",
+            [
+                "router",
+                "busiest expert over the mean",
+                "share of experts without a token",
+            ],
+            rows,
+        )
         drawn = []
         for name in ("expert_load", "idle_experts") if rows else ():
-            drawn.append(Markup(charts.lines({name: run.figures.get(name, [])}, FIGURES[name])))
-        note = "Of the last report: tokens of all ranks. 1 over the mean is an even load."
-        found.append(Section(f"Routers that use their experts least evenly{_of(run, runs)}", [table], drawn, note=note))
+            drawn.append(
+                Markup(charts.lines({name: run.figures.get(name, [])}, FIGURES[name]))
+            )
+        note = (
+            "Of the last report: tokens of all ranks. 1 over the mean is an even load."
+        )
+        found.append(
+            Section(
+                f"Routers that use their experts least evenly{_of(run, runs)}",
+                [table],
+                drawn,
+                note=note,
+            )
+        )
     return found
 
 
@@ -418,11 +595,25 @@ def _events(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         shown = run.events[-_MOST_ROWS:]
         rows = [
-            (f"step {number(line.get('step')) or 0:,.0f}", [str(line["kind"]), str(line.get("text"))]) for line in shown
+            (
+                f"step {number(line.get('step')) or 0:,.0f}",
+                [str(line["kind"]), str(line.get("text"))],
+            )
+            for line in shown
         ]
-        note = f"The last {_MOST_ROWS} of {len(run.events)}." if len(run.events) > len(shown) else ""
+        note = (
+            f"The last {_MOST_ROWS} of {len(run.events)}."
+            if len(run.events) > len(shown)
+            else ""
+        )
         heading = f"Warnings, and ranks that waited{_of(run, runs)}"
-        found.append(Section(heading, [Table("events", ["after", "", "what was said"], rows)], note=note))
+        found.append(
+            Section(
+                heading,
+                [Table("events", ["after", "", "what was said"], rows)],
+                note=note,
+            )
+        )
     return found
 
 

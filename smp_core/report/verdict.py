@@ -1,4 +1,5 @@
-"""The verdict: what a run's log says about it, in sentences, with what the model of links predicts."""
+"""The verdict: what a run's log says about it, in sentences, with what the model of
+links predicts."""
 
 from __future__ import annotations
 
@@ -39,10 +40,20 @@ def _end(run: Run) -> str:
 
 
 def _loss(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
-    bad = [step for step, line in run.steps.items() if "loss" in line and number(line["loss"]) is None]
-    found = [f"The loss was inf or nan in {len(bad)} reports, first at step {bad[0]:,}."] if bad else []
+    bad = [
+        step
+        for step, line in run.steps.items()
+        if "loss" in line and number(line["loss"]) is None
+    ]
+    found = (
+        [f"The loss was inf or nan in {len(bad)} reports, first at step {bad[0]:,}."]
+        if bad
+        else []
+    )
     if len(losses := figures.get("loss", [])) > 1:
-        found.append(f"Loss: {losses[0]:.4g} in the first report, {losses[-1]:.4g} in the last.")
+        found.append(
+            f"Loss: {losses[0]:.4g} in the first report, {losses[-1]:.4g} in the last."
+        )
     return found
 
 
@@ -54,7 +65,11 @@ def _step(figures: Mapping[str, list[float]]) -> list[str]:
     shares = []
     for name in (*(f"seconds_{part}" for part in PARTS), waiting):
         if name in figures and step > 0:
-            what = "waiting for other ranks" if name == waiting else name.removeprefix("seconds_")
+            what = (
+                "waiting for other ranks"
+                if name == waiting
+                else name.removeprefix("seconds_")
+            )
             shares.append(f"{what} {statistics.median(figures[name]) / step:.0%}")
     parts = f": {', '.join(shares)}" if shares else ""
     return [f"A step takes {step:.3g} s (median of the reports){parts}."]
@@ -66,11 +81,14 @@ def _straggler(figures: Mapping[str, list[float]]) -> list[str]:
     if not named:
         return []
     rank = statistics.mode(named)
-    return [f"The others waited for rank {rank:.0f} in {named.count(rank)} of {reports} reports."]
+    return [
+        f"The others waited for rank {rank:.0f} in {named.count(rank)} of {reports} reports."
+    ]
 
 
 def _links(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
-    """Predict what the link between nodes takes of a step, and what compressing would save."""
+    """Predict what the link between nodes takes of a step, and what compressing would
+    save."""
     sent, nodes = numbers(run.last("sent")), len(texts(run.asked.get("nodes")))
     if nodes < 2 or not sent.get("inter_bytes"):
         return []
@@ -91,33 +109,56 @@ def _links(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
         f"({links.get('measured_with') or 'SMP_LINKS'})."  # type: ignore[union-attr]
     ]
     # What runs behind the computation saves nothing, so no more than what was waited.
-    waited = statistics.median(figures["seconds_waiting"]) if "seconds_waiting" in figures else step
+    waited = (
+        statistics.median(figures["seconds_waiting"])
+        if "seconds_waiting" in figures
+        else step
+    )
     for each in objects(run.asked.get("savings")):
         left = number(each.get("share"))
         kinds = [kind for kind in texts(each.get("kinds")) if kind in inter]
         if left is None or not kinds:
             continue
-        fewer = sum((1 - left) * _seconds(kind, sent, inter, nodes, latency=False) for kind in kinds)
+        fewer = sum(
+            (1 - left) * _seconds(kind, sent, inter, nodes, latency=False)
+            for kind in kinds
+        )
         if fewer > 0:
             saved = min(fewer, waited) / step
-            found.append(f"{each.get('knob')} would save up to {saved:.0%} of a step, predicted from its bytes.")
+            found.append(
+                f"{each.get('knob')} would save up to {saved:.0%} of a step, predicted from its bytes."
+            )
     return found
 
 
-def _seconds(kind: str, sent: Mapping[str, float], inter: Mapping[str, Any], nodes: int, latency: bool = True) -> float:
-    """Return the seconds of a step's collectives of one kind between nodes, by the model of
-    :mod:`smp_core.cluster.links`."""
+def _seconds(
+    kind: str,
+    sent: Mapping[str, float],
+    inter: Mapping[str, Any],
+    nodes: int,
+    latency: bool = True,
+) -> float:
+    """Return the seconds of a step's collectives of one kind between nodes, by the
+    model of :mod:`smp_core.cluster.links`."""
     fit = numbers(inter[kind])
     n_bytes = sent.get(f"{kind}/inter_bytes", 0.0)
     calls = sent.get(f"{kind}/calls", 0.0)
     if not n_bytes or not fit.get("bandwidth"):
         return 0.0
-    waits = calls * rounds("all_reduce" if kind == "all_reduce" else "all_gather", nodes) * fit.get("latency", 0.0)
+    waits = (
+        calls
+        * rounds("all_reduce" if kind == "all_reduce" else "all_gather", nodes)
+        * fit.get("latency", 0.0)
+    )
     return n_bytes / fit["bandwidth"] + (waits if latency else 0.0)
 
 
 def _saves(run: Run) -> list[str]:
-    stalls = [stall for line in run.checkpoints if (stall := number(line.get("stall_seconds"))) is not None]
+    stalls = [
+        stall
+        for line in run.checkpoints
+        if (stall := number(line.get("stall_seconds"))) is not None
+    ]
     if not stalls:
         return []
     total, seconds = sum(stalls), run.seconds
@@ -128,14 +169,19 @@ def _saves(run: Run) -> list[str]:
         if spent:
             causes.append(f"{spent:.3g} s {words}")
     by_cause = f": {', '.join(causes)}" if causes else ""
-    return [f"{len(stalls)} saves kept training waiting for {total:.3g} s in all{share}{by_cause}."]
+    return [
+        f"{len(stalls)} saves kept training waiting for {total:.3g} s in all{share}{by_cause}."
+    ]
 
 
 def _memory(run: Run) -> list[str]:
     planned = numbers(run.asked.get("planned_memory"))
     if not run.memory or not planned:
         return []
-    peak = max((numbers(line.get("device")) for line in run.memory.values()), key=lambda kinds: sum(kinds.values()))
+    peak = max(
+        (numbers(line.get("device")) for line in run.memory.values()),
+        key=lambda kinds: sum(kinds.values()),
+    )
     states = sum(peak.get(kind, 0.0) for kind in planned)
     return [
         f"Of what the plan counts (parameters, gathered units, gradients, optimizer states) the highest peak had "

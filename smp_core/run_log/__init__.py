@@ -1,6 +1,8 @@
-"""The log of a run: JSON lines of one format, written by all monitors, read as a stranger's data.
+"""The log of a run: JSON lines of one format, written by all monitors, read as a
+stranger's data.
 
-write appends a line and keeps the file whole; read makes a Run of what a log says. Nothing here imports torch.
+write appends a line and keeps the file whole; read makes a Run of what a log says.
+Nothing here imports torch.
 """
 
 from __future__ import annotations

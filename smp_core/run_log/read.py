@@ -1,7 +1,8 @@
-"""Run: what the log of a run says, read so that a log from elsewhere can choose what is shown and nothing else.
+"""Run: what the log of a run says, read so that a log from elsewhere can choose what is
+shown and nothing else.
 
-A line that is no object, or of a kind that is not known, is counted and passed over; a field of another type than the
-format's is taken as if it were not there.
+A line that is no object, or of a kind that is not known, is counted and passed over; a
+field of another type than the format's is taken as if it were not there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import Any
 from smp_core.outside import lines_of_log, number, numbers
 from smp_core.run_log.write import FILE
 
-KINDS = ("run", "step", "metrics", "memory", "fp8", "checkpoint", "warning", "waiting", "end")
+KINDS = (
+    "run",
+    "step",
+    "metrics",
+    "memory",
+    "fp8",
+    "checkpoint",
+    "warning",
+    "waiting",
+    "end",
+)
 # Fields of a line of kind "step" that are no figures.
 _NO_FIGURES = ("kind", "time", "step", "seconds_by_rank", "sent", "routers")
 
@@ -29,7 +40,8 @@ class Run:
     Attributes:
         name: for people.
         asked: the line with the plan, of the last start.
-        steps, memory, fp8: lines by optimizer step; where steps were trained again, the later line.
+        steps, memory, fp8: lines by optimizer step; where steps were trained again, the
+            later line.
         metrics: what the user's code logged, numbers by name and optimizer step.
         checkpoints, events: lines in the order in which they were written; events are
             warnings, and lines about ranks that wait or were lost.
@@ -72,7 +84,9 @@ class Run:
             raise ValueError(f"{error}; {writers}") from None
         if not run.starts:
             raise ValueError(f"{file} holds no run; {writers}")
-        run.steps, run.memory, run.fp8 = (dict(sorted(each.items())) for each in (run.steps, run.memory, run.fp8))
+        run.steps, run.memory, run.fp8 = (
+            dict(sorted(each.items())) for each in (run.steps, run.memory, run.fp8)
+        )
         return run
 
     def _take(self, line: Line | None) -> None:
@@ -92,7 +106,11 @@ class Run:
         elif kind == "metrics":
             self.metrics.setdefault(step, {}).update(numbers(line.get("values")))
         else:
-            by_step: dict[int, Line] = {"step": self.steps, "memory": self.memory, "fp8": self.fp8}[kind]
+            by_step: dict[int, Line] = {
+                "step": self.steps,
+                "memory": self.memory,
+                "fp8": self.fp8,
+            }[kind]
             by_step[step] = line
 
     def _start(self, line: Line, step: int) -> None:
@@ -108,7 +126,8 @@ class Run:
 
     @functools.cached_property
     def figures(self) -> dict[str, list[tuple[int, float]]]:
-        """The numbers of all reports by name: (step, value) in order, those that are not finite left out."""
+        """The numbers of all reports by name: (step, value) in order, those that are
+        not finite left out."""
         found: dict[str, list[tuple[int, float]]] = {}
         for step, line in self.steps.items():
             for name, value in line.items():
@@ -118,7 +137,8 @@ class Run:
 
     @functools.cached_property
     def logged(self) -> dict[str, list[tuple[int, float]]]:
-        """The numbers that the user's code logged, as :attr:`figures` has those of the reports."""
+        """The numbers that the user's code logged, as :attr:`figures` has those of the
+        reports."""
         found: dict[str, list[tuple[int, float]]] = {}
         for step, values in sorted(self.metrics.items()):
             for name, value in values.items():
@@ -126,21 +146,38 @@ class Run:
         return found
 
     def last(self, name: str) -> Mapping[str, Any]:
-        """Return an object of the last report that has one under this name; empty if none has."""
-        found = (each[name] for each in reversed(self.steps.values()) if isinstance(each.get(name), Mapping))
+        """Return an object of the last report that has one under this name; empty if
+        none has."""
+        found = (
+            each[name]
+            for each in reversed(self.steps.values())
+            if isinstance(each.get(name), Mapping)
+        )
         return next(found, {})
 
     @property
     def seconds(self) -> float:
         """The time from the first line of the run to its last one, in seconds."""
-        lines = [self.asked, *self.steps.values(), *self.checkpoints, *self.events, *([self.end] if self.end else [])]
-        times = [time for line in lines if (time := number(line.get("time"))) is not None]
+        lines = [
+            self.asked,
+            *self.steps.values(),
+            *self.checkpoints,
+            *self.events,
+            *([self.end] if self.end else []),
+        ]
+        times = [
+            time for line in lines if (time := number(line.get("time"))) is not None
+        ]
         return max(times) - min(times) if times else 0.0
 
 
 def objects(value: Any) -> list[Line]:
     """Return the objects in a list; empty for anything else."""
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, Sequence) else []
+    return (
+        [item for item in value if isinstance(item, Mapping)]
+        if isinstance(value, Sequence)
+        else []
+    )
 
 
 def texts(value: Any) -> list[str]:

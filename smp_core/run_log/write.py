@@ -1,10 +1,13 @@
-"""The log of a run: JSON lines in one format, which all monitors write and `smp report` reads.
+"""The log of a run: JSON lines in one format, which all monitors write and `smp report`
+reads.
 
-Every line is an object with ``kind`` and ``time`` (seconds since the epoch), and ``step`` where it belongs to an
-optimizer step; docs/monitoring.md lists the kinds and their fields. inf and nan are null.
+Every line is an object with ``kind`` and ``time`` (seconds since the epoch), and
+``step`` where it belongs to an optimizer step; docs/monitoring.md lists the kinds and
+their fields. inf and nan are null.
 
-A monitor opens the log of its run on rank 0. Whatever has something to tell meanwhile (a save, the watch over the
-ranks, warnings) calls :func:`note`, which does nothing where no log is open.
+A monitor opens the log of its run on rank 0. Whatever has something to tell meanwhile
+(a save, the watch over the ranks, warnings) calls :func:`note`, which does nothing
+where no log is open.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ FILE = "run.jsonl"
 
 
 def append(path: Path, kind: str, /, **fields: Any) -> None:
-    """Append one line to a log. A log that cannot be written ends no run: that is said once, and it gets no more.
+    """Append one line to a log. A log that cannot be written ends no run: that is said
+    once, and it gets no more.
 
     Args:
         path: the file; its folder is made where it is not there.
@@ -34,7 +38,10 @@ def append(path: Path, kind: str, /, **fields: Any) -> None:
     if path in _given_up:
         return
     try:
-        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **_finite(fields)}, allow_nan=False)
+        line = json.dumps(
+            {"kind": kind, "time": round(time.time(), 3), **_finite(fields)},
+            allow_nan=False,
+        )
         with _lock:
             _append_line(path, line.encode())
     except (OSError, TypeError, ValueError) as error:
@@ -46,7 +53,10 @@ def _append_line(path: Path, line: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         # A run that was killed, or met a full disk, may have left a part of a line.
-        begun = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+        begun = (
+            file.seek(0, os.SEEK_END) > 0
+            and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+        )
         file.write((b"\n" if begun else b"") + line + b"\n")
 
 
@@ -55,7 +65,9 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return (
+        [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 class RunLog(logging.Handler):
@@ -63,7 +75,8 @@ class RunLog(logging.Handler):
 
     Attributes:
         path: the file.
-        step: optimizer steps that were taken; goes with lines that have no step of their own.
+        step: optimizer steps that were taken; goes with lines that have no step of
+            their own.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -85,7 +98,8 @@ _open: RunLog | None = None
 
 
 def start(path: Path, step: int) -> RunLog:
-    """Open the log of a run, in the place of one that an earlier run may have left open."""
+    """Open the log of a run, in the place of one that an earlier run may have left
+    open."""
     global _open
     close(_open)
     _given_up.discard(path)

@@ -1,8 +1,9 @@
 """Sharding: where parameters, gradients and optimizer states live.
 
-fsdp/ puts FSDP2 units on the partition group; gradients/ adds their gradients up over the micro-batches of a window
-and across replicas; optimizer/ steps shards, masters and states on the host; weights/ brings values into shards.
-Here are the rules for dtypes and pre-sharded models, and what surrounds a sharded module: its replaced parameters,
+fsdp/ puts FSDP2 units on the partition group; gradients/ adds their gradients up over
+the micro-batches of a window and across replicas; optimizer/ steps shards, masters and
+states on the host; weights/ brings values into shards. Here are the rules for dtypes
+and pre-sharded models, and what surrounds a sharded module: its replaced parameters,
 shards as operands, pickled and drawn, notes under errors about them, BatchNorm.
 """
 
@@ -19,10 +20,22 @@ if TYPE_CHECKING:
     )
     from smp_core.sharding.error_notes import explain as explain
     from smp_core.sharding.frozen_rules import FROZEN_STORAGE as FROZEN_STORAGE
-    from smp_core.sharding.given import NativeWindow as NativeWindow, given_sharding as given_sharding
+    from smp_core.sharding.given import (
+        NativeWindow as NativeWindow,
+        given_sharding as given_sharding,
+    )
     from smp_core.sharding.given_rules import settle_given as settle_given
-    from smp_core.sharding.process import change_this_process as change_this_process, is_a_part as is_a_part
-    from smp_core.sharding.replaced import ReplacedParameters as ReplacedParameters, of_replaced as of_replaced
-    from smp_core.sharding.rules import SHARDING as SHARDING, settle_precision as settle_precision
+    from smp_core.sharding.process import (
+        change_this_process as change_this_process,
+        is_a_part as is_a_part,
+    )
+    from smp_core.sharding.replaced import (
+        ReplacedParameters as ReplacedParameters,
+        of_replaced as of_replaced,
+    )
+    from smp_core.sharding.rules import (
+        SHARDING as SHARDING,
+        settle_precision as settle_precision,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -1,8 +1,9 @@
 """BatchNorm whose statistics are those of the whole global batch, on CPU too.
 
-torch.nn.SyncBatchNorm refuses CPU tensors, so a run that is right on CUDA could not be tried or tested without it. This
-is the same computation from two differentiable sums over all ranks (the mean, then the squared distances from it).
-``_BatchNorm`` is the class that torch's BatchNorm1d/2d/3d and SyncBatchNorm share; there is no public one.
+torch.nn.SyncBatchNorm refuses CPU tensors, so a run that is right on CUDA could not be
+tried or tested without it. This is the same computation from two differentiable sums
+over all ranks (the mean, then the squared distances from it). ``_BatchNorm`` is the
+class that torch's BatchNorm1d/2d/3d and SyncBatchNorm share; there is no public one.
 
 Shape letters: N samples, C channels, * any further dims.
 """
@@ -19,7 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """y = sum over ranks of x; so dL/dx, with L the sum of all ranks' losses, is the sum of all ranks' dL/dy."""
+    """y = sum over ranks of x; so dL/dx, with L the sum of all ranks' losses, is the
+    sum of all ranks' dL/dy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -43,40 +45,62 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dims [N, C, *], got {input.dim()}")
+            raise ValueError(
+                f"expected an input of at least 2 dims [N, C, *], got {input.dim()}"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         whole_batch = self.training or self.running_mean is None
-        if not whole_batch or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
+        if (
+            not whole_batch
+            or not dist.is_initialized()
+            or dist.get_world_size(self.group) == 1
+        ):
             return super().forward(input)
         # The mean of all ranks' elements, of which ranks may have different numbers.
         dims = [0, *range(2, input.dim())]
         per_channel = [1, -1] + [1] * (input.dim() - 2)
         local_count = input.new_full((1,), input.numel() / input.shape[1])
-        sums = _SumOverRanks.apply(torch.cat([input.sum(dims), local_count]), self.group)
+        sums = _SumOverRanks.apply(
+            torch.cat([input.sum(dims), local_count]), self.group
+        )
         count, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
-        # Their variance, in a second pass, which loses no digits; running statistics are unbiased.
+        # Their variance, in a second pass, which loses no digits; running statistics
+        # are unbiased.
         centred = input - mean.view(per_channel)
-        variance = _SumOverRanks.apply((centred * centred).sum(dims), self.group) / count
+        variance = (
+            _SumOverRanks.apply((centred * centred).sum(dims), self.group) / count
+        )
         self._update_running(mean.detach(), variance.detach() * count / (count - 1))
         normal = centred * torch.rsqrt(variance + self.eps).view(per_channel)
         if self.affine:
-            normal = normal * self.weight.view(per_channel) + self.bias.view(per_channel)
+            normal = normal * self.weight.view(per_channel) + self.bias.view(
+                per_channel
+            )
         return normal
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if (
+            self.running_mean is None
+            or self.running_var is None
+            or self.num_batches_tracked is None
+        ):
             return
         self.num_batches_tracked += 1
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        share = (
+            1.0 / float(self.num_batches_tracked)
+            if self.momentum is None
+            else self.momentum
+        )
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
 def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in ``module`` by one over all ranks; parameters, buffers and flags are kept."""
+    """Replace every BatchNorm in ``module`` by one over all ranks; parameters, buffers
+    and flags are kept."""
     if isinstance(module, _BatchNorm) and not isinstance(module, CpuSyncBatchNorm):
         made = CpuSyncBatchNorm(
             module.num_features,
@@ -86,7 +110,11 @@ def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
             module.track_running_stats,
             device="meta",
         )
-        made._parameters, made._buffers, made.training = module._parameters, module._buffers, module.training
+        made._parameters, made._buffers, made.training = (
+            module._parameters,
+            module._buffers,
+            module.training,
+        )
         return made
     for name, child in module.named_children():
         setattr(module, name, sync_batch_norm_on_cpu(child))

@@ -1,7 +1,9 @@
-"""Notes under errors of torch's and of others about a sharded model: what they mean, and what to type.
+"""Notes under errors of torch's and of others about a sharded model: what they mean,
+and what to type.
 
-They come from places that are not ours (an operator that meets a shard, a copy of a module), and cannot be refused
-before. A note is printed with the traceback wherever the error is printed.
+They come from places that are not ours (an operator that meets a shard, a copy of a
+module), and cannot be refused before. A note is printed with the traceback wherever the
+error is printed.
 """
 
 from __future__ import annotations
@@ -82,12 +84,17 @@ def explain(error: BaseException) -> None:
         note = _NO_LOGITS
     said = f"torch-smp: {note}"
     add_note = getattr(error, "add_note", None)  # Python >= 3.11
-    if note is not None and add_note is not None and said not in getattr(error, "__notes__", []):
+    if (
+        note is not None
+        and add_note is not None
+        and said not in getattr(error, "__notes__", [])
+    ):
         add_note(said)
 
 
 def _has_loss_without_logits(trace: TracebackType | None) -> bool:
-    """Return whether code on the way to an error holds a model's outputs that have a loss, and None for logits."""
+    """Return whether code on the way to an error holds a model's outputs that have a
+    loss, and None for logits."""
     for frame, _ in traceback.walk_tb(trace):
         for value in frame.f_locals.values():
             if not isinstance(value, Mapping) or value.get("loss") is None:
@@ -109,6 +116,11 @@ class _Explaining:
     def __init__(self, before: Any) -> None:
         self._before = before
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
         explain(error)
         self._before(kind, error, trace)

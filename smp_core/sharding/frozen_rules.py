@@ -1,11 +1,20 @@
-"""Frozen weights as codes, as one of the subjects: what is stored so, and what that does not go together with."""
+"""Frozen weights as codes, as one of the subjects: what is stored so, and what that
+does not go together with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from smp_core.config import Clash
-from smp_core.plan import GIB, SYMMETRIC_MEMORY, ModelDraft, Plan, Subject, asked_for, came_sharded
+from smp_core.plan import (
+    GIB,
+    SYMMETRIC_MEMORY,
+    ModelDraft,
+    Plan,
+    Subject,
+    asked_for,
+    came_sharded,
+)
 
 
 class FrozenStorage(Subject):
@@ -16,7 +25,12 @@ class FrozenStorage(Subject):
     knobs = ("frozen_storage",)
     optional = True
     apart = (
-        Clash("fp8", "`fp8`: weights travel in FP8 then", asked_for("fp8"), "leave fp8 or frozen_storage out"),
+        Clash(
+            "fp8",
+            "`fp8`: weights travel in FP8 then",
+            asked_for("fp8"),
+            "leave fp8 or frozen_storage out",
+        ),
         Clash(
             "communication",
             "`compression.gather`, where frozen weights travel as codes already",
@@ -42,14 +56,20 @@ class FrozenStorage(Subject):
             asked_for("expert_parallel_degree", unless=1),
             "write expert_parallel_degree=1",
         ),
-        Clash("sharding", "models that came sharded", came_sharded, "load it whole, torch-smp shards it"),
+        Clash(
+            "sharding",
+            "models that came sharded",
+            came_sharded,
+            "load it whole, torch-smp shards it",
+        ),
     )
 
     def settle(self, draft: ModelDraft) -> None:
         """Refuse what codes have no effect on, or have not been shown to be exact with.
 
         Raises:
-            ValueError: nothing to store as codes, and what it does not go together with.
+            ValueError: nothing to store as codes, and what it does not go together
+                with.
         """
         asked = draft.knobs.frozen_storage
         self.require_together(draft, f"frozen_storage={asked!r}")
@@ -77,4 +97,8 @@ FROZEN_STORAGE = FrozenStorage()
 def _coded(plan: Plan) -> list[Any]:
     """Return the parameters that are stored as codes."""
     of_units = {name for unit in plan.sharded_units for name in unit.parameters}
-    return [each for each in plan.shapes.parameters if each.name in of_units and plan.is_coded(each)]
+    return [
+        each
+        for each in plan.shapes.parameters
+        if each.name in of_units and plan.is_coded(each)
+    ]

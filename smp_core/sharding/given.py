@@ -1,7 +1,9 @@
-"""Models that come sharded already: by Transformers' ``from_pretrained(distributed_config=...)``, or by hand.
+"""Models that come sharded already: by Transformers'
+``from_pretrained(distributed_config=...)``, or by hand.
 
-Sharded on a 1-D mesh, they get our communication objects, replica hop and window like any other. On a 2-D mesh
-(replicate, shard), torch has reserved the hop across replicas for itself; then its own two-hop is what a window is.
+Sharded on a 1-D mesh, they get our communication objects, replica hop and window like
+any other. On a 2-D mesh (replicate, shard), torch has reserved the hop across replicas
+for itself; then its own two-hop is what a window is.
 """
 
 from __future__ import annotations
@@ -22,25 +24,38 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
     """Return how ``model`` is sharded already; None if it is not.
 
     Raises:
-        ValueError: sharded in a way that cannot be taken over: not by FSDP2, over several meshes (but for experts that
-            Transformers' own expert parallelism has dealt), tensor parallel, along another dim than the first, or with
-            its shards in host memory.
+        ValueError: sharded in a way that cannot be taken over: not by FSDP2, over
+            several meshes (but for experts that Transformers' own expert parallelism
+            has dealt), tensor parallel, along another dim than the first, or with its
+            shards in host memory.
     """
-    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    sharded = {
+        name: p for name, p in model.named_parameters() if isinstance(p, DTensor)
+    }
     if not sharded:
         return None
-    # All parameters on one mesh, by FSDP2; experts that were dealt, on the ranks that hold the same ones.
+    # All parameters on one mesh, by FSDP2; experts that were dealt, on the ranks that
+    # hold the same ones.
     kind = type(model).__name__.removeprefix("FSDP")
-    dealt = {name: p.device_mesh for name, p in sharded.items() if DEALT in (p.device_mesh.mesh_dim_names or ())}
+    dealt = {
+        name: p.device_mesh
+        for name, p in sharded.items()
+        if DEALT in (p.device_mesh.mesh_dim_names or ())
+    }
     experts = next(iter(dealt.values()))[DEALT].size() if dealt else 1
     _refuse_split_layers(model, kind)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError(f"{kind} has DTensor parameters that are not FSDP2's; load it without them")
+        raise ValueError(
+            f"{kind} has DTensor parameters that are not FSDP2's; load it without them"
+        )
     first = next(p for name, p in sharded.items() if name not in dealt)
     for name, parameter in sharded.items():
         if name in dealt:
             continue
-        if parameter.device_mesh != first.device_mesh or parameter.placements != first.placements:
+        if (
+            parameter.device_mesh != first.device_mesh
+            or parameter.placements != first.placements
+        ):
             raise ValueError(
                 f"{kind} is sharded over several meshes ({name} is {parameter.placements} on {parameter.device_mesh}); "
                 "allowed: one for all parameters; with DistributedConfig write fsdp_size, dp_replicate_size, ep_size"
@@ -54,18 +69,28 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
         )
     policy = given_policy(model)
     if policy.offloads:
-        raise ValueError(f"{kind} is sharded with its shards in host memory; write fsdp_cpu_offload=False")
+        raise ValueError(
+            f"{kind} is sharded with its shards in host memory; write fsdp_cpu_offload=False"
+        )
     mesh, two = first.device_mesh, len(placements) == 2
-    ranks = mesh[mesh.mesh_dim_names[-1]].mesh if two and mesh.mesh_dim_names else mesh.mesh
+    ranks = (
+        mesh[mesh.mesh_dim_names[-1]].mesh if two and mesh.mesh_dim_names else mesh.mesh
+    )
     if ranks.ndim != 1:
-        raise ValueError(f"{kind} is sharded over {mesh}, whose axes have no names; give it mesh_dim_names")
-    return GivenSharding(tuple(ranks.tolist()), two, policy.param_dtype, policy.reduce_dtype, experts)
+        raise ValueError(
+            f"{kind} is sharded over {mesh}, whose axes have no names; give it mesh_dim_names"
+        )
+    return GivenSharding(
+        tuple(ranks.tolist()), two, policy.param_dtype, policy.reduce_dtype, experts
+    )
 
 
 def _refuse_split_layers(model: nn.Module, kind: str) -> None:
     """Refuse a model whose layers Transformers has split over tensor ranks."""
     degrees = (getattr(module, "tp_size", None) for module in model.modules())
-    degree = next((size for size in degrees if isinstance(size, int) and size > 1), None)
+    degree = next(
+        (size for size in degrees if isinstance(size, int) and size > 1), None
+    )
     if degree is not None:
         raise ValueError(
             f"{kind} came with its layers split over {degree} ranks (DistributedConfig(tp_size={degree}), or tp_plan=)"
@@ -74,8 +99,9 @@ def _refuse_split_layers(model: nn.Module, kind: str) -> None:
 
 
 class NativeWindow:
-    """torch's own two-hop as a :class:`smp_core.sharding.gradients.window.Window`: inside
-    :meth:`accumulate` gradients are reduce-scattered and kept, the first pass outside it adds them up across replicas.
+    """torch's own two-hop as a :class:`smp_core.sharding.gradients.window.Window`:
+    inside :meth:`accumulate` gradients are reduce-scattered and kept, the first pass
+    outside it adds them up across replicas.
 
     Args:
         model: sharded on a (replicate, shard) mesh.
@@ -96,7 +122,11 @@ class NativeWindow:
     def attached(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name that FSDP2 has not sharded."""
         named = sorted(self._model.named_parameters(), key=lambda pair: pair[0])
-        return {name: each for name, each in named if each.requires_grad and not isinstance(each, DTensor)}
+        return {
+            name: each
+            for name, each in named
+            if each.requires_grad and not isinstance(each, DTensor)
+        }
 
     def refuse_attached(self) -> None:
         """Refuse gradients of what was attached.
@@ -127,7 +157,8 @@ class NativeWindow:
         """Check that nothing is held any more.
 
         Raises:
-            RuntimeError: every backward pass ran inside ``accumulate``, so replicas have not been reduced.
+            RuntimeError: every backward pass ran inside ``accumulate``, so replicas
+                have not been reduced.
         """
         if self.is_open:
             raise RuntimeError(
@@ -144,7 +175,8 @@ class NativeWindow:
         self.micro_batches = 0
 
     def drop(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
-        """Drop what is held, if these are all the trainable parameters; torch holds gradients of a unit together."""
+        """Drop what is held, if these are all the trainable parameters; torch holds
+        gradients of a unit together."""
         dropped = {id(parameter) for parameter in parameters}
         if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):
             forget_partial_sums(self._model)
@@ -157,7 +189,9 @@ class NativeWindow:
         return partial_sum_bytes(self._model)
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
-        raise AssertionError("optimizer_shard='world' is settled as 'shard' where torch reduces across replicas")
+        raise AssertionError(
+            "optimizer_shard='world' is settled as 'shard' where torch reduces across replicas"
+        )
 
     def _all_reduce(self, wanted: bool) -> None:
         for module in self._model.modules():

@@ -1,4 +1,5 @@
-"""Rules for a model that came sharded: knobs of its sharding are fixed, those that come too late are refused."""
+"""Rules for a model that came sharded: knobs of its sharding are fixed, those that come
+too late are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +56,11 @@ def _too_late(knob: str, other: str) -> Clash[ModelDraft]:
 
 def _shares_sequences(draft: ModelDraft) -> str | None:
     degree = draft.knobs.context_parallel_degree
-    return None if degree == 1 or draft.given is None else f"context_parallel_degree={degree} and {came_sharded(draft)}"
+    return (
+        None
+        if degree == 1 or draft.given is None
+        else f"context_parallel_degree={degree} and {came_sharded(draft)}"
+    )
 
 
 def apart_from_given() -> Iterator[Clash[ModelDraft]]:
@@ -73,7 +78,8 @@ def settle_given(draft: ModelDraft) -> None:
     """Pin the knobs that a pre-sharded model has decided.
 
     Raises:
-        ValueError: a knob that comes too late, shared sequences, or trainable plain parameters alongside a 2-D mesh.
+        ValueError: a knob that comes too late, shared sequences, or trainable plain
+            parameters alongside a 2-D mesh.
     """
     knobs = draft.knobs
     given = draft.given
@@ -106,8 +112,12 @@ def settle_given(draft: ModelDraft) -> None:
 
 def _settle_experts(draft: ModelDraft, given: GivenSharding) -> None:
     degree, asked = given.experts, draft.knobs.expert_parallel_degree
-    # torch divides sums of units on one rank twice, in dtypes in which it divides before and after adding up.
-    reduced = {given.reduce_dtype or given.param_dtype or each.dtype for each in draft.shapes.parameters}
+    # torch divides sums of units on one rank twice, in dtypes in which it divides
+    # before and after adding up.
+    reduced = {
+        given.reduce_dtype or given.param_dtype or each.dtype
+        for each in draft.shapes.parameters
+    }
     others = sorted(map(str, reduced - {torch.float32, torch.bfloat16}))
     if given.two_dimensional and given.degree == degree and others:
         raise ValueError(
@@ -123,14 +133,20 @@ def _settle_experts(draft: ModelDraft, given: GivenSharding) -> None:
 
 
 def _leave_to_torch(draft: ModelDraft, shapes: Shapes) -> None:
-    trainable = [name for name in shapes.units.replicated if shapes.of_name(name).trainable]
+    trainable = [
+        name for name in shapes.units.replicated if shapes.of_name(name).trainable
+    ]
     if trainable:
         raise ValueError(
             f"trainable parameters that every rank holds whole ({', '.join(trainable)}) beside a model sharded in two "
             "dimensions; write DistributedConfig(fsdp_size=...) without dp_replicate_size"
         )
     for knob, value in _TORCHS.items():
-        draft.settle(knob, value, "torch gathers and reduces: the model came with its own replicas")
+        draft.settle(
+            knob,
+            value,
+            "torch gathers and reduces: the model came with its own replicas",
+        )
     draft.warnings.append(
         "the model came sharded on a (replicate, shard) mesh: torch gathers and reduces, also across replicas, "
         f"and {', '.join((*_TORCHS, *_PINNED))} have no effect; load it without distributed_config, and torch-smp "

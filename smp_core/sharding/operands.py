@@ -1,19 +1,23 @@
-"""Operations on sharded and unsharded tensors together: an average of weights, a teacher, a target network that was
-copied before its model was sharded, a distance to first weights, a term of the loss that is made of parameters.
+"""Operations on sharded and unsharded tensors together: an average of weights, a
+teacher, a target network that was copied before its model was sharded, a distance to
+first weights, a term of the loss that is made of parameters.
 
-torch refuses them ("got mixed torch.Tensor and DTensor"). Here a sharded operand is gathered, and the result is a plain
-tensor, as one process has it; what is written into a sharded tensor is this rank's part of an unsharded one, without
-messages. All ranks have to take part, as in every use of a DTensor. Each operation costs a gather: a copy that is made
-after sharding needs none.
+torch refuses them ("got mixed torch.Tensor and DTensor"). Here a sharded operand is
+gathered, and the result is a plain tensor, as one process has it; what is written into
+a sharded tensor is this rank's part of an unsharded one, without messages. All ranks
+have to take part, as in every use of a DTensor. Each operation costs a gather: a copy
+that is made after sharding needs none.
 
-A gradient comes back to the sharded operand as the mean over the ranks whose gradients are averaged, because a rank
-has that of its own part of the batch.
+A gradient comes back to the sharded operand as the mean over the ranks whose gradients
+are averaged, because a rank has that of its own part of the batch.
 
-What matrix products, convolutions and lookups make of weights is gathered outside of a model's forward only: inside, a
-unit that was not called is a mistake with a message of its own (:mod:`smp_core.sharding.fsdp.units`).
+What matrix products, convolutions and lookups make of weights is gathered outside of a
+model's forward only: inside, a unit that was not called is a mistake with a message of
+its own (:mod:`smp_core.sharding.fsdp.units`).
 
-torch has no public name for whether its ``implicit_replication()`` is on (``_allow_implicit_replication`` of
-``_op_dispatcher``): inside it a plain tensor is a replicated DTensor, and results are DTensors.
+torch has no public name for whether its ``implicit_replication()`` is on
+(``_allow_implicit_replication`` of ``_op_dispatcher``): inside it a plain tensor is a
+replicated DTensor, and results are DTensors.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ from smp_core.watch import here, meet_between_calls
 
 logger = logging.getLogger("smp")
 
-# Names of torch.ops.aten. Of each that has one, the variant in place ("add_") and that of lists ("_foreach_add") too.
+# Names of torch.ops.aten. Of each that has one, the variant in place ("add_") and that
+# of lists ("_foreach_add") too.
 _ELEMENTWISE = (
     "add sub rsub mul div pow lerp addcmul addcdiv copy maximum minimum fmax fmin fmod remainder floor_divide atan2 "
     "hypot copysign xlogy logaddexp where masked_fill clamp clamp_min clamp_max eq ne lt le gt ge equal isclose "
@@ -58,11 +63,13 @@ _PRODUCTS = (
 )
 _LOOKED_AT = 64
 _looks = itertools.count()  # unsharded tensors of a parameter's shape
-_followed = WeakIdKeyDictionary()  # sharded operands whose gradients are brought into their layout
+# Sharded operands whose gradients are brought into their layout.
+_followed = WeakIdKeyDictionary()
 
 
 def compute_with_unsharded_tensors() -> None:
-    """Let DTensors of sharded models and plain tensors be operands of one operation, in this process."""
+    """Let DTensors of sharded models and plain tensors be operands of one operation, in
+    this process."""
     for name in _ELEMENTWISE.split():
         for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
             _register(variant, _compute)
@@ -74,7 +81,9 @@ def _register(name: str, rule: Callable[..., Any]) -> None:
     packet = getattr(torch.ops.aten, name, None)
     for overload in [] if packet is None else packet.overloads():
         if "out" not in overload:
-            torch.library.register_torch_dispatch(getattr(packet, overload), DTensor, rule)
+            torch.library.register_torch_dispatch(
+                getattr(packet, overload), DTensor, rule
+            )
 
 
 def _compute_outside_of_forward(
@@ -85,8 +94,11 @@ def _compute_outside_of_forward(
     return _compute(kind, function, types, args, kwargs)
 
 
-def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
-    """Return the result of an operation with sharded and plain operands; NotImplemented: torch computes it."""
+def _compute(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    """Return the result of an operation with sharded and plain operands;
+    NotImplemented: torch computes it."""
     values = (*args, *(kwargs or {}).values())
     if not _has_plain(values) or DTensor._op_dispatcher._allow_implicit_replication:
         return NotImplemented
@@ -102,14 +114,17 @@ def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwarg
     if mesh is None:
         return NotImplemented
 
-    # Phase 1: lists are taken place by place; ranks make sure that they are all here, with equal tensors.
+    # Phase 1: lists are taken place by place; ranks make sure that they are all here,
+    # with equal tensors.
     name = function.overloadpacket.__name__
     written = next(_tensors(args)) if name.endswith("_") else None
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _each_alone(function, args, kwargs or {})
     if backward_pass() == -1:
         ranks = sharded[0].device_mesh.mesh.flatten().tolist()
-        meet_between_calls(f"{name} of a sharded parameter and an unsharded tensor", ranks)
+        meet_between_calls(
+            f"{name} of a sharded parameter and an unsharded tensor", ranks
+        )
         for each in plain:
             if each.shape == sharded[0].shape and each.ndim:
                 _look_for_differences(each, mesh)
@@ -125,15 +140,20 @@ def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwarg
             _bring_back_gradient(operand)
     gathered = functools.partial(_gathered, mesh=mesh, name=name)
     with torch.no_grad():
-        return function(*map_tensors(args, gathered), **map_tensors(kwargs or {}, gathered))
+        return function(
+            *map_tensors(args, gathered), **map_tensors(kwargs or {}, gathered)
+        )
 
 
 def _has_plain(values: Any) -> bool:
-    """Return whether any of the tensors is a plain one. Asked for every operation of optimizers on lists of shards."""
+    """Return whether any of the tensors is a plain one. Asked for every operation of
+    optimizers on lists of shards."""
     for value in values:
         if type(value) is DTensor:
             continue
-        if isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and _has_plain(value)):
+        if isinstance(value, Tensor) or (
+            isinstance(value, (list, tuple)) and _has_plain(value)
+        ):
             return True
     return False
 
@@ -147,36 +167,48 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _counts(plain: Tensor) -> bool:
-    """Return whether an unsharded operand may have other values on other ranks, or is as large as a sharded one."""
+    """Return whether an unsharded operand may have other values on other ranks, or is
+    as large as a sharded one."""
     return plain.ndim > 0 or (torch.is_grad_enabled() and plain.requires_grad)
 
 
 def _gathered(operand: Tensor, mesh: SmpMesh, name: str) -> Tensor:
     if not isinstance(operand, DTensor):
         return operand
-    with here.waiting(f"{name} of a parameter and an unsharded tensor, which all ranks have to compute"):
+    with here.waiting(
+        f"{name} of a parameter and an unsharded tensor, which all ranks have to compute"
+    ):
         return unsharded_value(operand.detach(), mesh).to(local_of(operand).device)
 
 
 def _own_part(operand: Tensor, written: DTensor) -> Tensor:
-    """Return this rank's part of an unsharded operand, beside a tensor that is written into."""
+    """Return this rank's part of an unsharded operand, beside a tensor that is written
+    into."""
     if isinstance(operand, DTensor) or operand.ndim == 0:
         return operand
     return shard_like(written, operand.expand(written.shape))
 
 
 def _each_alone(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute with lists of tensors place by place: a place may have plain tensors only, or sharded ones only."""
+    """Compute with lists of tensors place by place: a place may have plain tensors
+    only, or sharded ones only."""
     results = []
     for place in range(len(args[0])):
-        own = [[value[place]] if isinstance(value, (list, tuple)) else value for value in args]
+        own = [
+            [value[place]] if isinstance(value, (list, tuple)) else value
+            for value in args
+        ]
         results.append(function(*own, **kwargs))
-    return None if results[0] is None else [each for result in results for each in result]
+    return (
+        None if results[0] is None else [each for result in results for each in result]
+    )
 
 
 def _bring_back_gradient(operand: DTensor) -> None:
-    """Let the plain gradient of a sharded operand become one of its layout. Parameters of units do that themselves
-    (:class:`smp_core.sharding.gradients.unit_window.UnitWindow`), because hooks of theirs are a user's."""
+    """Let the plain gradient of a sharded operand become one of its layout. Parameters
+    of units do that themselves
+    (:class:`smp_core.sharding.gradients.unit_window.UnitWindow`), because hooks of
+    theirs are a user's."""
     if hooks_of(operand) is not None or operand in _followed:
         return
     _followed[operand] = True
@@ -190,7 +222,8 @@ class Placed:
 
     Attributes:
         device_mesh: its ranks.
-        placements: of a gradient of it: what is still to be added up has a gradient that all ranks have.
+        placements: of a gradient of it: what is still to be added up has a gradient
+            that all ranks have.
     """
 
     device_mesh: DeviceMesh
@@ -199,28 +232,37 @@ class Placed:
     @classmethod
     def of(cls, tensor: DTensor) -> Placed:
         """Return the layout of a gradient of the tensor."""
-        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        placements = [
+            Replicate() if placement.is_partial() else placement
+            for placement in tensor.placements
+        ]
         return cls(tensor.device_mesh, tuple(placements))
 
 
 @torch.no_grad()
 def sharded_mean(gradient: Tensor, layout: Placed) -> Tensor | None:
-    """Return the mean of an unsharded gradient over the ranks whose gradients are averaged, in the layout of its
-    tensor; None for one that is sharded. Collective over these ranks."""
+    """Return the mean of an unsharded gradient over the ranks whose gradients are
+    averaged, in the layout of its tensor; None for one that is sharded. Collective over
+    these ranks."""
     mesh = None if isinstance(gradient, DTensor) else mesh_on(layout.device_mesh)
     if mesh is None:
         return None
     mean = gradient.to(mesh.device, copy=True, memory_format=torch.contiguous_format)
-    with here.waiting("the gradient of a parameter that was computed with outside of its unit"):
+    with here.waiting(
+        "the gradient of a parameter that was computed with outside of its unit"
+    ):
         dist.all_reduce(mean, group=mesh.gradient_group)
     mean /= mesh.gradient_degree
     everywhere = [Replicate()] * layout.device_mesh.ndim
-    replicated = DTensor.from_local(mean, layout.device_mesh, everywhere, run_check=False)
+    replicated = DTensor.from_local(
+        mean, layout.device_mesh, everywhere, run_check=False
+    )
     return replicated.redistribute(placements=layout.placements)
 
 
 def _look_for_differences(plain: Tensor, mesh: SmpMesh) -> None:
-    """Warn once if an unsharded tensor of a parameter's shape differs between ranks, among the first of them."""
+    """Warn once if an unsharded tensor of a parameter's shape differs between ranks,
+    among the first of them."""
     if next(_looks) >= _LOOKED_AT:
         return
     total = plain.detach().double().sum().to(mesh.device)
@@ -241,9 +283,13 @@ def _warn_once() -> None:
 
 
 def take_part_of_gradient(parameter: Tensor) -> None:
-    """Let a sharded parameter's ``.grad`` that was assigned whole (``p.grad = p.grad * mask``) be this rank's part of
-    it. Local."""
-    if isinstance(parameter, DTensor) and parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+    """Let a sharded parameter's ``.grad`` that was assigned whole (``p.grad = p.grad *
+    mask``) be this rank's part of it. Local."""
+    if (
+        isinstance(parameter, DTensor)
+        and parameter.grad is not None
+        and not isinstance(parameter.grad, DTensor)
+    ):
         parameter.grad = shard_like(parameter, parameter.grad)
 
 

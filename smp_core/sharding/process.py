@@ -1,16 +1,20 @@
-"""What holds for all sharded models of a process, from the first one on: :func:`change_this_process`.
+"""What holds for all sharded models of a process, from the first one on:
+:func:`change_this_process`.
 
-Unsharded tensors may be operands beside shards (operands.py), random numbers in them are those of whole tensors
-(random_values.py), errors of others are explained (error_notes.py); and here:
+Unsharded tensors may be operands beside shards (operands.py), random numbers in them
+are those of whole tensors (random_values.py), errors of others are explained
+(error_notes.py); and here:
 
-``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of whole tensors: torch's
-``DTensor.item()`` gives this rank's part of a result that is not added up yet; here it adds up first, over the ranks
-that hold the parameter together, as every other operation on such a result does; so they all have to ask.
+``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of
+whole tensors: torch's ``DTensor.item()`` gives this rank's part of a result that is not
+added up yet; here it adds up first, over the ranks that hold the parameter together, as
+every other operation on such a result does; so they all have to ask.
 
-No shard is pickled in silence: `torch.save(model.state_dict())` on one rank would write that rank's part. Gathering it
-would need all ranks, and a script that saves calls `torch.save` on one of them. The reducer is registered for the type
-with `copyreg`, which every pickler reads (also cloudpickle, dill and `all_gather_object`); safetensors and numpy refuse
-DTensors by themselves.
+No shard is pickled in silence: `torch.save(model.state_dict())` on one rank would write
+that rank's part. Gathering it would need all ranks, and a script that saves calls
+`torch.save` on one of them. The reducer is registered for the type with `copyreg`,
+which every pickler reads (also cloudpickle, dill and `all_gather_object`); safetensors
+and numpy refuse DTensors by themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from smp_core.torch_facts import ABSENT, is_absent
 
 
 def change_this_process(mesh: SmpMesh) -> None:
-    """Switch on what holds for all sharded models of this process; ``mesh``: of one more of them."""
+    """Switch on what holds for all sharded models of this process; ``mesh``: of one
+    more of them."""
     draw_whole_tensors(mesh)
     _change_once()
     explain_uncaught_errors()
@@ -40,27 +45,33 @@ def change_this_process(mesh: SmpMesh) -> None:
 @functools.cache
 def _change_once() -> None:
     compute_with_unsharded_tensors()
-    # A DTensor of which this process holds a part is refused; one that is unsharded here (replicated, or on a mesh of
-    # one rank) is pickled as a plain tensor.
+    # A DTensor of which this process holds a part is refused; one that is unsharded
+    # here (replicated, or on a mesh of one rank) is pickled as a plain tensor.
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
     # What calls item() follows it: float, bool, int, tolist.
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
-    # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part, without messages.
+    # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part,
+    # without messages.
     torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _is_any_true)
 
 
-def _item(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
+def _item(
+    kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None
+) -> Any:
     if is_absent(args[0]):
         raise RuntimeError(ABSENT % list(args[0].shape))
     return function(args[0].full_tensor())
 
 
-def _is_any_true(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
+def _is_any_true(
+    kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None
+) -> Any:
     return function(args[0].to_local())
 
 
 def is_a_part(tensor: object) -> bool:
-    """Return whether it is a tensor of which this process holds a part, or (other pipeline stages') nothing."""
+    """Return whether it is a tensor of which this process holds a part, or (other
+    pipeline stages') nothing."""
     if is_absent(tensor):
         return True
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
@@ -70,7 +81,9 @@ def is_a_part(tensor: object) -> bool:
 
 def _reduce(tensor: DTensor) -> tuple[Any, ...]:
     if not is_a_part(tensor):
-        plain: tuple[Any, ...] = tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        plain: tuple[Any, ...] = (
+            tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        )
         return plain
     raise pickle.PicklingError(
         f"torch.save or pickle of a sharded tensor {tuple(tensor.shape)} would write this rank's part alone, which is "

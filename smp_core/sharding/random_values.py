@@ -1,10 +1,13 @@
-"""Random numbers in sharded tensors (``nn.init``, ``p.normal_()``, ``torch.randn_like(p)``): those that one process
-draws for the whole tensor, at every degree.
+"""Random numbers in sharded tensors (``nn.init``, ``p.normal_()``,
+``torch.randn_like(p)``): those that one process draws for the whole tensor, at every
+degree.
 
-torch draws for this rank's part: on CPU ranks with equal seeds draw equal numbers then, so that rows repeat; on CUDA
-numbers differ by rank, and with the number of ranks. Here every rank draws the whole tensor and keeps its part, from
-the state that rank 0's generator has, so that replicas agree, too. It takes the memory of the whole tensor while it
-draws, and all ranks have to ask. Dropout of a DTensor is left to torch: it belongs to a computation and not to a value.
+torch draws for this rank's part: on CPU ranks with equal seeds draw equal numbers then,
+so that rows repeat; on CUDA numbers differ by rank, and with the number of ranks. Here
+every rank draws the whole tensor and keeps its part, from the state that rank 0's
+generator has, so that replicas agree, too. It takes the memory of the whole tensor
+while it draws, and all ranks have to ask. Dropout of a DTensor is left to torch: it
+belongs to a computation and not to a value.
 """
 
 from __future__ import annotations
@@ -28,11 +31,26 @@ from smp_core.torch_facts import ABSENT, is_absent
 
 _aten = torch.ops.aten
 _IN_PLACE = (
-    *(_aten.normal_.default, _aten.uniform_.default, _aten.log_normal_.default, _aten.cauchy_.default),
-    *(_aten.exponential_.default, _aten.geometric_.default, _aten.bernoulli_.float, _aten.bernoulli_.Tensor),
+    *(
+        _aten.normal_.default,
+        _aten.uniform_.default,
+        _aten.log_normal_.default,
+        _aten.cauchy_.default,
+    ),
+    *(
+        _aten.exponential_.default,
+        _aten.geometric_.default,
+        _aten.bernoulli_.float,
+        _aten.bernoulli_.Tensor,
+    ),
     *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
 )
-_LIKE = (_aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype)
+_LIKE = (
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+)
 _OF_VALUES = (
     *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.poisson.default),
     *(_aten.normal.Tensor_float, _aten.normal.Tensor_Tensor),
@@ -53,7 +71,9 @@ def _register_random() -> None:
         torch.library.register_torch_dispatch(function, DTensor, _draw)
 
 
-def _draw(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+def _draw(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
     target: DTensor = args[0]
     if is_absent(target):
         raise RuntimeError(ABSENT % list(target.shape))
@@ -81,9 +101,11 @@ def _like_whole(target: DTensor) -> Tensor:
 
 
 @contextmanager
-def _state_of_rank_0(target: DTensor, generator: torch.Generator | None) -> Iterator[None]:
-    """Draw from the state that the generator has on the first rank that holds a part of the model. A rank whose own is
-    another one goes on with that afterwards."""
+def _state_of_rank_0(
+    target: DTensor, generator: torch.Generator | None
+) -> Iterator[None]:
+    """Draw from the state that the generator has on the first rank that holds a part of
+    the model. A rank whose own is another one goes on with that afterwards."""
     device = local_of(target).device
     if generator is None:
         generator = torch.default_generator
@@ -106,14 +128,16 @@ def _state_of_rank_0(target: DTensor, generator: torch.Generator | None) -> Iter
 
 
 def mesh_on(device_mesh: DeviceMesh) -> SmpMesh | None:
-    """Return the mesh of a sharded model that the ranks of a DTensor's mesh belong to."""
+    """Return the mesh of a sharded model that the ranks of a DTensor's mesh belong
+    to."""
     ranks = set(device_mesh.mesh.flatten().tolist())
     meshes = [mesh for each in _meshes if (mesh := each()) is not None]
     return next((each for each in meshes if ranks <= _ranks_of(each)), None)
 
 
 def _ranks_of(mesh: SmpMesh) -> set[int]:
-    """Return the ranks that hold parts of the mesh's models; none once its groups were destroyed."""
+    """Return the ranks that hold parts of the mesh's models; none once its groups were
+    destroyed."""
     try:
         return set(dist.get_process_group_ranks(mesh.model_group))
     except KeyError:

@@ -1,13 +1,16 @@
-"""Parameters of a model that are not those of before it was sharded: others in their place, or attached since.
+"""Parameters of a model that are not those of before it was sharded: others in their
+place, or attached since.
 
-Replaced: an optimizer (or a list for clipping) that was made before the model was sharded holds parameters that the
-model has no longer: nothing it does would reach the model. Hooks of such parameters move to those of now; reading
-``.grad`` of a replaced parameter, which stays empty, is an error.
+Replaced: an optimizer (or a list for clipping) that was made before the model was
+sharded holds parameters that the model has no longer: nothing it does would reach the
+model. Hooks of such parameters move to those of now; reading ``.grad`` of a replaced
+parameter, which stays empty, is an error.
 
-Attached, as adapters are by peft's ``get_peft_model``: FSDP2 knows nothing of them. Each rank holds them whole: all get
-rank 0's values, and gradients are added up over all ranks as those of other replicated parameters are. Ranks may attach
-them in another order, and list them for an optimizer in another order: rank 0's order holds for all, because whoever
-sums over parameters, or sends them one after another, goes by it.
+Attached, as adapters are by peft's ``get_peft_model``: FSDP2 knows nothing of them.
+Each rank holds them whole: all get rank 0's values, and gradients are added up over all
+ranks as those of other replicated parameters are. Ranks may attach them in another
+order, and list them for an optimizer in another order: rank 0's order holds for all,
+because whoever sums over parameters, or sends them one after another, goes by it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from smp_core.checkpoint import iterate_tensors, map_tensors, path_text, shard_like
 from smp_core.cluster import lists_of_all_ranks, of_all_ranks, of_rank_0
 from smp_core.sharding.gradients.accumulation import AccumulationWindow
-from smp_core.sharding.gradients.parameter_hooks import move_hooks, reached_by_hooks, registered_hooks
+from smp_core.sharding.gradients.parameter_hooks import (
+    move_hooks,
+    reached_by_hooks,
+    registered_hooks,
+)
 from smp_core.sharding.weights import broadcast_from_rank_0
 from smp_core.torch_facts import clean_name, model_parameter
 
@@ -35,7 +42,8 @@ _all: weakref.WeakSet[ReplacedParameters] = weakref.WeakSet()
 class ReplacedParameters:
     """The parameters of a model before it was sharded -> those it has now, by name.
 
-    Made before anything is sharded. It keeps no parameter alive: what nobody holds is freed unit by unit.
+    Made before anything is sharded. It keeps no parameter alive: what nobody holds is
+    freed unit by unit.
 
     Attributes:
         model: the name of its class.
@@ -46,11 +54,14 @@ class ReplacedParameters:
         self.model = type(model).__name__
         named = list(model.named_parameters(remove_duplicate=False))
         self._before = [(name, TensorWeakRef(parameter)) for name, parameter in named]
-        self.hooked = {name: parameter for name, parameter in named if registered_hooks(parameter)}
+        self.hooked = {
+            name: parameter for name, parameter in named if registered_hooks(parameter)
+        }
         self._now = WeakIdKeyDictionary()
 
     def settle(self, model: nn.Module) -> None:
-        """Note which parameters the model has now; they get the hooks of those that they replace.
+        """Note which parameters the model has now; they get the hooks of those that
+        they replace.
 
         Raises:
             ValueError: a hook refers to replaced parameters.
@@ -82,13 +93,17 @@ class ReplacedParameters:
         return parameter in self._now
 
     def current(self, parameter: Tensor) -> Tensor:
-        """Return what stands in the place of a parameter now; one that was not replaced is itself."""
+        """Return what stands in the place of a parameter now; one that was not replaced
+        is itself."""
         found: Tensor = self._now.get(parameter, parameter)
         return found
 
-    def current_states(self, states: Iterable[tuple[Tensor, Any]], device: torch.device) -> dict[Tensor, Any]:
-        """Return optimizer states of replaced parameters as those of the parameters that the model has now: rank 0's,
-        as the weights are; tensors of a parameter's shape become shards of it. Collective over the world.
+    def current_states(
+        self, states: Iterable[tuple[Tensor, Any]], device: torch.device
+    ) -> dict[Tensor, Any]:
+        """Return optimizer states of replaced parameters as those of the parameters
+        that the model has now: rank 0's, as the weights are; tensors of a parameter's
+        shape become shards of it. Collective over the world.
 
         Args:
             states: (replaced parameter, its entry in ``optimizer.state``).
@@ -114,8 +129,8 @@ class ReplacedParameters:
 
 
 class _Replaced(nn.Parameter):
-    """A parameter that a model had before it was sharded. It receives no gradient: a list of such parameters that is
-    clipped or stepped would do nothing."""
+    """A parameter that a model had before it was sharded. It receives no gradient: a
+    list of such parameters that is clipped or stepped would do nothing."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -130,7 +145,9 @@ class _Replaced(nn.Parameter):
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied = memo[id(self)] = nn.Parameter(
+            self.detach().clone(), self.requires_grad
+        )
         return copied
 
 
@@ -140,7 +157,9 @@ def of_replaced(parameters: Iterable[Tensor]) -> tuple[str | None, int]:
     Returns:
         (the class of a model that had some, their number); None, 0 without.
     """
-    owners = [each.model for parameter in parameters for each in _all if parameter in each]
+    owners = [
+        each.model for parameter in parameters for each in _all if parameter in each
+    ]
     return (owners[0], len(owners)) if owners else (None, 0)
 
 
@@ -153,7 +172,12 @@ def require_alike(entries: list[Any]) -> None:
     own = []
     for entry in entries:
         tensors = iterate_tensors(entry)
-        own.append([f"{path_text(path)} {list(tensor.shape)} {tensor.dtype}" for path, tensor in tensors])
+        own.append(
+            [
+                f"{path_text(path)} {list(tensor.shape)} {tensor.dtype}"
+                for path, tensor in tensors
+            ]
+        )
     if any(said != own for said in of_all_ranks(own)):
         raise ValueError(
             "the optimizer has other states on some ranks than on others; prepare it before its first step, and bring "
@@ -165,20 +189,26 @@ logger = logging.getLogger("smp")
 
 
 def take_in_attached(model: Any) -> None:
-    """Take in what was attached to a model since it was sharded, or since the last call. Collective over the world.
+    """Take in what was attached to a model since it was sharded, or since the last
+    call. Collective over the world.
 
     Args:
         model: a :class:`smp_core.sharding.optimizer.prepared.SteppedModel`.
 
     Raises:
-        ValueError: ranks attached different parameters, or the model's layout has no place for them. On all ranks.
+        ValueError: ranks attached different parameters, or the model's layout has no
+            place for them. On all ranks.
     """
     window, mesh = model.window, model.mesh
     attached = window.attached()
     _require_the_same(attached)
     if not attached:
         return
-    if not isinstance(window, AccumulationWindow) or mesh.pipeline_degree > 1 or mesh.tensor_degree > 1:
+    if (
+        not isinstance(window, AccumulationWindow)
+        or mesh.pipeline_degree > 1
+        or mesh.tensor_degree > 1
+    ):
         raise ValueError(
             f"{next(iter(attached))} was attached after the model was sharded, which is not built with "
             "pipeline stages, tensor ranks, or a model that came sharded on a (replicate, shard) mesh; attach adapters "
@@ -203,7 +233,10 @@ def _require_the_same(attached: dict[str, nn.Parameter]) -> None:
     Raises:
         ValueError: on all ranks.
     """
-    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in attached.items()]
+    own = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in attached.items()
+    ]
     by_rank = lists_of_all_ranks(own) or []
     for rank, theirs in enumerate(by_rank):
         odd = sorted(set(theirs).symmetric_difference(by_rank[0]))
@@ -217,21 +250,30 @@ def _require_the_same(attached: dict[str, nn.Parameter]) -> None:
 
 
 def _order_as_on_rank_0(model: nn.Module) -> None:
-    """Bring modules and parameters into the order that rank 0 has them in. Collective over the world.
+    """Bring modules and parameters into the order that rank 0 has them in. Collective
+    over the world.
 
-    It is the order of ``_modules`` and ``_parameters``, in which nothing public moves an entry.
+    It is the order of ``_modules`` and ``_parameters``, in which nothing public moves
+    an entry.
 
     Raises:
-        ValueError: modules of an ``nn.Sequential`` are in another order, which would compute something else. On all
-            ranks.
+        ValueError: modules of an ``nn.Sequential`` are in another order, which would
+            compute something else. On all ranks.
     """
     own = [name for name, _ in model.named_parameters()]
     if lists_of_all_ranks(own) is None:
         return
-    places = {name: (list(each._modules), list(each._parameters)) for name, each in model.named_modules()}
+    places = {
+        name: (list(each._modules), list(each._parameters))
+        for name, each in model.named_modules()
+    }
     first = of_rank_0(lambda: places)
     moved = [name for name, here in places.items() if here != first.get(name, here)]
-    sequences = [name for name in moved if isinstance(model.get_submodule(name), (nn.Sequential, nn.ModuleList))]
+    sequences = [
+        name
+        for name in moved
+        if isinstance(model.get_submodule(name), (nn.Sequential, nn.ModuleList))
+    ]
     for names in lists_of_all_ranks(sequences) or []:
         if names:
             raise ValueError(
@@ -247,8 +289,8 @@ def _order_as_on_rank_0(model: nn.Module) -> None:
 
 
 def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:
-    """Bring each group's parameters into the order that the first rank with the same layers has them in. Collective
-    over the world.
+    """Bring each group's parameters into the order that the first rank with the same
+    layers has them in. Collective over the world.
 
     Raises:
         ValueError: ranks step other parameters. On all ranks.
@@ -256,11 +298,18 @@ def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:
     names = {}
     for number, model in enumerate(models):
         for name, parameter in model.module.named_parameters():
-            names[id(parameter)] = f"{clean_name(name)}" + (f" of model {number}" if number else "")
+            names[id(parameter)] = f"{clean_name(name)}" + (
+                f" of model {number}" if number else ""
+            )
     own: list[list[str]] = []
     for group in optimizer.param_groups:
         # What is of no model is refused by its shape.
-        own.append([names.get(id(model_parameter(p)), f"none, {list(p.shape)}") for p in group["params"]])
+        own.append(
+            [
+                names.get(id(model_parameter(p)), f"none, {list(p.shape)}")
+                for p in group["params"]
+            ]
+        )
     by_rank = lists_of_all_ranks(own)
     if by_rank is None:
         return
@@ -268,20 +317,30 @@ def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:
     stages = of_all_ranks(stage)
     for rank, theirs in enumerate(by_rank):
         first = stages.index(stages[rank])
-        _require_the_same_groups(type(optimizer).__name__, (first, by_rank[first]), (rank, theirs))
-    for group, order, here in zip(optimizer.param_groups, by_rank[stages.index(stage)], own, strict=True):
+        _require_the_same_groups(
+            type(optimizer).__name__, (first, by_rank[first]), (rank, theirs)
+        )
+    for group, order, here in zip(
+        optimizer.param_groups, by_rank[stages.index(stage)], own, strict=True
+    ):
         place = {name: number for number, name in enumerate(order)}
-        pairs = sorted(zip(here, group["params"], strict=True), key=lambda pair: place[pair[0]])
+        pairs = sorted(
+            zip(here, group["params"], strict=True), key=lambda pair: place[pair[0]]
+        )
         group["params"] = [parameter for _, parameter in pairs]
 
 
 _Groups = Sequence[Sequence[str]]
 
 
-def _require_the_same_groups(kind: str, at_one: tuple[int, _Groups], at_other: tuple[int, _Groups]) -> None:
+def _require_the_same_groups(
+    kind: str, at_one: tuple[int, _Groups], at_other: tuple[int, _Groups]
+) -> None:
     """Refuse groups that two ranks do not have alike, whatever the order in them."""
     (one, ours), (other, theirs) = at_one, at_other
-    what_to_do = "give the optimizer the same parameters in the same groups on all ranks"
+    what_to_do = (
+        "give the optimizer the same parameters in the same groups on all ranks"
+    )
     if len(ours) != len(theirs):
         raise ValueError(
             f"the optimizer ({kind}) has {len(ours)} parameter groups on rank {one} and {len(theirs)} on rank {other}; "

@@ -1,5 +1,6 @@
-"""Rules for sharding: what is gathered, how often gradients are reduced, where optimizer states live; what is gathered,
-reduced and stored in. Models that came sharded have rules of their own (given_rules)."""
+"""Rules for sharding: what is gathered, how often gradients are reduced, where
+optimizer states live; what is gathered, reduced and stored in. Models that came sharded
+have rules of their own (given_rules)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ import torch
 
 from smp_core.cluster import INNER, PARTITION, Axis
 from smp_core.config import SmpConfig
-from smp_core.plan import HALF, Finding, ModelDraft, Plan, Subject, dtype_of, keeps_parameters, name_of
+from smp_core.plan import (
+    HALF,
+    Finding,
+    ModelDraft,
+    Plan,
+    Subject,
+    dtype_of,
+    keeps_parameters,
+    name_of,
+)
 from smp_core.sharding.given_rules import apart_from_given
 
 
@@ -39,7 +49,8 @@ class Sharding(Subject):
         """Resolve what is stored, gathered and reduced, and in which dtypes.
 
         Raises:
-            ValueError: dtypes that lose gradients, or that a pre-sharded model cannot have.
+            ValueError: dtypes that lose gradients, or that a pre-sharded model cannot
+                have.
         """
         _refuse_casts_of_complex(draft)
         draft.masters = _settle_masters(draft)
@@ -54,12 +65,17 @@ class Sharding(Subject):
         if torch.cuda.is_available():
             capable = torch.cuda.get_device_capability() >= (8, 0)
             found = "yes" if capable else "needs 8.0"
-            yield Finding.unless(capable, "bfloat16", found, "write param_dtype='float16'")
+            yield Finding.unless(
+                capable, "bfloat16", found, "write param_dtype='float16'"
+            )
 
     def describe(self, plan: Plan, made: Any) -> list[str]:
-        """Return lines about the nodes, the layout, the units, and what is replicated."""
+        """Return lines about the nodes, the layout, the units, and what is
+        replicated."""
         layout, degree = plan.layout, plan.shard_degree
-        replicas = "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
+        replicas = (
+            "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
+        )
         in_stages = "in each stage " if layout.pipeline > 1 else ""
         hierarchical = ", collectives in two stages" if plan.hierarchical else ""
         lines = [
@@ -80,9 +96,10 @@ def _settle_gathering(draft: ModelDraft) -> bool:
     """Resolve what is gathered and how often gradients are reduced.
 
     Returns:
-        whether units are sharded by FSDP2. A partition group of one has nothing to gather, and FSDP2 would copy every
-        parameter for each use; it is still needed where it casts or decodes parameters, where it brings them from the
-        host, and where it shows split parameters to their layers.
+        whether units are sharded by FSDP2. A partition group of one has nothing to
+        gather, and FSDP2 would copy every parameter for each use; it is still needed
+        where it casts or decodes parameters, where it brings them from the host, and
+        where it shows split parameters to their layers.
     """
     layout, knobs = draft.layout, draft.knobs
     is_cut = layout.size(*INNER, Axis.PIPELINE) > 1
@@ -93,7 +110,12 @@ def _settle_gathering(draft: ModelDraft) -> bool:
     if knobs.keep_between_micro_batches == "gradients":
         why = "shard_degree=1: nothing is reduced inside a partition group"
         draft.settle("keep_between_micro_batches", kept, why)
-    if casts or draft.masters or knobs.state_offload == "all" or knobs.frozen_storage is not None:
+    if (
+        casts
+        or draft.masters
+        or knobs.state_offload == "all"
+        or knobs.frozen_storage is not None
+    ):
         return True
     why = "shard_degree=1: parameters are whole, nothing is gathered"
     draft.settle("param_dtype", None, why)
@@ -106,18 +128,22 @@ def _settle_gathering(draft: ModelDraft) -> bool:
 def _settle_optimizer_shard(draft: ModelDraft) -> None:
     """Resolve ``optimizer_shard="world"`` where there is one replica."""
     if draft.knobs.optimizer_shard == "world" and draft.layout.replicate == 1:
-        why = "there is one replica: optimizer states are sharded over all ranks already"
+        why = (
+            "there is one replica: optimizer states are sharded over all ranks already"
+        )
         draft.settle("optimizer_shard", "shard", why)
 
 
 def _settle_by_model(draft: ModelDraft) -> None:
-    """Settle what the model alone decides: which modules ranks may leave out, and whether anything is to be
-    initialised."""
+    """Settle what the model alone decides: which modules ranks may leave out, and
+    whether anything is to be initialised."""
     shapes = draft.shapes
     if draft.knobs.units.optional == "auto":
         names = shapes.units.optional
         inside = tuple(f"{name}." for name in names)
-        elements = sum(each.elements for each in shapes.parameters if each.name.startswith(inside))
+        elements = sum(
+            each.elements for each in shapes.parameters if each.name.startswith(inside)
+        )
         why = f"no token goes through them: {elements:,} parameters, gathered with the unit around them"
         draft.settle("units.optional", names, why)
     if draft.knobs.delayed_init and not shapes.on_meta:
@@ -126,33 +152,65 @@ def _settle_by_model(draft: ModelDraft) -> None:
 
 
 def settle_precision(draft: ModelDraft) -> None:
-    """Resolve ``param_dtype="auto"`` by the trainer's precision, and leave skipped steps to a gradient scaler."""
+    """Resolve ``param_dtype="auto"`` by the trainer's precision, and leave skipped
+    steps to a gradient scaler."""
     precision = draft.precision
-    if draft.knobs.param_dtype == "auto" and precision.param_dtype is not None and _complex_names(draft):
-        draft.settle("param_dtype", None, "complex parameters, which a cast would take the imaginary part of")
+    if (
+        draft.knobs.param_dtype == "auto"
+        and precision.param_dtype is not None
+        and _complex_names(draft)
+    ):
+        draft.settle(
+            "param_dtype",
+            None,
+            "complex parameters, which a cast would take the imaginary part of",
+        )
     elif draft.knobs.param_dtype == "auto":
         draft.settle("param_dtype", name_of(precision.param_dtype), precision.why)
     if precision.skips_steps:
-        draft.settle("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
+        draft.settle(
+            "on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps"
+        )
 
 
 def _complex_names(draft: ModelDraft) -> list[str]:
-    return [parameter.name for parameter in draft.shapes.parameters if parameter.dtype.is_complex]
+    return [
+        parameter.name
+        for parameter in draft.shapes.parameters
+        if parameter.dtype.is_complex
+    ]
 
 
 def _refuse_casts_of_complex(draft: ModelDraft) -> None:
     """Refuse what would cast complex parameters or their gradients to real numbers.
 
     Raises:
-        ValueError: knobs that do, or half precision weights beside them, whose gradients are added up in float32.
+        ValueError: knobs that do, or half precision weights beside them, whose
+            gradients are added up in float32.
     """
     names, knobs = _complex_names(draft), draft.knobs
-    half = [parameter.name for parameter in draft.shapes.parameters if parameter.dtype in HALF and parameter.trainable]
+    half = [
+        parameter.name
+        for parameter in draft.shapes.parameters
+        if parameter.dtype in HALF and parameter.trainable
+    ]
     casts = {
-        f"param_dtype={knobs.param_dtype!r}": (knobs.param_dtype is not None, "param_dtype=None"),
-        f"reduce_dtype={knobs.reduce_dtype!r}": (knobs.reduce_dtype not in (None, "auto"), "reduce_dtype=None"),
-        f"compression.reduce={knobs.compression.reduce!r}": (knobs.compression.reduce is not None, "compression=None"),
-        f"{half[:1]} in half precision": (bool(half), "reduce_dtype=None, or float32 weights"),
+        f"param_dtype={knobs.param_dtype!r}": (
+            knobs.param_dtype is not None,
+            "param_dtype=None",
+        ),
+        f"reduce_dtype={knobs.reduce_dtype!r}": (
+            knobs.reduce_dtype not in (None, "auto"),
+            "reduce_dtype=None",
+        ),
+        f"compression.reduce={knobs.compression.reduce!r}": (
+            knobs.compression.reduce is not None,
+            "compression=None",
+        ),
+        f"{half[:1]} in half precision": (
+            bool(half),
+            "reduce_dtype=None, or float32 weights",
+        ),
     }
     if names and knobs.state_offload == "optimizer":
         raise ValueError(
@@ -168,7 +226,8 @@ def _refuse_casts_of_complex(draft: ModelDraft) -> None:
 
 
 def _settle_reduce_dtype(draft: ModelDraft) -> None:
-    """Resolve ``reduce_dtype="auto"``: float32 where gradients would be half precision, else the gradients' own.
+    """Resolve ``reduce_dtype="auto"``: float32 where gradients would be half precision,
+    else the gradients' own.
 
     Raises:
         ValueError: float16, which sums that are not divided yet would overflow.
@@ -181,7 +240,9 @@ def _settle_reduce_dtype(draft: ModelDraft) -> None:
         )
     if asked == "auto":
         gathered = dtype_of(draft.knobs.param_dtype)
-        if gathered in HALF or (gathered is None and any(p.dtype in HALF for p in draft.shapes.parameters)):
+        if gathered in HALF or (
+            gathered is None and any(p.dtype in HALF for p in draft.shapes.parameters)
+        ):
             draft.settle("reduce_dtype", "float32", "gradients are half precision")
         else:
             draft.settle("reduce_dtype", None, "the gradients' own dtype")
@@ -191,8 +252,9 @@ def _settle_masters(draft: ModelDraft) -> bool:
     """Resolve ``master_dtype``, and warn where weights in half precision have none.
 
     Returns:
-        whether these weights are stored in float32. (Masters on the host, and of a model that came sharded, are beside
-        the weights, unless FP8 weights are quantised from what is stored.)
+        whether these weights are stored in float32. (Masters on the host, and of a
+        model that came sharded, are beside the weights, unless FP8 weights are
+        quantised from what is stored.)
 
     Raises:
         ValueError: masters of half precision weights that came sharded.
@@ -201,9 +263,17 @@ def _settle_masters(draft: ModelDraft) -> bool:
     asked = draft.knobs.master_dtype
     shapes = draft.shapes
     came_sharded, replicas = draft.given is not None, draft.layout.replicate
-    half = [parameter for parameter in shapes.parameters if parameter.trainable and parameter.dtype in HALF]
+    half = [
+        parameter
+        for parameter in shapes.parameters
+        if parameter.trainable and parameter.dtype in HALF
+    ]
     if not half:
-        draft.settle("master_dtype", "float32" if asked == "float32" else None, "no trainable weight is half precision")
+        draft.settle(
+            "master_dtype",
+            "float32" if asked == "float32" else None,
+            "no trainable weight is half precision",
+        )
         return False
     if came_sharded and asked == "float32":
         raise ValueError(
@@ -211,16 +281,27 @@ def _settle_masters(draft: ModelDraft) -> bool:
             "weights; shard it in float32 with MixedPrecisionPolicy(param_dtype=...), or let torch-smp shard it"
         )
     # Who steps float32 masters anyway.
-    over_replicas = knobs.optimizer_shard == "world" and (replicas > 1 or not came_sharded)
-    makers = {"optimizer_shard='world'": over_replicas, "state_offload='optimizer'": knobs.state_offload == "optimizer"}
+    over_replicas = knobs.optimizer_shard == "world" and (
+        replicas > 1 or not came_sharded
+    )
+    makers = {
+        "optimizer_shard='world'": over_replicas,
+        "state_offload='optimizer'": knobs.state_offload == "optimizer",
+    }
     by = [knob for knob, makes in makers.items() if makes]
     if asked == "auto":
-        why = f"{by[0]} steps float32 masters" if by else "the optimizer steps half precision weights themselves"
+        why = (
+            f"{by[0]} steps float32 masters"
+            if by
+            else "the optimizer steps half precision weights themselves"
+        )
         draft.settle("master_dtype", "float32" if by else None, why)
     if asked == "auto" and not by:
         draft.warnings.append(_without_masters(half[0].dtype))
     resolved = draft.knobs.master_dtype == "float32"
-    beside = came_sharded or (knobs.state_offload == "optimizer" and not _quantises_stored(knobs))
+    beside = came_sharded or (
+        knobs.state_offload == "optimizer" and not _quantises_stored(knobs)
+    )
     return resolved and not beside
 
 
@@ -236,16 +317,23 @@ def _without_masters(dtype: torch.dtype) -> str:
 
 
 def _settle_stored_dtype(draft: ModelDraft) -> bool:
-    """Decide whether parameters with masters over the world are stored in what they compute in.
-    Not where that would lose digits: FP8 weights are quantised from stored ones, host masters are read from them."""
+    """Decide whether parameters with masters over the world are stored in what they
+    compute in. Not where that would lose digits: FP8 weights are quantised from stored
+    ones, host masters are read from them."""
     knobs, shapes = draft.knobs, draft.shapes
     dtype = dtype_of(knobs.param_dtype)
-    over_world = knobs.optimizer_shard == "world" and draft.gathers and draft.given is None
+    over_world = (
+        knobs.optimizer_shard == "world" and draft.gathers and draft.given is None
+    )
     if not over_world or _quantises_stored(knobs) or knobs.state_offload == "optimizer":
         return False
-    of_units = [shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters]
+    of_units = [
+        shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters
+    ]
     stepped = (torch.float32, *HALF) if draft.masters else (torch.float32,)
-    if dtype not in HALF or not any(p.dtype in stepped and p.trainable for p in of_units):
+    if dtype not in HALF or not any(
+        p.dtype in stepped and p.trainable for p in of_units
+    ):
         return False
     why = f"float32 weights are masters over all ranks; parameters are stored in {knobs.param_dtype}, as they compute"
     draft.settle("optimizer_shard", "world", why)

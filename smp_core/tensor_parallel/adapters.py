@@ -1,12 +1,14 @@
-"""Adapters of split layers: PEFT's LoRA, ``base(x) + B(A(x)) * scaling``, follows the role of its base layer.
+"""Adapters of split layers: PEFT's LoRA, ``base(x) + B(A(x)) * scaling``, follows the
+role of its base layer.
 
     base      A [r, inputs]                                     B [outputs, r]
     column    whole on every rank; gradients added up where     column, in the same stretches of outputs
               ranks see other tokens or other outputs of B
     row       row: each rank's inputs, outputs added up         whole; gradients added up where tokens are split
 
-r features are few, so what A and B send beside the base layer is small. A is found by its container's names
-(``lora_A``, ``lora_B``: modules by the name of an adapter); this file does not import PEFT.
+r features are few, so what A and B send beside the base layer is small. A is found by
+its container's names (``lora_A``, ``lora_B``: modules by the name of an adapter); this
+file does not import PEFT.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def with_adapters(split: Split) -> Iterator[Split]:
-    """List the base layer and the adapters of a layer that PEFT has wrapped, with their roles; any other layer itself.
+    """List the base layer and the adapters of a layer that PEFT has wrapped, with their
+    roles; any other layer itself.
 
     Raises:
         ValueError: adapters that are not plain LoRA.
@@ -41,8 +44,12 @@ def with_adapters(split: Split) -> Iterator[Split]:
     yield replace(split, name=f"{split.name}.base_layer", module=layer.base_layer)
     column = split.role in ("column", "column_gather")
     for adapter in layer.lora_A:
-        first = replace(split, name=f"{split.name}.lora_A.{adapter}", module=layer.lora_A[adapter])
-        second = replace(split, name=f"{split.name}.lora_B.{adapter}", module=layer.lora_B[adapter])
+        first = replace(
+            split, name=f"{split.name}.lora_A.{adapter}", module=layer.lora_A[adapter]
+        )
+        second = replace(
+            split, name=f"{split.name}.lora_B.{adapter}", module=layer.lora_B[adapter]
+        )
         yield replace(first, role="adapter", blocks=1) if column else first
         yield second if column else replace(second, role="adapter", blocks=1)
 
@@ -50,7 +57,9 @@ def with_adapters(split: Split) -> Iterator[Split]:
 def _require_lora(split: Split) -> None:
     layer: Any = split.module
     kind = f"{type(layer).__module__.rpartition('.')[0]}.{type(layer).__name__}"
-    if not all(isinstance(getattr(layer, name, None), nn.ModuleDict) for name in _PARTS) or not len(layer.lora_A):
+    if not all(
+        isinstance(getattr(layer, name, None), nn.ModuleDict) for name in _PARTS
+    ) or not len(layer.lora_A):
         what = f"{kind} around a layer"
     elif getattr(layer, "lora_variant", None):
         what = "a variant of LoRA (use_dora, for example)"
@@ -71,7 +80,8 @@ def is_of_adapter(name: str) -> bool:
 
 
 def around(name: str) -> str:
-    """Return the name of the module that a layer is in: of what PEFT wraps, the module around it."""
+    """Return the name of the module that a layer is in: of what PEFT wraps, the module
+    around it."""
     parts = name.split(".")
     if len(parts) > 1 and parts[-1] == "base_layer":
         parts = parts[:-1]

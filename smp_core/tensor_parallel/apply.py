@@ -1,11 +1,14 @@
-"""apply_tensor_parallel(): a model's layers are split over the tensor axis, before anything is sharded.
+"""apply_tensor_parallel(): a model's layers are split over the tensor axis, before
+anything is sharded.
 
-Parameters become DTensors over the tensor axis, in equal stretches; FSDP2 makes DTensors over (shard, tensor) of them.
-Activations stay plain tensors, so that attention code, masks and views go on working.
+Parameters become DTensors over the tensor axis, in equal stretches; FSDP2 makes
+DTensors over (shard, tensor) of them. Activations stay plain tensors, so that attention
+code, masks and views go on working.
 
-With sequence parallelism the blocks of a stack hold 1/T of the tokens, if they compute the same with these
-(:mod:`smp_core.tensor_parallel.blocks`). What stands inside between split layers (norms, biases of row layers) sees
-other tokens on each rank, and its gradients are added up.
+With sequence parallelism the blocks of a stack hold 1/T of the tokens, if they compute
+the same with these (:mod:`smp_core.tensor_parallel.blocks`). What stands inside between
+split layers (norms, biases of row layers) sees other tokens on each rank, and its
+gradients are added up.
 """
 
 from __future__ import annotations
@@ -39,7 +42,11 @@ from smp_core.tensor_parallel.layers import (
     WholeForward,
 )
 from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
-from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, let_anomalies_be_found
+from smp_core.tensor_parallel.operators import (
+    RowsInUse,
+    TensorAxis,
+    let_anomalies_be_found,
+)
 from smp_core.tensor_parallel.overlap import ColumnInputs, is_plain_product
 from smp_core.tensor_parallel.randomness import RandomForward, settle_random
 from smp_core.tensor_parallel.refused import (
@@ -84,11 +91,13 @@ def apply_tensor_parallel(
     Args:
         model: with equal values on all ranks of the axis.
         mesh: 1-D, the tensor axis.
-        plan: "auto", globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`), or "infer"
+        plan: "auto", globs over module names -> roles
+            (:mod:`smp_core.tensor_parallel.roles`), or "infer"
             (:mod:`smp_core.tensor_parallel.inspection`), or what an inspection found.
         sequence_parallel: hold 1/T of the tokens in blocks.
         whole: names of parameters that "auto" replicates.
-        chunked_loss: the loss is left to the code that computes it in chunks, from :attr:`SplitModel.split_vocabulary`.
+        chunked_loss: the loss is left to the code that computes it in chunks, from
+            :attr:`SplitModel.split_vocabulary`.
 
     Raises:
         ValueError: a model that cannot be split so; says what to write.
@@ -109,9 +118,15 @@ def apply_tensor_parallel(
     # Logits, and the loss of them.
     known = transformers_model(model)
     head = None if known is None else embeddings_of(known)[1]
-    split_head = head is not None and any(split.module is head and split.is_column for split in splits)
+    split_head = head is not None and any(
+        split.module is head and split.is_column for split in splits
+    )
     split_loss = split_head and (chunked_loss or split_vocabulary_loss(known, axis))
-    repeated = {name: p.numel() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    repeated = {
+        name: p.numel()
+        for name, p in model.named_parameters()
+        if not isinstance(p, DTensor)
+    }
     logits = SplitLogits(axis) if split_head else None
     return SplitModel(
         axis,
@@ -148,7 +163,9 @@ class _Splitting:
         found = stacks_of(model, splits)
         self.stacks = []
         for names in found:
-            self.stacks.append(Stack(names, [Tokens() for _ in names], axis, sequence_parallel))
+            self.stacks.append(
+                Stack(names, [Tokens() for _ in names], axis, sequence_parallel)
+            )
         self._tokens: dict[str, Tokens] = {}
         for stack in self.stacks:
             self._tokens |= dict(zip(stack.names, stack.tokens, strict=True))
@@ -167,21 +184,33 @@ class _Splitting:
             )
 
     def split_all(self) -> None:
-        before = {module: {**vars(module), "forward": module.forward} for module in self.model.modules()}
+        before = {
+            module: {**vars(module), "forward": module.forward}
+            for module in self.model.modules()
+        }
         self._split_all()
         for module, had in before.items():
             now = vars(module)
-            self.unsplit.before[module] = {name: had[name] for name in had if now.get(name, had[name]) is not had[name]}
+            self.unsplit.before[module] = {
+                name: had[name]
+                for name in had
+                if now.get(name, had[name]) is not had[name]
+            }
 
     def _split_all(self) -> None:
         by_name = {split.name: split for split in self.splits}
         self._refuse_what_the_plan_misses(by_name)
-        refuse_unshared_tokens([split for split in self.splits if self._splits_tokens(split.name)], self.blocks)
+        refuse_unshared_tokens(
+            [split for split in self.splits if self._splits_tokens(split.name)],
+            self.blocks,
+        )
         # Attention counts a rank's heads only.
         attention = self._attention = self._attention_modules()
         for module, attribute in self._divided_attributes():
             setattr(module, attribute, getattr(module, attribute) // self.axis.degree)
-        for module, argument in arguments_of_heads(self.model) if self.inspected is None else ():
+        for module, argument in (
+            arguments_of_heads(self.model) if self.inspected is None else ()
+        ):
             heads: Any = module.num_heads
             module.forward = OwnHeadsForward(module.forward, self.axis, argument, heads)
         # Each layer, by its role.
@@ -202,17 +231,24 @@ class _Splitting:
             role = by_name[name].role if name in by_name else None
             if role in (None, "sum", "replicate", "adapter"):
                 summing += self._summing(name, module, role, attention)
-        # Forwards around what was split: shared inputs, attention, modules that need all tokens.
+        # Forwards around what was split: shared inputs, attention, modules that need
+        # all tokens.
         for parent, inputs in self._shared.items():
             parent.forward = SharingForward(parent.forward, inputs)
         for name in attention:
             module = self.model.get_submodule(name)
-            module.forward = AttentionForward(module.forward, self._inputs(module), self._tokens_in(name))
+            module.forward = AttentionForward(
+                module.forward, self._inputs(module), self._tokens_in(name)
+            )
         for name in self.whole:
             module = self.model.get_submodule(name)
-            module.forward = WholeForward(module.forward, self.axis, self._tokens_in(name, itself_whole=True))
+            module.forward = WholeForward(
+                module.forward, self.axis, self._tokens_in(name, itself_whole=True)
+            )
         self._blocks(summing)
-        self.n_in_pieces += sum(len(inputs.in_pieces) for inputs in self._shared.values())
+        self.n_in_pieces += sum(
+            len(inputs.in_pieces) for inputs in self._shared.values()
+        )
         if self.axis.overlap != "sums" and not self.n_in_pieces:
             raise ValueError(
                 f"tensor_parallel.overlap={self.axis.overlap!r} has no effect: no split layer among split tokens is a "
@@ -220,11 +256,16 @@ class _Splitting:
             )
 
     def _blocks(self, summing: list[SummingForward]) -> None:
-        """Prepare what stands around blocks, which is put there when they are told to recompute."""
+        """Prepare what stands around blocks, which is put there when they are told to
+        recompute."""
         units = units_of(self.model, self.splits, self._tokens)
         for stack in self.stacks:
-            places = {self.model.get_submodule(name): place for place, name in reversed(list(enumerate(stack.names)))}
-            for block, place in places.items():  # one that stands in several is one block
+            places = {
+                self.model.get_submodule(name): place
+                for place, name in reversed(list(enumerate(stack.names)))
+            }
+            # One that stands in several is one block.
+            for block, place in places.items():
                 own = block.forward
                 if self.axis.draws:
                     block.forward = RandomForward(block, own, self.axis)
@@ -233,18 +274,33 @@ class _Splitting:
                 shared = shared_with_others(self.model, block)
                 unsplit = self.unsplit if stack.names[place] in units else None
                 self.forwards.append(
-                    BlockForward(block, own, own, stack, place, of_block, self.random, shared, unsplit)
+                    BlockForward(
+                        block,
+                        own,
+                        own,
+                        stack,
+                        place,
+                        of_block,
+                        self.random,
+                        shared,
+                        unsplit,
+                    )
                 )
         for name in units:
             if name not in self._tokens:
                 module = self.model.get_submodule(name)
                 own = module.forward
-                self.compared.append(ComparedForward(name, module, own, own, self.axis, self.unsplit))
+                self.compared.append(
+                    ComparedForward(name, module, own, own, self.axis, self.unsplit)
+                )
 
     def _divided_attributes(self) -> Iterator[tuple[nn.Module, str]]:
         if self.inspected is None:
             return divided_attributes(self.model)
-        return ((self.model.get_submodule(name), attribute) for name, attribute in self.inspected.divided)
+        return (
+            (self.model.get_submodule(name), attribute)
+            for name, attribute in self.inspected.divided
+        )
 
     def _splits_tokens(self, name: str, itself_whole: bool = False) -> bool:
         """Return whether a module's inputs hold 1/T of the tokens."""
@@ -255,7 +311,9 @@ class _Splitting:
         """Return the tokens that a module sees."""
         if not self._splits_tokens(name, itself_whole):
             return WHOLE_TOKENS
-        return next(tokens for block, tokens in self._tokens.items() if holds([block], name))
+        return next(
+            tokens for block, tokens in self._tokens.items() if holds([block], name)
+        )
 
     def _parent(self, name: str) -> tuple[str, nn.Module]:
         above = around(name)
@@ -269,7 +327,9 @@ class _Splitting:
         rows = None
         if outputs % self.axis.degree or parent is not self.model:
             head = head_size(parent) if self.inspected is None else None
-            rows = rows_in_use(split, head, outputs, self._query_outputs(above), self.axis.degree)
+            rows = rows_in_use(
+                split, head, outputs, self._query_outputs(above), self.axis.degree
+            )
         if rows is not None and split.role == "column_gather":
             rows = None  # gathered in the order in which they are stored
         if rows is not None and split.blocks == 1:
@@ -285,14 +345,28 @@ class _Splitting:
         reads_others = reads_other_tokens(self.model, split.name)
         is_entered = above in self._attention or reads_others
         if rows is None:
-            in_pieces = tokens is not WHOLE_TOKENS and not reads_others and self._goes_in_pieces(split)
+            in_pieces = (
+                tokens is not WHOLE_TOKENS
+                and not reads_others
+                and self._goes_in_pieces(split)
+            )
             inputs.add(layer, split.name if in_pieces else None)
         layer.forward = ColumnForward(
-            layer, layer.forward, self.axis, inputs, tokens, is_entered, gathers, rows, dim, alone
+            layer,
+            layer.forward,
+            self.axis,
+            inputs,
+            tokens,
+            is_entered,
+            gathers,
+            rows,
+            dim,
+            alone,
         )
 
     def _goes_in_pieces(self, split: Split) -> bool:
-        # Adapters have few features, and one of a column layer reads what the other one made.
+        # Adapters have few features, and one of a column layer reads what the other one
+        # made.
         return self.axis.overlap != "sums" and not is_of_adapter(split.name)
 
     def _inputs(self, module: nn.Module) -> ColumnInputs:
@@ -300,18 +374,25 @@ class _Splitting:
 
     def _query_outputs(self, above: str) -> int:
         """Return outputs of the largest column layer of a module: its queries."""
-        siblings = [split for split in self.splits if split.is_column and around(split.name) == above]
+        siblings = [
+            split
+            for split in self.splits
+            if split.is_column and around(split.name) == above
+        ]
         return max(map(_outputs, siblings))
 
     def _share_heads(self, split: Split, parent: Any, above: str) -> None:
-        """Share keys and values of one head among several ranks: a rank's queries all belong to it."""
+        """Share keys and values of one head among several ranks: a rank's queries all
+        belong to it."""
         if not hasattr(parent, "num_key_value_groups"):
             raise ValueError(
                 f"tensor_parallel: {split.name} has fewer heads than tensor_parallel_degree={self.axis.degree}, and "
                 f"{type(parent).__name__} has no num_key_value_groups that says how queries share them; write a "
                 "tensor_parallel_degree that divides its heads"
             )
-        parent.num_key_value_groups = self._query_outputs(above) // parent.head_dim // self.axis.degree
+        parent.num_key_value_groups = (
+            self._query_outputs(above) // parent.head_dim // self.axis.degree
+        )
 
     def _row(self, split: Split) -> None:
         layer: Any = split.module
@@ -324,9 +405,20 @@ class _Splitting:
             )
         self._distribute(layer, "weight", dim)
         tokens = self._tokens_in(split.name)
-        in_pieces = tokens is not WHOLE_TOKENS and self._goes_in_pieces(split) and is_plain_product(layer)
+        in_pieces = (
+            tokens is not WHOLE_TOKENS
+            and self._goes_in_pieces(split)
+            and is_plain_product(layer)
+        )
         self.n_in_pieces += in_pieces
-        layer.forward = RowForward(layer, layer.forward, self.axis, tokens, split.role == "row_split", in_pieces)
+        layer.forward = RowForward(
+            layer,
+            layer.forward,
+            self.axis,
+            tokens,
+            split.role == "row_split",
+            in_pieces,
+        )
 
     def _vocabulary(self, split: Split) -> None:
         words: Any = split.module
@@ -350,11 +442,13 @@ class _Splitting:
         module.forward = PartForward(module, module.forward)
 
     def _experts(self, split: Split) -> None:
-        """Split weights [E, 2I, H] of gate and up in one, and [E, H, I], by inner features; a bias would have to be
-        split too."""
+        """Split weights [E, 2I, H] of gate and up in one, and [E, H, I], by inner
+        features; a bias would have to be split too."""
         module: Any = split.module
         weights = _own(module)
-        if set(weights) != {"gate_up_proj", "down_proj"} or any(p.ndim != 3 for p in weights.values()):
+        if set(weights) != {"gate_up_proj", "down_proj"} or any(
+            p.ndim != 3 for p in weights.values()
+        ):
             raise ValueError(
                 f"tensor_parallel: {split.name} ({type(module).__name__}) has parameters {', '.join(weights)}; only "
                 "fused experts of gate_up_proj [E, 2I, H] and down_proj [E, H, I] can be split; write 'replicate'"
@@ -378,13 +472,26 @@ class _Splitting:
         module.forward = ExpertsForward(module, module.forward, self.axis, rows)
 
     def _distribute(self, module: nn.Module, name: str, dim: int) -> None:
-        """Put this rank's stretch of a parameter in its place, once for all modules that share the parameter."""
+        """Put this rank's stretch of a parameter in its place, once for all modules
+        that share the parameter."""
         whole = _own(module).get(name)
         if whole is None or isinstance(whole, DTensor):
             return
-        part = whole.detach().chunk(self.axis.degree, dim)[self.axis.rank].contiguous().clone()
+        part = (
+            whole.detach()
+            .chunk(self.axis.degree, dim)[self.axis.rank]
+            .contiguous()
+            .clone()
+        )
         stride = torch.empty(whole.shape, device="meta").stride()
-        tensor = DTensor.from_local(part, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=stride)
+        tensor = DTensor.from_local(
+            part,
+            self.mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=whole.shape,
+            stride=stride,
+        )
         split = nn.Parameter(tensor, requires_grad=whole.requires_grad)
         for other in self.model.modules():
             for key, parameter in _own(other).items():
@@ -392,8 +499,8 @@ class _Splitting:
                     setattr(other, key, split)
 
     def _attention_modules(self) -> dict[str, bool]:
-        """Return modules with heads and column layers -> whether what is between these sees the rank's own heads
-        only."""
+        """Return modules with heads and column layers -> whether what is between these
+        sees the rank's own heads only."""
         if self.inspected is not None:
             return dict.fromkeys(self.inspected.attention, True)
         found: dict[str, bool] = {}
@@ -404,9 +511,14 @@ class _Splitting:
         return found
 
     def _summing(
-        self, name: str, module: nn.Module, role: str | None, attention: Mapping[str, bool]
+        self,
+        name: str,
+        module: nn.Module,
+        role: str | None,
+        attention: Mapping[str, bool],
     ) -> Iterator[SummingForward]:
-        """Put a forward around a module whose own parameters' gradients may have to be added up; yield it."""
+        """Put a forward around a module whose own parameters' gradients may have to be
+        added up; yield it."""
         own = _own(module).values()
         if not own or any(isinstance(parameter, DTensor) for parameter in own):
             return
@@ -419,12 +531,15 @@ class _Splitting:
             always = self.inspected is None
         if always or tokens is not WHOLE_TOKENS:
             is_open = always and holds(list(self._tokens), name)
-            module.forward = summing = SummingForward(module, module.forward, self.axis, tokens, always, is_open)
+            module.forward = summing = SummingForward(
+                module, module.forward, self.axis, tokens, always, is_open
+            )
             yield summing
 
     def _refuse_what_the_plan_misses(self, by_name: Mapping[str, Split]) -> None:
-        """Refuse parameters alongside column layers of attention, one for each head: no role says how they are split.
-        An inspection has run the module with parts of its heads."""
+        """Refuse parameters alongside column layers of attention, one for each head: no
+        role says how they are split. An inspection has run the module with parts of its
+        heads."""
         for above in self._attention_modules() if self.inspected is None else ():
             own = _own(self.model.get_submodule(above))
             if own and above not in by_name:

@@ -1,24 +1,30 @@
-"""The blocks of a stack: which of them hold 1/T of the tokens, and where tokens are split and joined.
+"""The blocks of a stack: which of them hold 1/T of the tokens, and where tokens are
+split and joined.
 
-A block is compared with the unsplit one in its first forward (:mod:`smp_core.tensor_parallel.unsplit_trial`), and tried
-out in its first forward that trains (:mod:`smp_core.tensor_parallel.token_trial`). Before, and if it
-does not compute the same with a part of its tokens, it holds all of them.
+A block is compared with the unsplit one in its first forward
+(:mod:`smp_core.tensor_parallel.unsplit_trial`), and tried out in its first forward that
+trains (:mod:`smp_core.tensor_parallel.token_trial`). Before, and if it does not compute
+the same with a part of its tokens, it holds all of them.
 
-What the model computes between two blocks is not known before it has been run: in the first step each block joins its
-tokens behind itself. Where that shows that the next block takes what this one returned, and nothing else does, tokens
-stay split between the two from the second step on. From then on each block checks that it is given what the one before
-it returned.
+What the model computes between two blocks is not known before it has been run: in the
+first step each block joins its tokens behind itself. Where that shows that the next
+block takes what this one returned, and nothing else does, tokens stay split between the
+two from the second step on. From then on each block checks that it is given what the
+one before it returned.
 
-Inside a block with split tokens every gradient is a part: of parameters, and of all that comes into the block whole
-(conditions, memory). Their sums are made where it comes in; what goes out whole has its gradient once.
+Inside a block with split tokens every gradient is a part: of parameters, and of all
+that comes into the block whole (conditions, memory). Their sums are made where it comes
+in; what goes out whole has its gradient once.
 
-A use of what a block returned is seen where torch calls ``__torch_function__`` of a tensor's class (inside of which
-``torch._C.DisableTorchFunctionSubclass``, of torch's notes on extending it, calls the function itself), or by the
-gradient that comes from it.
+A use of what a block returned is seen where torch calls ``__torch_function__`` of a
+tensor's class (inside of which ``torch._C.DisableTorchFunctionSubclass``, of torch's
+notes on extending it, calls the function itself), or by the gradient that comes from
+it.
 
-Splitting and joining stands outside of what is recomputed, so that it may change between forward and backward. A
-checkpoint around the whole block, as of Transformers, runs it again in backward: ``torch._C._current_graph_task_id``,
-torch's own way to know, tells; there is no public one.
+Splitting and joining stands outside of what is recomputed, so that it may change
+between forward and backward. A checkpoint around the whole block, as of Transformers,
+runs it again in backward: ``torch._C._current_graph_task_id``, torch's own way to know,
+tells; there is no public one.
 """
 
 from __future__ import annotations
@@ -44,7 +50,13 @@ from smp_core.tensor_parallel.layers import (
     with_others,
     with_output,
 )
-from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, join_tokens, split_tokens, sum_gradient
+from smp_core.tensor_parallel.operators import (
+    TensorAxis,
+    gradient_once,
+    join_tokens,
+    split_tokens,
+    sum_gradient,
+)
 from smp_core.tensor_parallel.randomness import refuse_random
 from smp_core.tensor_parallel.token_trial import Found, TokenTrial, require_equal_parts
 from smp_core.tensor_parallel.unsplit_trial import Unsplit, UnsplitTrial
@@ -57,9 +69,13 @@ def _in_backward() -> bool:
 
 
 def _same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors show the same numbers, unchanged (``_version``, the count of in-place changes, which
-    nothing public tells): FSDP2 hands on an alias."""
-    same_memory = one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    """Return whether two tensors show the same numbers, unchanged (``_version``, the
+    count of in-place changes, which nothing public tells): FSDP2 hands on an alias."""
+    same_memory = (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
     return same_memory and one.dtype == other.dtype and one._version == other._version
 
 
@@ -82,7 +98,14 @@ class _Given:
 
 
 # What a call says of a tensor that does not depend on its tokens.
-_SAYS_NOTHING = (bool, torch.dtype, torch.device, torch.layout, torch.utils.hooks.RemovableHandle, type(None))
+_SAYS_NOTHING = (
+    bool,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.utils.hooks.RemovableHandle,
+    type(None),
+)
 
 
 class _Watched(Tensor):
@@ -91,10 +114,13 @@ class _Watched(Tensor):
     given: _Given
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
-        if func is Tensor.view_as and isinstance(args[0], _Watched):  # torch.autograd.Function's, FSDP2's units
+        # torch.autograd.Function's, FSDP2's units.
+        if func is Tensor.view_as and isinstance(args[0], _Watched):
             made.__class__, made.given = cls, args[0].given
         elif not isinstance(made, _SAYS_NOTHING):
             for _, tensor in iterate_tensors([args, kwargs or {}]):
@@ -117,9 +143,11 @@ class Stack:
 
     Attributes:
         names, tokens: of its blocks, in order.
-        links: for each block but the last, whether tokens stay split between it and the next.
+        links: for each block but the last, whether tokens stay split between it and the
+            next.
         may_split: tokens are to be split where that is exact.
-        is_known: nothing stands between blocks (pipeline stages see to that themselves).
+        is_known: nothing stands between blocks (pipeline stages see to that
+            themselves).
         is_tried: its blocks are tried out in their first forward.
     """
 
@@ -142,7 +170,8 @@ class Stack:
         self.links = [False] * (len(self.names) - 1)
 
     def know(self, without_trial: bool) -> None:
-        """Let tokens stay split between all blocks; and in them, if they are not to be tried out."""
+        """Let tokens stay split between all blocks; and in them, if they are not to be
+        tried out."""
         self.is_tried = not without_trial
         if not self.may_split:
             return
@@ -199,8 +228,8 @@ class Stack:
             hidden.__class__, hidden.given = _Watched, last  # type: ignore[assignment,attr-defined]
 
     def learn(self) -> None:
-        """Let tokens stay split from the next step on, where the last one showed that they can. Collective over the
-        axis; when gradients are complete."""
+        """Let tokens stay split from the next step on, where the last one showed that
+        they can. Collective over the axis; when gradients are complete."""
         last, self._last = self._last, None
         if last is not None:
             self._require_whole(last)
@@ -210,8 +239,14 @@ class Stack:
         self._is_learning = False
         self._indirect |= {each.place for each in self._returned if each.is_used}
         self._returned.clear()
-        both = [one.split and other.split for one, other in zip(self.tokens, self.tokens[1:], strict=False)]
-        keeps = [split and n in self._direct and n not in self._indirect for n, split in enumerate(both)]
+        both = [
+            one.split and other.split
+            for one, other in zip(self.tokens, self.tokens[1:], strict=False)
+        ]
+        keeps = [
+            split and n in self._direct and n not in self._indirect
+            for n, split in enumerate(both)
+        ]
         breaks = torch.tensor([not keep for keep in keeps], device=self._device).float()
         self.links = (self.axis.maximum(breaks) == 0).tolist()
 
@@ -223,12 +258,16 @@ class Stack:
             )
 
     def is_own(self, tensor: Tensor) -> bool:
-        """Return whether an earlier block of this forward returned this tensor as something of this rank's heads."""
+        """Return whether an earlier block of this forward returned this tensor as
+        something of this rank's heads."""
         return any(_same_tensor(each, tensor) for each, _ in self._own)
 
     def own_dim(self, tensor: Tensor) -> int | None:
-        """Return the dimension of this rank's heads in such a tensor; None: it is no such tensor, or not known."""
-        return next((dim for each, dim in self._own if _same_tensor(each, tensor)), None)
+        """Return the dimension of this rank's heads in such a tensor; None: it is no
+        such tensor, or not known."""
+        return next(
+            (dim for each, dim in self._own if _same_tensor(each, tensor)), None
+        )
 
     def add_own(self, tensors: Iterable[tuple[Tensor, int | None]]) -> None:
         self._own += [(tensor.detach(), dim) for tensor, dim in tensors]
@@ -236,17 +275,20 @@ class Stack:
 
 @dataclass(eq=False)
 class BlockForward:
-    """The forward of a block of a stack, around all else that was put around it. Gradients of what is returned
-    alongside the tokens count once, but for what is of this rank's heads.
+    """The forward of a block of a stack, around all else that was put around it.
+    Gradients of what is returned alongside the tokens count once, but for what is of
+    this rank's heads.
 
     Attributes:
         original: recomputes, where that was asked for.
         plain: does not, and draws no random numbers of its own.
         summing: forwards inside that add up gradients of parameters.
         shared: what the block shares with others, in words; "": nothing.
-        unsplit: before the model was split; None: the block alone computes something else.
+        unsplit: before the model was split; None: the block alone computes something
+            else.
         compared: with the unsplit block, in a call that trains or not.
-        own: what is returned alongside the tokens and is of this rank's heads: number -> dimension, if known.
+        own: what is returned alongside the tokens and is of this rank's heads: number
+            -> dimension, if known.
     """
 
     block: nn.Module
@@ -268,28 +310,41 @@ class BlockForward:
         return self._returned(self.original(*args, **kwargs))
 
     @torch.compiler.disable
-    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _taken(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         axis = self.stack.axis
         tokens = self.stack.tokens[self.place]
         stack = self.stack
         args, kwargs = with_hidden(args, kwargs, _plain)
         if stack.is_tried and self.found is None and not tokens.split:
             self._try_out(args, kwargs)
-        args, kwargs = with_hidden(args, kwargs, lambda hidden: self._enter(hidden, tokens.split))
+        args, kwargs = with_hidden(
+            args, kwargs, lambda hidden: self._enter(hidden, tokens.split)
+        )
         if not tokens.split:
             return args, kwargs
-        return with_others(args, kwargs, lambda other: other if stack.is_own(other) else sum_gradient(other, axis))
+        return with_others(
+            args,
+            kwargs,
+            lambda other: other if stack.is_own(other) else sum_gradient(other, axis),
+        )
 
     @torch.compiler.disable
     def _returned(self, output: Any) -> Any:
         axis, split = self.stack.axis, self.stack.tokens[self.place].split
         found = iterate_tensors(output[1:]) if isinstance(output, tuple) else ()
         others = [tensor for _, tensor in found if tensor.is_floating_point()]
-        own = [(tensor, self.own[n]) for n, tensor in enumerate(others) if n in self.own]
+        own = [
+            (tensor, self.own[n]) for n, tensor in enumerate(others) if n in self.own
+        ]
         self.stack.add_own(own)
         if split:
             ids = {id(tensor) for tensor, _ in own}
-            output = with_other_outputs(output, lambda other: other if id(other) in ids else gradient_once(other, axis))
+            output = with_other_outputs(
+                output,
+                lambda other: other if id(other) in ids else gradient_once(other, axis),
+            )
         return self._leave(output, split)
 
     def _enter(self, hidden: Tensor, split: bool) -> Tensor:
@@ -313,12 +368,17 @@ class BlockForward:
         elif gives_split and not split:
             output = with_output(output, self._split)
         if split or gives_split:
-            stack.leave(self.place, output if isinstance(output, Tensor) else output[0], gives_split)
+            stack.leave(
+                self.place,
+                output if isinstance(output, Tensor) else output[0],
+                gives_split,
+            )
         return output
 
     def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out whether the block computes what it does unsplit, in its first forward, and whether it computes the
-        same with a part of its tokens, in its first that trains. Collective over the axis.
+        """Find out whether the block computes what it does unsplit, in its first
+        forward, and whether it computes the same with a part of its tokens, in its
+        first that trains. Collective over the axis.
 
         Raises:
             ValueError: what is not the same with whole tokens either.
@@ -336,22 +396,46 @@ class BlockForward:
         if not trains and not (draws and is_even):
             return
         stay_whole = self.shared if stack.may_split else "sequence_parallel=False"
-        trial = TokenTrial(name, self.block, self.plain, stack.axis, stack.tokens[self.place], self.summing)
-        self.found = trial.run(args, kwargs, stack.is_own, stay_whole, evaluating=bool(self.random))
+        trial = TokenTrial(
+            name,
+            self.block,
+            self.plain,
+            stack.axis,
+            stack.tokens[self.place],
+            self.summing,
+        )
+        self.found = trial.run(
+            args, kwargs, stack.is_own, stay_whole, evaluating=bool(self.random)
+        )
         self.own = dict.fromkeys(self.found.own_outputs) | self.own
         if self.found.why and stack.may_split:
             self._go_on_with_whole_tokens(name, self.found.why)
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the block with the unsplit one, unless it takes parts whose dimension is not known."""
+        """Compare the block with the unsplit one, unless it takes parts whose dimension
+        is not known."""
         stack = self.stack
-        own = [tensor for _, tensor in iterate_tensors([args, kwargs]) if stack.is_own(tensor)]
-        if self.unsplit is not None and not any(stack.own_dim(tensor) is None for tensor in own):
-            trial = UnsplitTrial(stack.names[self.place], self.block, self.plain, stack.axis, self.unsplit)
+        own = [
+            tensor
+            for _, tensor in iterate_tensors([args, kwargs])
+            if stack.is_own(tensor)
+        ]
+        if self.unsplit is not None and not any(
+            stack.own_dim(tensor) is None for tensor in own
+        ):
+            trial = UnsplitTrial(
+                stack.names[self.place],
+                self.block,
+                self.plain,
+                stack.axis,
+                self.unsplit,
+            )
             self.own |= trial.run(args, kwargs, stack.own_dim)
 
     def _like_whole(self, part: Tensor) -> Tensor:
-        return part.new_zeros((*part.shape[:-2], part.shape[-2] * self.stack.axis.degree, part.shape[-1]))
+        return part.new_zeros(
+            (*part.shape[:-2], part.shape[-2] * self.stack.axis.degree, part.shape[-1])
+        )
 
     def _go_on_with_whole_tokens(self, name: str, why: str) -> None:
         if self.random:

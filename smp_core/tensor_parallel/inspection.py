@@ -1,10 +1,13 @@
-"""A plan for a model that carries none, found without looking at names (``tensor_parallel.plan="infer"``).
+"""A plan for a model that carries none, found without looking at names
+(``tensor_parallel.plan="infer"``).
 
-The model runs once, and the graph of autograd says which linear layers feed which. Inside a block, layers that read the
-block's stream and feed nothing but one further layer or several of these are columns, and what they feed are rows:
-queries, keys and values before the output of attention, the halves of an MLP. That is a guess: whether what lies
-between can be computed head by head or feature by feature, how many blocks of a packed weight there are, and which
-numbers of heads a forward reads, is tried out in :mod:`smp_core.tensor_parallel.trial`. What does not pass stays whole.
+The model runs once, and the graph of autograd says which linear layers feed which.
+Inside a block, layers that read the block's stream and feed nothing but one further
+layer or several of these are columns, and what they feed are rows: queries, keys and
+values before the output of attention, the halves of an MLP. That is a guess: whether
+what lies between can be computed head by head or feature by feature, how many blocks of
+a packed weight there are, and which numbers of heads a forward reads, is tried out in
+:mod:`smp_core.tensor_parallel.trial`. What does not pass stays whole.
 """
 
 from __future__ import annotations
@@ -46,8 +49,10 @@ class Inspected:
 
     Attributes:
         plan: module -> role.
-        divided: (module, attribute) of numbers that forwards read and that count what is split.
-        attention: modules whose tokens are gathered as a whole: what lies between their layers looks at all of them.
+        divided: (module, attribute) of numbers that forwards read and that count what
+            is split.
+        attention: modules whose tokens are gathered as a whole: what lies between their
+            layers looks at all of them.
         left: linear layers of blocks that stay whole.
     """
 
@@ -67,14 +72,19 @@ def _glob(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1)
 
 
-def inspect(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str] = ()) -> Inspected:
-    """Infer a plan and compare it over all ranks: it follows from an example, and each rank has its own. Collective.
+def inspect(
+    model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str] = ()
+) -> Inspected:
+    """Infer a plan and compare it over all ranks: it follows from an example, and each
+    rank has its own. Collective.
 
     Args:
-        model: all of it, before pipeline stages leave each other's parts out; and as :func:`infer_plan`.
+        model: all of it, before pipeline stages leave each other's parts out; and as
+            :func:`infer_plan`.
 
     Raises:
-        ValueError: on all ranks, if two found something else; otherwise what :func:`infer_plan` raises.
+        ValueError: on all ranks, if two found something else; otherwise what
+            :func:`infer_plan` raises.
     """
     inspected: Inspected | None = None
     try:
@@ -83,7 +93,9 @@ def inspect(model: nn.Module, degree: int, sequence_parallel: bool, whole: Conta
     except Exception as error:
         own, failed = f"{type(error).__name__}: {error}", error
     everyone = of_all_ranks(own)
-    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    other = next(
+        (rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None
+    )
     if other is not None:
         raise ValueError(
             f"tensor_parallel.plan='infer': rank 0 found {everyone[0]!r}, rank {other} {everyone[other]!r}; give "
@@ -101,11 +113,12 @@ def settle_splits(
     sequence_parallel: bool,
     whole: Container[str],
 ) -> tuple[list[Split], Inspected | None]:
-    """Return what happens to which modules, and what was found if the model is or was inspected.
+    """Return what happens to which modules, and what was found if the model is or was
+    inspected.
 
     Raises:
-        ValueError: as :func:`smp_core.tensor_parallel.roles.splits_of`, with what inspection proposes where no plan is
-            known; as :func:`infer_plan`.
+        ValueError: as :func:`smp_core.tensor_parallel.roles.splits_of`, with what
+            inspection proposes where no plan is known; as :func:`infer_plan`.
     """
     if plan == "infer":
         plan = inspect(model, degree, sequence_parallel, whole)
@@ -117,14 +130,19 @@ def settle_splits(
         try:
             proposed = infer_plan(model, degree, sequence_parallel, whole).describe()
         except ValueError:
-            raise ValueError(f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which runs it once") from None
+            raise ValueError(
+                f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which runs it once"
+            ) from None
         raise ValueError(
             f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which is to split it so: {proposed}"
         ) from None
 
 
-def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str] = ()) -> Inspected:
-    """Find which layers can be split, by running the model. Random numbers, flags and gradients stay as they were.
+def infer_plan(
+    model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str] = ()
+) -> Inspected:
+    """Find which layers can be split, by running the model. Random numbers, flags and
+    gradients stay as they were.
 
     Args:
         model: with values, equal on all ranks.
@@ -138,7 +156,9 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
         return _infer(model, degree, sequence_parallel, whole)
 
 
-def _infer(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str]) -> Inspected:
+def _infer(
+    model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str]
+) -> Inspected:
     blocks = record(model)
     plan: dict[str, str] = {}
     divided: list[tuple[str, str]] = []
@@ -148,12 +168,23 @@ def _infer(model: nn.Module, degree: int, sequence_parallel: bool, whole: Contai
     for block in blocks:
         groups = list(_groups(block))
         trial = Trial(block, degree)
-        passed = [found for group in groups if (found := trial.fitted(group, known)) is not None]
+        passed = [
+            found
+            for group in groups
+            if (found := trial.fitted(group, known)) is not None
+        ]
         for group in passed:
-            plan |= dict.fromkeys(group.columns, "column" if group.pieces == 1 else f"column:{group.pieces}")
+            plan |= dict.fromkeys(
+                group.columns,
+                "column" if group.pieces == 1 else f"column:{group.pieces}",
+            )
             plan |= dict.fromkeys(group.rows, "row")
             plan |= dict.fromkeys(group.between, "sum")
-            divided += [(name, attribute) for name, attribute in group.divided if (name, attribute) not in divided]
+            divided += [
+                (name, attribute)
+                for name, attribute in group.divided
+                if (name, attribute) not in divided
+            ]
             attention += [group.gathered] if group.gathered else []
         if sequence_parallel and passed:
             plan |= dict.fromkeys(_mixing_modules(block, passed), "whole")
@@ -162,8 +193,13 @@ def _infer(model: nn.Module, degree: int, sequence_parallel: bool, whole: Contai
             f"{_REFUSAL}no layer of {type(model).__name__} was found that {degree} ranks can share; write globs over "
             'module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
         )
-    plan |= {split.name: split.role for split in vocabulary_of(model, *_ends(model, blocks), degree, whole)}
-    left = [name for block in blocks for name in block.linears.values() if name not in plan]
+    plan |= {
+        split.name: split.role
+        for split in vocabulary_of(model, *_ends(model, blocks), degree, whole)
+    }
+    left = [
+        name for block in blocks for name in block.linears.values() if name not in plan
+    ]
     return Inspected(plan, tuple(divided), tuple(attention), tuple(left))
 
 
@@ -181,14 +217,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def record(model: nn.Module) -> list[Block]:
-    """Run the model once; return the blocks of its outermost lists, with the calls of their modules.
+    """Run the model once; return the blocks of its outermost lists, with the calls of
+    their modules.
 
     Raises:
         ValueError: nothing to run it with.
     """
     refusal = f"{_REFUSAL}{type(model).__name__} cannot be inspected: "
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        raise ValueError(refusal + "it is on the meta device; build it with values, and write delayed_init=False")
+        raise ValueError(
+            refusal
+            + "it is on the meta device; build it with values, and write delayed_init=False"
+        )
     known = transformers_model(model)
     module = model if known is None else known
     args, kwargs = example_of(model, module, refusal)
@@ -202,7 +242,9 @@ def record(model: nn.Module) -> list[Block]:
         with as_in_training(module):
             module(*args, **kwargs)
     except Exception as error:
-        raise ValueError(f"{refusal}its example cannot be run: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{refusal}its example cannot be run: {type(error).__name__}: {error}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -220,12 +262,19 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and module not in inside:
             inside |= set(module.modules())
-            yield from (each for each in module.children() if any(map(is_linear, each.modules())))
+            yield from (
+                each
+                for each in module.children()
+                if any(map(is_linear, each.modules()))
+            )
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that can be split; adapters' base layers are not."""
-    return (isinstance(module, nn.Linear) or is_conv1d(module)) and not has_adapters(module)
+    """Return whether a module is a linear layer that can be split; adapters' base
+    layers are not."""
+    return (isinstance(module, nn.Linear) or is_conv1d(module)) and not has_adapters(
+        module
+    )
 
 
 @dataclass(eq=False)
@@ -233,8 +282,8 @@ class _Flow:
     """The layers of one block, and which feed which.
 
     Attributes:
-        others: whether a layer also reads something that gradients come to and that is neither the block's stream nor
-            a parameter: a condition, another sequence.
+        others: whether a layer also reads something that gradients come to and that is
+            neither the block's stream nor a parameter: a condition, another sequence.
     """
 
     sources: dict[str, set[str]] = field(default_factory=dict)
@@ -247,19 +296,25 @@ _STREAM = ""
 
 
 def _flow(block: Block) -> tuple[_Flow, set[nn.Parameter], set[str]]:
-    """Return the flow between the linear layers of a block, and what reaches its output around them."""
+    """Return the flow between the linear layers of a block, and what reaches its output
+    around them."""
     made = {call.made: block.linears[layer] for layer, call in block.of_linears()}
     flow = _Flow()
     for layer, call in block.of_linears():
         name = block.linears[layer]
-        flow.sources[name], flow.parameters[name], flow.others[name] = _reached(call.taken, made, block.entered)
+        flow.sources[name], flow.parameters[name], flow.others[name] = _reached(
+            call.taken, made, block.entered
+        )
     sources, parameters, _ = _reached(block.output.grad_fn, made, block.entered)
     return flow, parameters, sources
 
 
-def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tuple[set[str], set[nn.Parameter], bool]:
-    """Return the layers whose outputs a node of the graph is computed from, the parameters on the way, and whether
-    another leaf is on it; None is the block's stream as it came."""
+def _reached(
+    start: Any, made: Mapping[Any, str], entered: torch.Tensor
+) -> tuple[set[str], set[nn.Parameter], bool]:
+    """Return the layers whose outputs a node of the graph is computed from, the
+    parameters on the way, and whether another leaf is on it; None is the block's stream
+    as it came."""
     reads_others = False
     found: set[str] = {_STREAM} if start is None else set()
     parameters: set[nn.Parameter] = set()
@@ -285,11 +340,14 @@ def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tupl
 
 
 def _groups(block: Block) -> Iterator[Group]:
-    """Yield layers that may be split together: columns, the rows that they feed, and nothing else."""
+    """Yield layers that may be split together: columns, the rows that they feed, and
+    nothing else."""
     flow, outside, ends = _flow(block)
     rows: dict[str, set[str]] = {}
     for name, sources in flow.sources.items():  # in the order of calls
-        if sources and not any(source == _STREAM or source in rows for source in sources):
+        if sources and not any(
+            source == _STREAM or source in rows for source in sources
+        ):
             rows[name] = sources
     groups: list[tuple[set[str], set[str]]] = []
     for row, columns in rows.items():
@@ -304,16 +362,27 @@ def _groups(block: Block) -> Iterator[Group]:
                 apart.append(group)
         groups = [*apart, merged]
     owners = {
-        parameter: name for name, module in block.inside.items() for parameter in module.parameters(recurse=False)
+        parameter: name
+        for name, module in block.inside.items()
+        for parameter in module.parameters(recurse=False)
     }
     for columns, members in groups:
         fed = {name for name, sources in flow.sources.items() if sources & columns}
         between = set().union(*(flow.parameters[name] for name in members))
         alone = fed <= members and not ends & columns and not between & outside
-        # What comes from elsewhere (an encoder's output, a table of positions) would get a part of its gradient.
-        of_stream = all(flow.sources[name] and flow.parameters[name] <= owners.keys() for name in columns)
+        # What comes from elsewhere (an encoder's output, a table of positions) would
+        # get a part of its gradient.
+        of_stream = all(
+            flow.sources[name] and flow.parameters[name] <= owners.keys()
+            for name in columns
+        )
         of_stream = of_stream and not any(flow.others[name] for name in members)
-        if alone and of_stream and len({around(name) for name in columns}) == 1 and between <= owners.keys():
+        if (
+            alone
+            and of_stream
+            and len({around(name) for name in columns}) == 1
+            and between <= owners.keys()
+        ):
             order = list(block.linears.values())
             of_columns = tuple(name for name in order if name in columns)
             of_rows = tuple(name for name in order if name in members)
@@ -323,15 +392,27 @@ def _groups(block: Block) -> Iterator[Group]:
 
 def _mixing_modules(block: Block, groups: list[Group]) -> Iterator[str]:
     """Yield modules with parameters that would see split tokens and look at several."""
-    split = {name for group in groups for name in (*group.columns, *group.rows, *group.between)}
+    split = {
+        name
+        for group in groups
+        for name in (*group.columns, *group.rows, *group.between)
+    }
     gathered = [group.gathered for group in groups if group.gathered]
 
     def visit(name: str, module: nn.Module) -> Iterator[str]:
         holds_split = any(each == name or each.startswith(f"{name}.") for each in split)
         call = block.call_of(module)
-        if name in gathered or name in split or not any(True for _ in module.parameters()):
+        if (
+            name in gathered
+            or name in split
+            or not any(True for _ in module.parameters())
+        ):
             return
-        if not holds_split and call is not None and mixes_tokens(call.hidden, call.output):
+        if (
+            not holds_split
+            and call is not None
+            and mixes_tokens(call.hidden, call.output)
+        ):
             yield name
             return
         for child, each in module.named_children():
@@ -341,17 +422,28 @@ def _mixing_modules(block: Block, groups: list[Group]) -> Iterator[str]:
         yield from visit(f"{block.name}.{child}", each)
 
 
-def _ends(model: nn.Module, blocks: list[Block]) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the embedding and the head: a Transformers model names them; of another it is the largest embedding
-    outside of the blocks, and the linear layer with as many outputs as that has rows."""
+def _ends(
+    model: nn.Module, blocks: list[Block]
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the embedding and the head: a Transformers model names them; of another it
+    is the largest embedding outside of the blocks, and the linear layer with as many
+    outputs as that has rows."""
     known = transformers_model(model)
     if known is not None:
         return embeddings_of(known)
     inside = {module for block in blocks for module in block.module.modules()}
     outside = [module for module in model.modules() if module not in inside]
-    embeddings = [each for each in outside if isinstance(each, nn.Embedding) and each.max_norm is None]
+    embeddings = [
+        each
+        for each in outside
+        if isinstance(each, nn.Embedding) and each.max_norm is None
+    ]
     if not embeddings:
         return None, None
     words = max(embeddings, key=lambda each: each.num_embeddings)
-    heads = [each for each in outside if type(each) is nn.Linear and each.out_features == words.num_embeddings]
+    heads = [
+        each
+        for each in outside
+        if type(each) is nn.Linear and each.out_features == words.num_embeddings
+    ]
     return words, heads[0] if len(heads) == 1 else None

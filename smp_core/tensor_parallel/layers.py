@@ -1,13 +1,15 @@
 """Forwards of layers that are split over the tensor axis.
 
-No layer is written anew: its own forward is called with this rank's part of its weight in the place of the weight, and
-what stands around the call brings inputs and outputs into the state they have to be in
-(:mod:`smp_core.tensor_parallel.operators`). Scaled embeddings, Transformers' Conv1D and norms of any kind stay what
-they are. Nothing here looks at FSDP2: it shows a parameter as a DTensor over the tensor axis while a unit is gathered.
+No layer is written anew: its own forward is called with this rank's part of its weight
+in the place of the weight, and what stands around the call brings inputs and outputs
+into the state they have to be in (:mod:`smp_core.tensor_parallel.operators`). Scaled
+embeddings, Transformers' Conv1D and norms of any kind stay what they are. Nothing here
+looks at FSDP2: it shows a parameter as a DTensor over the tensor axis while a unit is
+gathered.
 
-Parameters are exchanged in ``Module._parameters``, the dictionary where torch keeps them: there is no public way to
-show a tensor that is no parameter for the time of one call (``torch.func.functional_call`` calls the module, and with
-it this forward).
+Parameters are exchanged in ``Module._parameters``, the dictionary where torch keeps
+them: there is no public way to show a tensor that is no parameter for the time of one
+call (``torch.func.functional_call`` calls the module, and with it this forward).
 """
 
 from __future__ import annotations
@@ -42,14 +44,17 @@ from smp_core.tensor_parallel.randomness import same_random
 from smp_core.torch_facts import local_part
 
 Forward = Callable[..., Any]
-# Where blocks are compiled: what is split runs as it is, and so does what stands around a module; the module's own
-# forward is compiled inside.
+# Where blocks are compiled: what is split runs as it is, and so does what stands around
+# a module; the module's own forward is compiled inside.
 around_compiled = functools.partial(torch.compiler.disable, recursive=False)
 
 
 @contextlib.contextmanager
-def showing(module: nn.Module, tensors: Mapping[str, Tensor | None], **attributes: Any) -> Iterator[None]:
-    """Let a module have these tensors for parameters, and these attributes, inside the block."""
+def showing(
+    module: nn.Module, tensors: Mapping[str, Tensor | None], **attributes: Any
+) -> Iterator[None]:
+    """Let a module have these tensors for parameters, and these attributes, inside the
+    block."""
     parameters: dict[str, Any] = module._parameters
     before = {name: parameters[name] for name in tensors}
     attributes_before = {name: getattr(module, name) for name in attributes}
@@ -72,7 +77,8 @@ class Tokens:
         split: whether each rank holds 1/T of them; not before the block was tried out
             (:mod:`smp_core.tensor_parallel.token_trial`).
         why: they stay whole; "": they do not, or it is not known yet.
-        calls: layers that were called, with the sizes of what they took, while a trial looks; None: none does.
+        calls: layers that were called, with the sizes of what they took, while a trial
+            looks; None: none does.
     """
 
     split: bool = False
@@ -82,7 +88,9 @@ class Tokens:
     def note(self, module: nn.Module, args: Iterable[Any]) -> None:
         """Note a call of a layer, if a trial looks."""
         if self.calls is not None:
-            self.calls.append((module, [value.shape for value in args if isinstance(value, Tensor)]))
+            self.calls.append(
+                (module, [value.shape for value in args if isinstance(value, Tensor)])
+            )
 
 
 WHOLE_TOKENS = Tokens()
@@ -113,10 +121,12 @@ class ColumnForward:
     Attributes:
         inputs: those of the column layers of the module that the layer is in.
         tokens: of its block.
-        is_entered: where tokens are split, what it is called with is whole: the module that it is in gathered it, or
-            it came whole into the block, where gradients of that are added up.
+        is_entered: where tokens are split, what it is called with is whole: the module
+            that it is in gathered it, or it came whole into the block, where gradients
+            of that are added up.
         gathers: the output is gathered.
-        rows: which rows of the weight this rank uses, where those are not the ones it stores.
+        rows: which rows of the weight this rank uses, where those are not the ones it
+            stores.
         weight_dim: the dimension of the outputs in the weight.
         is_alone: calls of the module that the layer is in are not seen.
     """
@@ -136,7 +146,11 @@ class ColumnForward:
     def __call__(self, hidden: Tensor) -> Tensor:
         self.tokens.note(self.module, [hidden])
         split = self.tokens.split
-        entered = hidden if split and self.is_entered else self.inputs.enter(hidden, split, self.module)
+        entered = (
+            hidden
+            if split and self.is_entered
+            else self.inputs.enter(hidden, split, self.module)
+        )
         output = self.inputs.product(self.module, entered)
         if output is None:
             output = self._own_forward(entered)
@@ -148,26 +162,41 @@ class ColumnForward:
 
     def _own_forward(self, entered: Tensor) -> Tensor:
         later = self.inputs.later(self.module, entered)
-        weight = self._used(self.module.weight, self.weight_dim) if later is None else later.weight
+        weight = (
+            self._used(self.module.weight, self.weight_dim)
+            if later is None
+            else later.weight
+        )
         bias = self.module.bias
-        shown = {"weight": weight, "bias": None if bias is None else self._used(bias, 0)}
+        shown = {
+            "weight": weight,
+            "bias": None if bias is None else self._used(bias, 0),
+        }
         # Transformers' Conv1D has the number of its outputs as `nf`.
-        attributes = {"nf": weight.shape[self.weight_dim]} if hasattr(self.module, "nf") else {}
+        attributes = (
+            {"nf": weight.shape[self.weight_dim]} if hasattr(self.module, "nf") else {}
+        )
         with showing(self.module, shown, **attributes):
             output: Tensor = self.original(entered)
         return output if later is None else later.take_from(output)
 
     def _used(self, parameter: Any, dim: int) -> Tensor:
         stored = local_part(parameter)
-        return stored if self.rows is None else exchange_rows(stored, self.axis, self.rows, dim)
+        return (
+            stored
+            if self.rows is None
+            else exchange_rows(stored, self.axis, self.rows, dim)
+        )
 
 
 @dataclass(eq=False)
 class RowForward:
-    """A layer whose inputs are split: each rank's output is a part of the sum. The bias is added to the sum.
+    """A layer whose inputs are split: each rank's output is a part of the sum. The bias
+    is added to the sum.
 
     Attributes:
-        tokens: of its block; where they are split, each rank gets its tokens of the sum.
+        tokens: of its block; where they are split, each rank gets its tokens of the
+            sum.
         splits_input: the input is whole, and this rank's features of it are taken.
         in_pieces: the product is made together with the sum of its tokens.
     """
@@ -187,7 +216,9 @@ class RowForward:
         bias: Any = self.module.bias
         weight = local_part(self.module.weight)  # type: ignore[arg-type]
         if self.in_pieces and self.tokens.split and torch.is_grad_enabled():
-            total = row_product(hidden, factor_of(self.module, weight, hidden), self.axis)
+            total = row_product(
+                hidden, factor_of(self.module, weight, hidden), self.axis
+            )
         else:
             total = self._own_forward(hidden, weight, bias)
         if bias is None:
@@ -195,19 +226,28 @@ class RowForward:
         added = sum_gradient(bias, self.axis) if self.tokens.split else bias
         return total + added.to(total.dtype)
 
-    def _own_forward(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _own_forward(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         shown: dict[str, Tensor | None] = {"weight": weight}
         if bias is not None:
             # Transformers' Conv1D cannot do without.
-            shown["bias"] = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
+            shown["bias"] = (
+                None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
+            )
         with showing(self.module, shown):
             partial = self.original(hidden)
-        return scatter_tokens(partial, self.axis) if self.tokens.split else sum_outputs(partial, self.axis)
+        return (
+            scatter_tokens(partial, self.axis)
+            if self.tokens.split
+            else sum_outputs(partial, self.axis)
+        )
 
 
 @dataclass(eq=False)
 class EmbeddingForward:
-    """An embedding whose rows, the vocabulary, are split: a rank's output is zero where the word is another's."""
+    """An embedding whose rows, the vocabulary, are split: a rank's output is zero where
+    the word is another's."""
 
     module: nn.Embedding
     original: Forward
@@ -216,7 +256,8 @@ class EmbeddingForward:
 
     @torch.compiler.disable
     def __call__(self, words: Tensor) -> Tensor:
-        if not self.checked or not torch.is_grad_enabled():  # words that were sampled may differ at any time
+        # Words that were sampled may differ at any time.
+        if not self.checked or not torch.is_grad_enabled():
             self._require_one_batch(words)
             self.checked = True
         weight = local_part(self.module.weight)
@@ -231,7 +272,8 @@ class EmbeddingForward:
         return sum_outputs(found * is_own.unsqueeze(-1), self.axis)
 
     def _require_one_batch(self, words: Tensor) -> None:
-        """Compare the first batch with the other ranks': what they compute parts of has to be the same."""
+        """Compare the first batch with the other ranks': what they compute parts of has
+        to be the same."""
         if not self.axis.holds_alike(words.reshape(-1).double()):
             raise ValueError(
                 "tensor ranks read different batches: those of tensor_parallel_degree="
@@ -257,13 +299,14 @@ class PartForward:
 
 @dataclass(eq=False)
 class SummingForward:
-    """A module whose own parameters are whole on every rank and see another part of the activations on each: their
-    gradients are added up.
+    """A module whose own parameters are whole on every rank and see another part of the
+    activations on each: their gradients are added up.
 
     Attributes:
         tokens: of its block: another part where these are split.
         always: another part in any case, as of features.
-        is_open: whether always is an assumption, as of what stands in attention, which a trial of the block settles.
+        is_open: whether always is an assumption, as of what stands in attention, which
+            a trial of the block settles.
     """
 
     module: nn.Module
@@ -278,17 +321,26 @@ class SummingForward:
         self.tokens.note(self.module, [*args, *kwargs.values()])
         if not (self.always or self.tokens.split):
             return self.original(*args, **kwargs)
-        own = {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
-        with showing(self.module, {name: sum_gradient(local_part(p), self.axis) for name, p in own.items()}):
+        own = {
+            name: p
+            for name, p in self.module._parameters.items()
+            if p is not None and p.requires_grad
+        }
+        with showing(
+            self.module,
+            {name: sum_gradient(local_part(p), self.axis) for name, p in own.items()},
+        ):
             return self.original(*args, **kwargs)
 
 
 @dataclass(eq=False)
 class ExpertsForward:
-    """Fused experts, all of them on every rank and each with some of its inner features.
+    """Fused experts, all of them on every rank and each with some of its inner
+    features.
 
     Attributes:
-        rows: parameter -> the rows (dimension 1) that ranks use, where those are not the ones they store.
+        rows: parameter -> the rows (dimension 1) that ranks use, where those are not
+            the ones they store.
     """
 
     module: nn.Module
@@ -307,16 +359,22 @@ class ExpertsForward:
             if isinstance(parameter, DTensor):
                 part = local_part(parameter)
                 rows = self.rows.get(name)
-                shown[name] = part if rows is None else exchange_rows(part, self.axis, rows, 1)
+                shown[name] = (
+                    part if rows is None else exchange_rows(part, self.axis, rows, 1)
+                )
         with showing(self.module, shown):
-            partial = self.original(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
+            partial = self.original(
+                *map(enter, args),
+                **{name: enter(value) for name, value in kwargs.items()},
+            )
         return sum_outputs(partial, self.axis)
 
 
 @dataclass(eq=False)
 class AttentionForward:
-    """The forward of attention among split tokens: it makes views by the shape of its input, so the tokens are gathered
-    for the module and not for each of its column layers."""
+    """The forward of attention among split tokens: it makes views by the shape of its
+    input, so the tokens are gathered for the module and not for each of its column
+    layers."""
 
     original: Forward
     inputs: ColumnInputs
@@ -326,7 +384,9 @@ class AttentionForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.tokens.split:
             return self.original(*args, **kwargs)
-        args, kwargs = with_hidden(args, kwargs, lambda hidden: self.inputs.enter(hidden, True))
+        args, kwargs = with_hidden(
+            args, kwargs, lambda hidden: self.inputs.enter(hidden, True)
+        )
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -335,7 +395,8 @@ class AttentionForward:
 
 @dataclass(eq=False)
 class OwnHeadsForward:
-    """The forward of attention that is given something for each head: [B x heads, ...], of which a rank takes its own.
+    """The forward of attention that is given something for each head: [B x heads, ...],
+    of which a rank takes its own.
 
     Attributes:
         argument: its name; it comes by keyword.
@@ -351,13 +412,16 @@ class OwnHeadsForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given: Tensor = kwargs[self.argument]
         by_rank = given.unflatten(0, (-1, self.axis.degree, self.heads))
-        return self.original(*args, **{**kwargs, self.argument: by_rank[:, self.axis.rank].flatten(0, 1)})
+        return self.original(
+            *args, **{**kwargs, self.argument: by_rank[:, self.axis.rank].flatten(0, 1)}
+        )
 
 
 @dataclass(eq=False)
 class WholeForward:
-    """A module among split tokens that needs all of them, and computes the same on every rank: so gradients of what
-    else it reads come once, and what else it returns is read by ranks with other tokens."""
+    """A module among split tokens that needs all of them, and computes the same on
+    every rank: so gradients of what else it reads come once, and what else it returns
+    is read by ranks with other tokens."""
 
     original: Forward
     axis: TensorAxis
@@ -367,11 +431,17 @@ class WholeForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.tokens.split:
             return self.original(*args, **kwargs)
-        args, kwargs = with_others(args, kwargs, lambda other: gradient_once(other, self.axis))
-        args, kwargs = with_hidden(args, kwargs, lambda hidden: join_tokens(hidden, self.axis))
+        args, kwargs = with_others(
+            args, kwargs, lambda other: gradient_once(other, self.axis)
+        )
+        args, kwargs = with_hidden(
+            args, kwargs, lambda hidden: join_tokens(hidden, self.axis)
+        )
         with same_random(self.axis, args, kwargs):
             output = self.original(*args, **kwargs)
-        output = with_other_outputs(output, lambda other: sum_gradient(other, self.axis))
+        output = with_other_outputs(
+            output, lambda other: sum_gradient(other, self.axis)
+        )
         return with_output(output, lambda output: split_tokens(output, self.axis))
 
 
@@ -379,16 +449,22 @@ def hidden_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states of a call: the first tensor, wherever it stands."""
     hidden = kwargs.get("hidden_states")
     if hidden is None:
-        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        hidden = next(
+            (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)),
+            None,
+        )
     if hidden is None:
-        raise ValueError("tensor_parallel: a block was called without a tensor; its first one is split by tokens")
+        raise ValueError(
+            "tensor_parallel: a block was called without a tensor; its first one is split by tokens"
+        )
     return hidden
 
 
 def with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with the hidden states changed: the first tensor, wherever it stands among them."""
+    """Return a call's arguments with the hidden states changed: the first tensor,
+    wherever it stands among them."""
     everything = [*args, *kwargs.values()]
     hidden = hidden_among(args, kwargs)
     changed = change(hidden)
@@ -399,28 +475,36 @@ def with_hidden(
 def with_others(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with all tensors changed that gradients come to, but for the hidden states; also those
-    in lists, tuples and dictionaries."""
+    """Return a call's arguments with all tensors changed that gradients come to, but
+    for the hidden states; also those in lists, tuples and dictionaries."""
     hidden = hidden_among(args, kwargs)
 
     def of_other(tensor: Tensor) -> Tensor:
-        return change(tensor) if tensor.requires_grad and tensor is not hidden else tensor
+        return (
+            change(tensor) if tensor.requires_grad and tensor is not hidden else tensor
+        )
 
     return map_tensors((args, kwargs), of_other)  # type: ignore[no-any-return]
 
 
 def with_other_outputs(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a module's output with all tensors changed that gradients come from, but for the hidden states."""
+    """Return a module's output with all tensors changed that gradients come from, but
+    for the hidden states."""
     if not isinstance(output, tuple):
         return output
-    others = map_tensors(output[1:], lambda tensor: change(tensor) if tensor.requires_grad else tensor)
+    others = map_tensors(
+        output[1:], lambda tensor: change(tensor) if tensor.requires_grad else tensor
+    )
     return (*output[:1], *others)
 
 
 def with_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a module's output with the hidden states changed: all of it, or the first of several."""
+    """Return a module's output with the hidden states changed: all of it, or the first
+    of several."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         return (change(output[0]), *output[1:])
-    raise ValueError(f"tensor_parallel: a block returned {type(output).__name__}; a tensor or a tuple can be split")
+    raise ValueError(
+        f"tensor_parallel: a block returned {type(output).__name__}; a tensor or a tuple can be split"
+    )

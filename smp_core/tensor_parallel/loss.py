@@ -1,9 +1,10 @@
 """Cross entropy of logits whose vocabulary is split: whole logits exist on no rank.
 
-For each token the ranks tell each other the largest logit, the sum of exponentials and the target's logit (Megatron-LM,
-arXiv 1909.08053, section 3). A Transformers model takes its loss from ``model.loss_function``, which has a public
-setter; only the loss functions that are understood here are replaced, and only for calls that get labels while
-gradients are wanted: all others get whole logits.
+For each token the ranks tell each other the largest logit, the sum of exponentials and
+the target's logit (Megatron-LM, arXiv 1909.08053, section 3). A Transformers model
+takes its loss from ``model.loss_function``, which has a public setter; only the loss
+functions that are understood here are replaced, and only for calls that get labels
+while gradients are wanted: all others get whole logits.
 
 Shape letters: N tokens, V words, T ranks.
 """
@@ -27,12 +28,20 @@ class _CrossEntropy(torch.autograd.Function):
     """Sum over tokens of (1 - s) * -log p[target] + s * mean of -log p."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis, ignored: int, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        axis: TensorAxis,
+        ignored: int,
+        smoothing: float,
+    ) -> Tensor:
         own_words = logits.shape[-1]
         words = own_words * axis.degree
         kept_N = targets != ignored
         largest_N = axis.maximum(logits.amax(-1))
-        # Rows of logits are what takes memory here: there is one tensor of them beside the input.
+        # Rows of logits are what takes memory here: there is one tensor of them beside
+        # the input.
         shifted = logits - largest_N[:, None]
         place_N = targets - axis.rank * own_words
         is_own_N = (place_N >= 0) & (place_N < own_words) & kept_N
@@ -40,10 +49,16 @@ class _CrossEntropy(torch.autograd.Function):
         of_target_N = shifted.gather(1, place_N[:, None])[:, 0] * is_own_N
         all_own_N = shifted.sum(-1)
         exponentials = shifted.exp_()
-        denominator_N, target_N, all_N = axis.all_reduce(torch.stack([exponentials.sum(-1), of_target_N, all_own_N]))
+        denominator_N, target_N, all_N = axis.all_reduce(
+            torch.stack([exponentials.sum(-1), of_target_N, all_own_N])
+        )
         log_N = denominator_N.log()
-        loss_N = (1 - smoothing) * (log_N - target_N) + smoothing * (log_N - all_N / words)
-        ctx.save_for_backward(exponentials.div_(denominator_N[:, None]), place_N, is_own_N, kept_N)
+        loss_N = (1 - smoothing) * (log_N - target_N) + smoothing * (
+            log_N - all_N / words
+        )
+        ctx.save_for_backward(
+            exponentials.div_(denominator_N[:, None]), place_N, is_own_N, kept_N
+        )
         ctx.smoothing, ctx.words = smoothing, words
         return (loss_N * kept_N).sum()
 
@@ -52,7 +67,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, place_N, is_own_N, kept_N = ctx.saved_tensors
         gradient = probabilities - ctx.smoothing / ctx.words
-        gradient.scatter_add_(1, place_N[:, None], -(1 - ctx.smoothing) * is_own_N.to(gradient.dtype)[:, None])
+        gradient.scatter_add_(
+            1,
+            place_N[:, None],
+            -(1 - ctx.smoothing) * is_own_N.to(gradient.dtype)[:, None],
+        )
         return gradient.mul_((kept_N * grads[0])[:, None]), None, None, None, None
 
 
@@ -71,13 +90,16 @@ def cross_entropy_sum(
         targets: [N], words of the unsplit vocabulary.
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    result: Tensor = _CrossEntropy.apply(wide, targets, axis, ignore_index, label_smoothing)
+    result: Tensor = _CrossEntropy.apply(
+        wide, targets, axis, ignore_index, label_smoothing
+    )
     return result
 
 
 @dataclass(frozen=True, eq=False)
 class SplitLogits:
-    """A head that leaves its logits split by the vocabulary, and their loss: for losses in chunks of tokens."""
+    """A head that leaves its logits split by the vocabulary, and their loss: for losses
+    in chunks of tokens."""
 
     axis: TensorAxis
 
@@ -89,14 +111,16 @@ class SplitLogits:
         finally:
             self.axis.whole_logits = before
 
-    def cross_entropy_sum(self, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    def cross_entropy_sum(
+        self, logits: Tensor, targets: Tensor, **options: Any
+    ) -> Tensor:
         """See :func:`cross_entropy_sum`."""
         return cross_entropy_sum(logits, targets, self.axis, **options)
 
 
 def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
-    """Let a Transformers model with a split head compute its loss from split logits; False where its loss is none that
-    is understood, and logits are gathered.
+    """Let a Transformers model with a split head compute its loss from split logits;
+    False where its loss is none that is understood, and logits are gathered.
 
     In training the model returns no logits along with such a loss.
     """
@@ -107,16 +131,21 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
         return False
     if "self.loss_function(" not in inspect.getsource(type(model).forward):
         return False
-    model.loss_function = _loss_function(whole_loss, axis, shifts=whole_loss is ForCausalLMLoss)
+    model.loss_function = _loss_function(
+        whole_loss, axis, shifts=whole_loss is ForCausalLMLoss
+    )
     signature = inspect.signature(type(model).forward)
 
-    def announce(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def announce(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         given = signature.bind_partial(module, *args, **kwargs).arguments
         axis.whole_logits = given.get("labels") is None or not torch.is_grad_enabled()
 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
         split, axis.whole_logits = not axis.whole_logits, True
-        # A pipeline stage that is not the last hands on a tensor; a forward that failed has no output.
+        # A pipeline stage that is not the last hands on a tensor; a forward that failed
+        # has no output.
         if not split or output is None or isinstance(output, Tensor):
             return None
         if isinstance(output, tuple):
@@ -129,7 +158,9 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     return True
 
 
-def _loss_function(whole_loss: Callable[..., Tensor], axis: TensorAxis, shifts: bool) -> Callable[..., Any]:
+def _loss_function(
+    whole_loss: Callable[..., Tensor], axis: TensorAxis, shifts: bool
+) -> Callable[..., Any]:
     def loss_function(
         logits: Tensor,
         labels: Tensor,
@@ -141,16 +172,29 @@ def _loss_function(whole_loss: Callable[..., Tensor], axis: TensorAxis, shifts: 
     ) -> Tensor:
         # Logits that all ranks have whole.
         if axis.whole_logits:
-            options = {**options, "num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            options = {
+                **options,
+                "num_items_in_batch": num_items_in_batch,
+                "ignore_index": ignore_index,
+            }
             if shifts:
                 options["shift_labels"] = shift_labels
             return whole_loss(logits, labels, vocab_size, **options)
         # Logits of a part of the vocabulary: the sum over targets, then their number.
         targets = labels
         if shifts:
-            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+            targets = (
+                F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+                if shift_labels is None
+                else shift_labels
+            )
         targets = targets.reshape(-1).to(logits.device)
-        total = cross_entropy_sum(logits.reshape(-1, logits.shape[-1]), targets, axis, ignore_index=ignore_index)
+        total = cross_entropy_sum(
+            logits.reshape(-1, logits.shape[-1]),
+            targets,
+            axis,
+            ignore_index=ignore_index,
+        )
         if num_items_in_batch is None:
             return total / (targets != ignore_index).sum()
         if isinstance(num_items_in_batch, Tensor):

@@ -1,9 +1,11 @@
-"""The autograd functions of tensor parallelism: what travels between the ranks of one layer, in forward and backward.
+"""The autograd functions of tensor parallelism: what travels between the ranks of one
+layer, in forward and backward.
 
-An activation is in one of three states: *replicated* (every tensor rank has all of it, and an equal gradient), *split*
-by features (heads, columns) or by tokens, or *partial* (the ranks' values have to be added up). Each function goes from
-one state to another, and its backward goes back with the gradient (Megatron-LM, arXiv 1909.08053; with tokens split,
-arXiv 2205.05198):
+An activation is in one of three states: *replicated* (every tensor rank has all of it,
+and an equal gradient), *split* by features (heads, columns) or by tokens, or *partial*
+(the ranks' values have to be added up). Each function goes from one state to another,
+and its backward goes back with the gradient (Megatron-LM, arXiv 1909.08053; with tokens
+split, arXiv 2205.05198):
 
     function           forward                            backward
     sum_gradient       nothing                            all-reduce
@@ -16,9 +18,10 @@ arXiv 2205.05198):
     split_features     this rank's features               all-gather of features
     exchange_rows      rows of a weight that ranks use    the gradients of these rows, added up where they are stored
 
-What column layers read goes through :mod:`smp_core.tensor_parallel.overlap`: an all-gather of tokens or nothing, and
-backward a reduce-scatter or an all-reduce. Tokens are dimension -2, features -1. Shape letters: T ranks of the axis,
-N tokens, H features, R rows of a weight.
+What column layers read goes through :mod:`smp_core.tensor_parallel.overlap`: an
+all-gather of tokens or nothing, and backward a reduce-scatter or an all-reduce. Tokens
+are dimension -2, features -1. Shape letters: T ranks of the axis, N tokens, H features,
+R rows of a weight.
 """
 
 from __future__ import annotations
@@ -43,16 +46,21 @@ _KIND = "tensor_"
 
 @dataclass(eq=False)
 class TensorAxis:
-    """The ranks that hold parts of one layer, with the objects that move data between them.
+    """The ranks that hold parts of one layer, with the objects that move data between
+    them.
 
     Attributes:
         rank: this rank's place on the axis.
         degree: T, the number of ranks.
-        length: tokens of the sequences of the present call, where they are split; padding to a multiple of T excluded.
-        whole_logits: whether the head gathers its logits; False while a loss over the split vocabulary follows.
-        draws: whether forward passes draw random numbers (:mod:`smp_core.tensor_parallel.randomness`).
+        length: tokens of the sequences of the present call, where they are split;
+            padding to a multiple of T excluded.
+        whole_logits: whether the head gathers its logits; False while a loss over the
+            split vocabulary follows.
+        draws: whether forward passes draw random numbers
+            (:mod:`smp_core.tensor_parallel.randomness`).
         drawn: the seed of the present call of a block that does; None outside.
-        overlap: what goes on while tokens are gathered and added up (:class:`smp_core.config.recipes.TensorParallel`).
+        overlap: what goes on while tokens are gathered and added up
+            (:class:`smp_core.config.recipes.TensorParallel`).
     """
 
     group: dist.ProcessGroup
@@ -66,7 +74,10 @@ class TensorAxis:
     drawn: int | None = None
 
     def __post_init__(self) -> None:
-        self.rank, self.degree = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank, self.degree = (
+            dist.get_rank(self.group),
+            dist.get_world_size(self.group),
+        )
         self._gather = FlatAllGather(self.meter, prefix=_KIND)
         self._reduce_scatter = FlatReduceScatter(self.meter, prefix=_KIND)
         self._all_reduce = FlatAllReduce(self.meter, prefix=_KIND)
@@ -93,8 +104,11 @@ class TensorAxis:
         return largest
 
     def holds_alike(self, values: Tensor) -> bool:
-        """Return whether all ranks have the same float64 values [N], by a checksum and their number."""
-        place = torch.arange(1, values.numel() + 1, device=values.device, dtype=torch.float64)
+        """Return whether all ranks have the same float64 values [N], by a checksum and
+        their number."""
+        place = torch.arange(
+            1, values.numel() + 1, device=values.device, dtype=torch.float64
+        )
         mark = torch.stack([values @ place, place.sum()])
         return torch.equal(self.maximum(mark), -self.maximum(-mark))
 
@@ -107,21 +121,34 @@ class TensorAxis:
         return self.start_reduce_scatter(tensor, dim)()
 
     def start_gather(self, part: Tensor) -> Callable[[], Tensor]:
-        """Start a gather; what is returned waits for it and returns the ranks' parts [T, *part]."""
+        """Start a gather; what is returned waits for it and returns the ranks' parts
+        [T, *part]."""
         part = part.contiguous()
         parts_T = part.new_empty((self.degree, *part.shape))
-        return _waiting(self._gather(parts_T.view(-1), part.view(-1), self.group, async_op=True), parts_T, part)
+        return _waiting(
+            self._gather(parts_T.view(-1), part.view(-1), self.group, async_op=True),
+            parts_T,
+            part,
+        )
 
     def start_all_reduce(self, tensor: Tensor, dim: int = -1) -> Callable[[], Tensor]:
-        """Start :meth:`all_reduce`; what is returned waits for it and returns the sum."""
+        """Start :meth:`all_reduce`; what is returned waits for it and returns the
+        sum."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         return _waiting(self._all_reduce(total, self.group, async_op=True), total)
 
     def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Callable[[], Tensor]:
-        """Start :meth:`reduce_scatter`; what is returned waits for it and returns this rank's part."""
+        """Start :meth:`reduce_scatter`; what is returned waits for it and returns this
+        rank's part."""
         parts_T = torch.stack(tensor.chunk(self.degree, dim))
         part = torch.empty_like(parts_T[0])
-        work = self._reduce_scatter(part.view(-1), parts_T.view(-1), self.group, dist.ReduceOp.SUM, async_op=True)
+        work = self._reduce_scatter(
+            part.view(-1),
+            parts_T.view(-1),
+            self.group,
+            dist.ReduceOp.SUM,
+            async_op=True,
+        )
         return _waiting(work, part, parts_T)
 
     def of_first(self, tensor: Tensor, dim: int) -> Tensor:
@@ -133,8 +160,11 @@ class TensorAxis:
         return tensor.chunk(self.degree, dim)[self.rank].contiguous()
 
 
-def _waiting(work: dist.Work | None, result: Tensor, *in_use: Tensor) -> Callable[[], Tensor]:
-    """Return a function that waits for a collective and returns its result; what it reads lives as long."""
+def _waiting(
+    work: dist.Work | None, result: Tensor, *in_use: Tensor
+) -> Callable[[], Tensor]:
+    """Return a function that waits for a collective and returns its result; what it
+    reads lives as long."""
 
     def finish() -> Tensor:
         if work is not None:
@@ -147,14 +177,24 @@ def _waiting(work: dist.Work | None, result: Tensor, *in_use: Tensor) -> Callabl
 
 
 class _Move(torch.autograd.Function):
-    """One method of the axis forward, another one backward, both along one dimension; None: nothing."""
+    """One method of the axis forward, another one backward, both along one dimension;
+    None: nothing."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int) -> Any:
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        axis: TensorAxis,
+        way: str | None,
+        back: str | None,
+        dim: int,
+    ) -> Any:
         ctx.axis = axis
         ctx.back = back
         ctx.dim = dim
-        return tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
+        return (
+            tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
+        )
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -165,7 +205,9 @@ class _Move(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def _move(tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int = -1) -> Tensor:
+def _move(
+    tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int = -1
+) -> Tensor:
     result: Tensor = _Move.apply(tensor, axis, way, back, dim)
     return result
 
@@ -176,8 +218,8 @@ def sum_gradient(tensor: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def gradient_once(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    """Return the tensor; of its gradient, which is equal on all ranks, the first rank goes on with it: where sums over
-    the ranks follow, it counts once."""
+    """Return the tensor; of its gradient, which is equal on all ranks, the first rank
+    goes on with it: where sums over the ranks follow, it counts once."""
     return _move(tensor, axis, None, "of_first")
 
 
@@ -217,16 +259,18 @@ def _with_padding(tensor: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def without_padding(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    """Leave padding out: tokens are only padded where no gradients are wanted; what has two dimensions holds several
-    sequences, for layers that look at one token at a time."""
+    """Leave padding out: tokens are only padded where no gradients are wanted; what has
+    two dimensions holds several sequences, for layers that look at one token at a
+    time."""
     if torch.is_grad_enabled() or tensor.ndim < 3:
         return tensor
     return tensor[..., : axis.length, :].contiguous()
 
 
 def let_anomalies_be_found() -> None:
-    """Let autograd's anomaly mode (``detect_anomaly``) look at gradients of split parameters: DTensor has no rule for
-    ``_is_any_true``, the operator that it asks them with, whether any element is nan; torch names no other."""
+    """Let autograd's anomaly mode (``detect_anomaly``) look at gradients of split
+    parameters: DTensor has no rule for ``_is_any_true``, the operator that it asks them
+    with, whether any element is nan; torch names no other."""
 
     @register_sharding(torch.ops.aten._is_any_true.default)
     def rule(tensor: Any) -> Any:
@@ -239,10 +283,11 @@ class _RowExchange:
 
     Attributes:
         n_sent: how many rows go to each rank.
-        places: which stored rows these are, int64 on the weight's device, rank after rank.
+        places: which stored rows these are, int64 on the weight's device, rank after
+            rank.
         n_received: how many rows come from each rank.
-        order: where these stand among the rows in use, int64 on the weight's device, in the
-            order of their arrival.
+        order: where these stand among the rows in use, int64 on the weight's device, in
+            the order of their arrival.
     """
 
     n_sent: list[int]
@@ -253,10 +298,12 @@ class _RowExchange:
 
 @dataclass(frozen=True)
 class RowsInUse:
-    """The rows of a weight that the ranks compute with, where those are not the rows that they store.
+    """The rows of a weight that the ranks compute with, where those are not the rows
+    that they store.
 
-    A weight of several blocks (queries, keys and values in one) is stored in equal stretches of rows, as every weight
-    is, and used by heads. A head that several ranks use is stored once.
+    A weight of several blocks (queries, keys and values in one) is stored in equal
+    stretches of rows, as every weight is, and used by heads. A head that several ranks
+    use is stored once.
 
     Attributes:
         by_rank: the rows that each rank uses, in the order of use.
@@ -270,16 +317,19 @@ class RowsInUse:
     )
 
     def exchange(self, rank: int, degree: int, weight: Tensor) -> _RowExchange:
-        """Return how ``rank``'s rows travel, with indices on the device of ``weight``. They are made once: an index
-        that is made from a list on a GPU makes the host wait for all that was launched before it."""
+        """Return how ``rank``'s rows travel, with indices on the device of ``weight``.
+        They are made once: an index that is made from a list on a GPU makes the host
+        wait for all that was launched before it."""
         key = (rank, degree, weight.device)
-        # A tensor that is only traced (fake) takes part in its own trace alone, and is not kept.
+        # A tensor that is only traced (fake) takes part in its own trace alone, and is
+        # not kept.
         real = type(weight) in (Tensor, torch.nn.Parameter)
         if real and key in self._exchanges:
             return self._exchanges[key]
         n_sent, places = self.sent(rank, degree)
         n_received, order = self.received(rank, degree)
-        # The host waits for these copies, once: later calls may come on another stream, which would not wait for them.
+        # The host waits for these copies, once: later calls may come on another stream,
+        # which would not wait for them.
         places_there = torch.tensor(places, dtype=torch.long).to(weight.device)
         order_there = torch.tensor(order, dtype=torch.long).to(weight.device)
         exchange = _RowExchange(n_sent, places_there, n_received, order_there)
@@ -288,8 +338,8 @@ class RowsInUse:
         return exchange
 
     def received(self, rank: int, degree: int) -> tuple[list[int], list[int]]:
-        """Return how many rows ``rank`` receives from each rank, and where they stand, in the order of their arrival,
-        among those that it uses."""
+        """Return how many rows ``rank`` receives from each rank, and where they stand,
+        in the order of their arrival, among those that it uses."""
         stored = self.rows // degree
         used = self.by_rank[rank]
         order = sorted(range(len(used)), key=lambda place: used[place])
@@ -299,7 +349,8 @@ class RowsInUse:
         return counts, order
 
     def sent(self, rank: int, degree: int) -> tuple[list[int], list[int]]:
-        """Return how many rows ``rank`` sends to each rank, and which of its stored rows these are."""
+        """Return how many rows ``rank`` sends to each rank, and which of its stored
+        rows these are."""
         stored = self.rows // degree
         counts, places = [], []
         for used in self.by_rank:
@@ -310,13 +361,16 @@ class RowsInUse:
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """An all-to-all of rows; its backward sends their gradients back and adds them up."""
+    """An all-to-all of rows; its backward sends their gradients back and adds them
+    up."""
 
     @staticmethod
     def forward(ctx: Any, stored: Tensor, axis: TensorAxis, rows: RowsInUse) -> Tensor:
         ctx.axis, ctx.rows, ctx.n_stored = axis, rows, stored.shape[0]
         exchange = rows.exchange(axis.rank, axis.degree, stored)
-        arrived = _all_to_all(stored[exchange.places], exchange.n_sent, exchange.n_received, axis)
+        arrived = _all_to_all(
+            stored[exchange.places], exchange.n_sent, exchange.n_received, axis
+        )
         used = torch.empty_like(arrived)
         used[exchange.order] = arrived
         return used
@@ -327,9 +381,12 @@ class _ExchangeRows(torch.autograd.Function):
         (grad,) = grads
         axis = ctx.axis
         exchange = ctx.rows.exchange(axis.rank, axis.degree, grad)
-        arrived = _all_to_all(grad[exchange.order], exchange.n_received, exchange.n_sent, axis)
+        arrived = _all_to_all(
+            grad[exchange.order], exchange.n_received, exchange.n_sent, axis
+        )
         total = grad.new_zeros((ctx.n_stored, *grad.shape[1:]))
-        # Ranks arrive in order, one after the other, so that sums are the same in every run.
+        # Ranks arrive in order, one after the other, so that sums are the same in every
+        # run.
         start = 0
         for count in exchange.n_sent:
             own = exchange.places[start : start + count]
@@ -338,22 +395,34 @@ class _ExchangeRows(torch.autograd.Function):
         return total, None, None
 
 
-def exchange_rows(stored: Tensor, axis: TensorAxis, rows: RowsInUse, dim: int = 0) -> Tensor:
+def exchange_rows(
+    stored: Tensor, axis: TensorAxis, rows: RowsInUse, dim: int = 0
+) -> Tensor:
     """Return the rows of a weight that this rank uses, of those that the ranks store.
 
     Args:
         dim: the dimension of the rows.
     """
-    result: Tensor = _ExchangeRows.apply(stored.movedim(dim, 0).contiguous(), axis, rows)
+    result: Tensor = _ExchangeRows.apply(
+        stored.movedim(dim, 0).contiguous(), axis, rows
+    )
     return result.movedim(0, dim)
 
 
-def _all_to_all(rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int], axis: TensorAxis) -> Tensor:
+def _all_to_all(
+    rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int], axis: TensorAxis
+) -> Tensor:
     arrived = rows.new_empty((sum(n_received), *rows.shape[1:]))
     row_bytes = rows[:1].numel() * rows.element_size()
     ranks = axis.ranks
-    sends = [(rank, n * row_bytes) for rank, n in zip(ranks, n_sent, strict=True) if n and rank != axis.meter.rank]
+    sends = [
+        (rank, n * row_bytes)
+        for rank, n in zip(ranks, n_sent, strict=True)
+        if n and rank != axis.meter.rank
+    ]
     link = "inter" if axis.meter.topology.spans_nodes(ranks) else "intra"
     with axis.meter.point_to_point(f"{_KIND}exchange", sends, link):  # type: ignore[arg-type]
-        dist.all_to_all_single(arrived, rows, list(n_received), list(n_sent), group=axis.group)
+        dist.all_to_all_single(
+            arrived, rows, list(n_received), list(n_sent), group=axis.group
+        )
     return arrived

@@ -1,19 +1,24 @@
-"""The sum of a column layer's input gradients travels while the gradients of its weights are computed.
+"""The sum of a column layer's input gradients travels while the gradients of its
+weights are computed.
 
-Backward of a column layer makes two products: the gradient of its input, which has to be added up over the ranks
-before anything below can go on, and the gradient of its weight, which nothing waits for. Autograd makes both in one
-node. Here the second is a node of its own that runs between the start of the sum and the wait for it (Megatron-LM's
-asynchronous sums of input gradients, for however many layers read one input):
+Backward of a column layer makes two products: the gradient of its input, which has to
+be added up over the ranks before anything below can go on, and the gradient of its
+weight, which nothing waits for. Autograd makes both in one node. Here the second is a
+node of its own that runs between the start of the sum and the wait for it
+(Megatron-LM's asynchronous sums of input gradients, for however many layers read one
+input):
 
     forward     input -> _Wait -> (one _Weight for each layer) -> _Start: gathers -> layers, each -> _Output
     backward    _Output: keeps the outputs' gradient for _Weight -> layers: the input's gradient -> _Start: starts its
                 sum -> _Weight of each layer: the weight's gradient -> _Wait
 
-Of the nodes that could run, autograd takes the one that was made last, so the order of backward follows from the order
-in which forward makes them. Nothing but the overlap depends on it. Each layer's own forward is called, with its weight
-detached; the products are those that autograd would make, in the same order of operands, so numbers are equal to the
-bit. Layers of other kinds than torch's Linear and Transformers' Conv1D, under autocast, in a unit of their own, or
-with rows of other ranks, keep autograd's way.
+Of the nodes that could run, autograd takes the one that was made last, so the order of
+backward follows from the order in which forward makes them. Nothing but the overlap
+depends on it. Each layer's own forward is called, with its weight detached; the
+products are those that autograd would make, in the same order of operands, so numbers
+are equal to the bit. Layers of other kinds than torch's Linear and Transformers'
+Conv1D, under autocast, in a unit of their own, or with rows of other ranks, keep
+autograd's way.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ class _Sum:
 
 @dataclass(eq=False)
 class _Operands:
-    """The operands of one weight's gradient: the layer's input and its outputs' gradient, [tokens, features] each."""
+    """The operands of one weight's gradient: the layer's input and its outputs'
+    gradient, [tokens, features] each."""
 
     transposed: bool
     found: tuple[Tensor, Tensor] | None = None
@@ -69,8 +75,11 @@ class LaterGradient:
     operands: _Operands
 
     def take_from(self, output: Tensor) -> Tensor:
-        """Return the output of the layer such that its gradient is kept for the weight's."""
-        result: Tensor = _Output.apply(output, self.entered.detach(), self.token, self.operands)
+        """Return the output of the layer such that its gradient is kept for the
+        weight's."""
+        result: Tensor = _Output.apply(
+            output, self.entered.detach(), self.token, self.operands
+        )
         return result
 
 
@@ -88,20 +97,33 @@ class _Wait(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """An input is gathered on its way to the layers; the sum of its gradient is started on the way back."""
+    """An input is gathered on its way to the layers; the sum of its gradient is started
+    on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, total: _Sum, tokens_are_split: bool) -> Tensor:
-        ctx.axis, ctx.total, ctx.tokens_are_split, ctx.shape = axis, total, tokens_are_split, tensor.shape
+    def forward(
+        ctx: Any, tensor: Tensor, axis: TensorAxis, total: _Sum, tokens_are_split: bool
+    ) -> Tensor:
+        ctx.axis, ctx.total, ctx.tokens_are_split, ctx.shape = (
+            axis,
+            total,
+            tokens_are_split,
+            tensor.shape,
+        )
         return axis.gather(tensor, -2) if tokens_are_split else tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
-        start = ctx.axis.start_reduce_scatter if ctx.tokens_are_split else ctx.axis.start_all_reduce
+        start = (
+            ctx.axis.start_reduce_scatter
+            if ctx.tokens_are_split
+            else ctx.axis.start_all_reduce
+        )
         ctx.total.finish = start(grad, -2)
-        # The sum itself is handed on by _Wait. Autograd only looks at the shape of this.
+        # The sum itself is handed on by _Wait. Autograd only looks at the shape of
+        # this.
         return grad.new_zeros(()).expand(ctx.shape), None, None, None
 
 
@@ -119,7 +141,9 @@ class _Weight(torch.autograd.Function):
 
 class _Output(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, token: Tensor, operands: _Operands) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, hidden: Tensor, token: Tensor, operands: _Operands
+    ) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.operands = operands
         return output.view_as(output)
@@ -129,13 +153,19 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (grad,) = grads
         (hidden,) = ctx.saved_tensors
-        ctx.operands.found = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        ctx.operands.found = (
+            hidden.reshape(-1, hidden.shape[-1]),
+            grad.reshape(-1, grad.shape[-1]),
+        )
         return grad, None, grad.new_zeros(()), None
 
 
 def is_plain_product(layer: nn.Module) -> bool:
-    """Return whether a layer is known to be one matrix product and a bias. Before its forward is exchanged."""
-    known = type(layer) is nn.Linear or (is_conv1d(layer) and type(layer).__name__ == "Conv1D")
+    """Return whether a layer is known to be one matrix product and a bias. Before its
+    forward is exchanged."""
+    known = type(layer) is nn.Linear or (
+        is_conv1d(layer) and type(layer).__name__ == "Conv1D"
+    )
     return known and "forward" not in vars(layer)
 
 
@@ -143,15 +173,21 @@ def _gathered(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Tensor]]
     """Yield the layers whose weights are here now, with this rank's parts of these."""
     for layer in layers:
         weight: Any = layer.weight
-        # A unit by itself is gathered when it is called, and its gradient is reduced when its own backward is over. A
-        # parameter that is not gathered now is a DTensor over the shards too.
-        if not isinstance(layer, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
+        # A unit by itself is gathered when it is called, and its gradient is reduced
+        # when its own backward is over. A parameter that is not gathered now is a
+        # DTensor over the shards too.
+        if (
+            not isinstance(layer, FSDPModule)
+            and isinstance(weight, DTensor)
+            and weight.device_mesh.ndim == 1
+        ):
             yield layer, weight.to_local()
 
 
 class ColumnInputs:
-    """The inputs of the column layers of one module: queries, keys and values are projections of one tensor, which is
-    gathered once, and whose gradient is added up once.
+    """The inputs of the column layers of one module: queries, keys and values are
+    projections of one tensor, which is gathered once, and whose gradient is added up
+    once.
 
     What was made in a call of the module is dropped at its end.
     """
@@ -165,12 +201,12 @@ class ColumnInputs:
         self._products: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def add(self, layer: nn.Module, in_pieces: str | None = None) -> None:
-        """Let the gradient of a layer's weight be computed later, if that is possible. Before the layer's forward is
-        exchanged.
+        """Let the gradient of a layer's weight be computed later, if that is possible.
+        Before the layer's forward is exchanged.
 
         Args:
-            in_pieces: the name of a layer that reads what its neighbours do, among split tokens, and is multiplied
-                while that is gathered; None: it is not.
+            in_pieces: the name of a layer that reads what its neighbours do, among
+                split tokens, and is multiplied while that is gathered; None: it is not.
         """
         if is_plain_product(layer):
             self.layers.append(layer)
@@ -178,7 +214,9 @@ class ColumnInputs:
                 self.in_pieces[layer] = in_pieces
 
     @torch.compiler.disable
-    def enter(self, tensor: Tensor, tokens_are_split: bool, reader: nn.Module | None = None) -> Tensor:
+    def enter(
+        self, tensor: Tensor, tokens_are_split: bool, reader: nn.Module | None = None
+    ) -> Tensor:
         """Return what the layers read, made once for each tensor in a call.
 
         Args:
@@ -189,7 +227,8 @@ class ColumnInputs:
             if given is tensor:
                 return made
         in_pieces = bool(self.in_pieces) if reader is None else reader in self.in_pieces
-        in_pieces = in_pieces and any(True for _ in _gathered(self.in_pieces))  # units of their own are gathered later
+        # Units of their own are gathered later.
+        in_pieces = in_pieces and any(True for _ in _gathered(self.in_pieces))
         if in_pieces and tokens_are_split and torch.is_grad_enabled():
             return self._enter_with_products(tensor)
         total = _Sum()
@@ -199,22 +238,32 @@ class ColumnInputs:
         if tokens_are_split:
             entered = without_padding(entered, self.axis)
         for layer, weight, token, operands in weights:
-            if entered.dtype == weight.dtype and not torch.is_autocast_enabled(entered.device.type):
-                self._later[layer] = LaterGradient(entered, weight.detach(), token, operands)
+            if entered.dtype == weight.dtype and not torch.is_autocast_enabled(
+                entered.device.type
+            ):
+                self._later[layer] = LaterGradient(
+                    entered, weight.detach(), token, operands
+                )
         self._entered.append((tensor, entered))
         return entered
 
     def _enter_with_products(self, tensor: Tensor) -> Tensor:
         self.require_all_read()
         weights = dict(_gathered(self.in_pieces))
-        factors = [factor_of(layer, weight, tensor) for layer, weight in weights.items()]
+        factors = [
+            factor_of(layer, weight, tensor) for layer, weight in weights.items()
+        ]
         entered, products = column_products(tensor, self.axis, factors)
-        self._products = {layer: (entered, product) for layer, product in zip(weights, products, strict=True)}
+        self._products = {
+            layer: (entered, product)
+            for layer, product in zip(weights, products, strict=True)
+        }
         self._entered.append((tensor, entered))
         return entered
 
     def product(self, layer: nn.Module, entered: Tensor) -> Tensor | None:
-        """Return the product of a layer that was made when its input was gathered, once; None: there is none."""
+        """Return the product of a layer that was made when its input was gathered,
+        once; None: there is none."""
         found = self._products.get(layer)
         if found is None or found[0] is not entered:
             return None
@@ -225,7 +274,8 @@ class ColumnInputs:
         """Check that each product that was made has been used.
 
         Raises:
-            ValueError: a layer that read something else than its neighbours, or was not called.
+            ValueError: a layer that read something else than its neighbours, or was not
+                called.
         """
         if self._products:
             names = ", ".join(self.in_pieces[layer] for layer in self._products)
@@ -243,7 +293,8 @@ class ColumnInputs:
         return found
 
     def later(self, layer: nn.Module, entered: Tensor) -> LaterGradient | None:
-        """Return the later gradient of a layer that is called with this input, once; None: it is autograd's."""
+        """Return the later gradient of a layer that is called with this input, once;
+        None: it is autograd's."""
         found = self._later.pop(layer, None)
         return found if found is not None and found.entered is entered else None
 

@@ -1,8 +1,10 @@
-"""Random numbers of ranks that compute one layer: dropout of whole activations is the same on all, of split ones not.
+"""Random numbers of ranks that compute one layer: dropout of whole activations is the
+same on all, of split ones not.
 
-Ranks begin with generators in one state, and each draws the same numbers from it. In blocks whose tokens are split each
-rank draws from a generator of its own: masks of equal parts would be equal. Its seed is drawn from the common one, so
-that this goes on alike, and a recomputed forward, whose generator is put back, draws the same again.
+Ranks begin with generators in one state, and each draws the same numbers from it. In
+blocks whose tokens are split each rank draws from a generator of its own: masks of
+equal parts would be equal. Its seed is drawn from the common one, so that this goes on
+alike, and a recomputed forward, whose generator is put back, draws the same again.
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ from torch import nn
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import transformers_model
 
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUT = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> list[str]:
-    """Let blocks whose tokens are split draw other numbers on each rank; return what draws any. Refuse dropout where
-    tokens are not split."""
+    """Let blocks whose tokens are split draw other numbers on each rank; return what
+    draws any. Refuse dropout where tokens are not split."""
     found = _random_parts(model)
     if found and not splits_tokens:
         refuse_random(found)
@@ -33,8 +42,8 @@ def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> li
 
 
 def refuse_random(found: list[str], where: str = "") -> None:
-    """Refuse dropout among whole tokens: some of a block's is of split activations and some is not, and nothing says
-    which.
+    """Refuse dropout among whole tokens: some of a block's is of split activations and
+    some is not, and nothing says which.
 
     Args:
         found: what draws random numbers.
@@ -50,8 +59,16 @@ def refuse_random(found: list[str], where: str = "") -> None:
 def _random_parts(model: nn.Module) -> list[str]:
     """Name what draws random numbers in training: dropout, and noise of routers."""
     modules = dict(model.named_modules())
-    found = [name for name, module in modules.items() if isinstance(module, _DROPOUT) and module.p > 0]
-    found += [name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention) and module.dropout]
+    found = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, _DROPOUT) and module.p > 0
+    ]
+    found += [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.MultiheadAttention) and module.dropout
+    ]
     known = transformers_model(model)
     options = {} if known is None else known.config.to_dict()
     return found + [
@@ -66,14 +83,16 @@ def _random_parts(model: nn.Module) -> list[str]:
 
 @dataclass(eq=False)
 class RandomForward:
-    """The forward of a block that draws random numbers: where activations are split, each rank draws others."""
+    """The forward of a block that draws random numbers: where activations are split,
+    each rank draws others."""
 
     module: nn.Module
     original: Callable[..., Any]
     axis: TensorAxis
     checked: bool = False
 
-    @functools.partial(torch.compiler.disable, recursive=False)  # seeds are not compiled; the block inside is
+    # Seeds are not compiled; the block inside is.
+    @functools.partial(torch.compiler.disable, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training:
             return self.original(*args, **kwargs)
@@ -85,10 +104,13 @@ class RandomForward:
             return self.original(*args, **kwargs)
 
     def _require_one_state(self, device: torch.device) -> None:
-        """Compare generators once: what ranks compute alike, they have to drop alike."""
+        """Compare generators once: what ranks compute alike, they have to drop
+        alike."""
         state = torch.random.get_rng_state().double()
         if device.type != "cpu":
-            state = torch.cat([state, torch.get_device_module(device).get_rng_state(device).double()])
+            state = torch.cat(
+                [state, torch.get_device_module(device).get_rng_state(device).double()]
+            )
         if not self.axis.holds_alike(state.to(device)):
             raise ValueError(
                 f"the random states of tensor ranks differ: those of tensor_parallel_degree={self.axis.degree} "
@@ -99,7 +121,8 @@ class RandomForward:
 
 @contextlib.contextmanager
 def own_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
-    """Let each rank draw other random numbers inside, and all the same ones behind it."""
+    """Let each rank draw other random numbers inside, and all the same ones behind
+    it."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     before, axis.drawn = axis.drawn, seed
     try:
@@ -110,8 +133,11 @@ def own_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_random(axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Let all ranks draw the same inside a block of :func:`own_random`, for a call that every rank computes alike."""
+def same_random(
+    axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Let all ranks draw the same inside a block of :func:`own_random`, for a call that
+    every rank computes alike."""
     if axis.drawn is None:
         yield
         return
@@ -124,11 +150,19 @@ def same_random(axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the generators inside, and restore them after."""
     on_device = device.type != "cpu"
-    forked = torch.random.fork_rng([device], device_type=device.type) if on_device else torch.random.fork_rng([])
+    forked = (
+        torch.random.fork_rng([device], device_type=device.type)
+        if on_device
+        else torch.random.fork_rng([])
+    )
     with forked:
         torch.manual_seed(seed)
         yield
 
 
 def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
-    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return next(
+        value.device
+        for value in (*args, *kwargs.values())
+        if isinstance(value, torch.Tensor)
+    )

@@ -14,7 +14,11 @@ _COLLECTING = "transformers.utils.output_capturing"
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Refuse what changes the names that plans speak of."""
-    compiled = [name for name, module in model.named_modules() if compiled_of(module) is not None]
+    compiled = [
+        name
+        for name, module in model.named_modules()
+        if compiled_of(module) is not None
+    ]
     if compiled:
         raise ValueError(
             f"tensor_parallel_degree: torch.compile() wraps {', '.join(map(repr, compiled[:5]))}, whose layers then "
@@ -23,13 +27,15 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
-    """Refuse forward hooks in blocks whose tokens are split: they would see this rank's. torch shows hooks in
-    ``_forward_hooks`` and ``_forward_pre_hooks`` only. Transformers' own collect what :func:`refuse_whole_states`
-    refuses to calls."""
+    """Refuse forward hooks in blocks whose tokens are split: they would see this
+    rank's. torch shows hooks in ``_forward_hooks`` and ``_forward_pre_hooks`` only.
+    Transformers' own collect what :func:`refuse_whole_states` refuses to calls."""
     hooked = []
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if holds(blocks, name) and any(getattr(hook, "__module__", "") != _COLLECTING for hook in hooks):
+        if holds(blocks, name) and any(
+            getattr(hook, "__module__", "") != _COLLECTING for hook in hooks
+        ):
             hooked.append(name)
     if hooked:
         raise ValueError(
@@ -39,21 +45,23 @@ def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
 
 
 def shared_with_others(model: nn.Module, block: nn.Module) -> str:
-    """Return why tokens in a block stay whole that has a module in common with others, which may see all tokens there;
-    "": it has none."""
+    """Return why tokens in a block stay whole that has a module in common with others,
+    which may see all tokens there; "": it has none."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     for module in block.modules():
         outside = [name for name in names[module] if not holds(names[block], name)]
         if outside and any(True for _ in module.parameters(recurse=False)):
-            return f"{outside[0]} ({type(module).__name__}) is a part of it and of others"
+            return (
+                f"{outside[0]} ({type(module).__name__}) is a part of it and of others"
+            )
     return ""
 
 
 def refuse_unshared_tokens(splits: list[Split], blocks: list[str]) -> None:
-    """Refuse a layer among split tokens that returns all of them, with all features, where no layer behind it in its
-    block shares them out again.
+    """Refuse a layer among split tokens that returns all of them, with all features,
+    where no layer behind it in its block shares them out again.
 
     Args:
         splits: those in blocks whose tokens are split, in the model's order.
@@ -61,7 +69,10 @@ def refuse_unshared_tokens(splits: list[Split], blocks: list[str]) -> None:
     for place, split in enumerate(splits):
         if split.role == "column_gather":
             block = next(name for name in blocks if holds([name], split.name))
-            if not any(later.role == "row_split" and holds([block], later.name) for later in splits[place:]):
+            if not any(
+                later.role == "row_split" and holds([block], later.name)
+                for later in splits[place:]
+            ):
                 raise ValueError(
                     f"tensor_parallel.plan: {split.name} is 'column_gather' in {block}, whose tokens are split, and no "
                     "'row_split' behind it there shares the tokens out again; write 'column' and 'row' for the layer "
@@ -73,7 +84,8 @@ _WHOLE_STATES = ("output_hidden_states", "output_attentions")
 
 
 def refuse_whole_states(model: nn.Module) -> None:
-    """Refuse what shows the inside of blocks, where tokens and heads are split; in calls too."""
+    """Refuse what shows the inside of blocks, where tokens and heads are split; in
+    calls too."""
     known = transformers_model(model)
     if known is None:
         return
@@ -83,7 +95,9 @@ def refuse_whole_states(model: nn.Module) -> None:
                 f"tensor_parallel_degree: config.{option}=True: no rank has these unsplit; set config.{option} = False"
             )
 
-    def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def refuse(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         for option in _WHOLE_STATES:
             if kwargs.get(option):
                 raise ValueError(

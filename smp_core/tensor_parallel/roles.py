@@ -1,4 +1,5 @@
-"""Roles: which layer is split how. Pure decisions about modules; nothing is changed here.
+"""Roles: which layer is split how. Pure decisions about modules; nothing is changed
+here.
 
     column          outputs are split (rows of a Linear's weight); its bias with them
     column:N        the same of N equal blocks in one weight (packed queries, keys and values; gate and up)
@@ -12,7 +13,8 @@
     whole           whole on every rank, and needs all tokens where they are split
     replicate       whole on every rank
 
-They come from the user's globs, from our table, or from the plan that a Transformers model carries (``tp_plan``).
+They come from the user's globs, from our table, or from the plan that a Transformers
+model carries (``tp_plan``).
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ from smp_core.torch_facts import embeddings_of
 
 logger = logging.getLogger("smp")
 
-SPLIT = ("column", "column_gather", "row", "row_split", "vocabulary", "features", "experts")
+SPLIT = (
+    "column",
+    "column_gather",
+    "row",
+    "row_split",
+    "vocabulary",
+    "features",
+    "experts",
+)
 ROLES = (*SPLIT, "sum", "whole", "replicate")
 
 # Transformers' names of the same; a plan with another one is not understood.
@@ -48,9 +58,16 @@ _OF_TRANSFORMERS = {
     "moe_tp_experts": "experts",
 }
 
-_GPT2 = {"*.attn.c_attn": "column:3", "*.attn.c_proj": "row", "*.mlp.c_fc": "column", "*.mlp.c_proj": "row"}
+_GPT2 = {
+    "*.attn.c_attn": "column:3",
+    "*.attn.c_proj": "row",
+    "*.mlp.c_fc": "column",
+    "*.mlp.c_proj": "row",
+}
 _BERT = {
-    **dict.fromkeys(("*.self.query", "*.self.key", "*.self.value", "*.intermediate.dense"), "column"),
+    **dict.fromkeys(
+        ("*.self.query", "*.self.key", "*.self.value", "*.intermediate.dense"), "column"
+    ),
     "*.output.dense": "row",
 }
 _OPT = {
@@ -58,7 +75,9 @@ _OPT = {
     **dict.fromkeys(("*.self_attn.out_proj", "*.fc2"), "row"),
 }
 _FALCON = {
-    **dict.fromkeys(("*.self_attention.query_key_value", "*.mlp.dense_h_to_4h"), "column"),
+    **dict.fromkeys(
+        ("*.self_attention.query_key_value", "*.mlp.dense_h_to_4h"), "column"
+    ),
     **dict.fromkeys(("*.self_attention.dense", "*.mlp.dense_4h_to_h"), "row"),
 }
 _VIT = {
@@ -70,7 +89,8 @@ _T5 = {
     **dict.fromkeys(("*Attention.o", "*.DenseReluDense.wo"), "row"),
     "*.relative_attention_bias": "features",
 }
-# Model types of Transformers that carry no plan, or one that computes attention on every rank.
+# Model types of Transformers that carry no plan, or one that computes attention on
+# every rank.
 _OWN: dict[str, dict[str, str]] = {
     "gpt2": _GPT2,
     "opt": _OPT,
@@ -81,7 +101,8 @@ _OWN: dict[str, dict[str, str]] = {
     "vit": _VIT,
     "t5": _T5,
 }
-# Numbers that their forwards read and that count features or heads: glob over modules -> attributes.
+# Numbers that their forwards read and that count features or heads: glob over modules
+# -> attributes.
 _DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {"*.attn": ("split_size", "num_heads", "embed_dim")},
     "opt": {"*.self_attn": ("num_heads", "embed_dim")},
@@ -91,11 +112,13 @@ _DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
     "roberta": {"*.self": ("num_attention_heads", "all_head_size")},
     "t5": {"*Attention": ("n_heads", "inner_dim")},
 }
-# Column layers of attention that read other tokens than its queries do: all of them, on every rank.
+# Column layers of attention that read other tokens than its queries do: all of them, on
+# every rank.
 _OF_OTHER_TOKENS = {"t5": "*.EncDecAttention.[kv]"}
 
 
-# Arguments of modules that hold something for each head in their first dimension, [B x heads, ...].
+# Arguments of modules that hold something for each head in their first dimension, [B x
+# heads, ...].
 _OF_HEADS: dict[str, dict[str, str]] = {"bloom": {"*.self_attention": "alibi"}}
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
@@ -131,10 +154,18 @@ def transformers_model(model: nn.Module) -> Any | None:
         return None
     from transformers import PreTrainedModel
 
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    return next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)),
+        None,
+    )
 
 
-def splits_of(model: nn.Module, plan: str | Mapping[str, str], degree: int, whole: Container[str] = ()) -> list[Split]:
+def splits_of(
+    model: nn.Module,
+    plan: str | Mapping[str, str],
+    degree: int,
+    whole: Container[str] = (),
+) -> list[Split]:
     """Return what happens to which modules, in the model's order.
 
     Args:
@@ -142,7 +173,8 @@ def splits_of(model: nn.Module, plan: str | Mapping[str, str], degree: int, whol
         whole: names of parameters that "auto" replicates.
 
     Raises:
-        ValueError: no plan for this model, an unknown role, a glob without a match, a layer that no role fits.
+        ValueError: no plan for this model, an unknown role, a glob without a match, a
+            layer that no role fits.
     """
     if isinstance(plan, str):
         found = list(_of_known_model(model, degree, whole))
@@ -151,7 +183,9 @@ def splits_of(model: nn.Module, plan: str | Mapping[str, str], degree: int, whol
     for split in found:
         _require_fitting(split)
     if not any(split.role in SPLIT for split in found):
-        raise ValueError("tensor_parallel.plan splits no layer: every one it names stays whole")
+        raise ValueError(
+            "tensor_parallel.plan splits no layer: every one it names stays whole"
+        )
     return found
 
 
@@ -164,7 +198,11 @@ def _of_globs(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Split]:
                 yield Split(name, module, *_read(glob, role))
                 break  # the first that matches decides
     if unmatched:
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linear = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
         raise ValueError(
             f"tensor_parallel.plan: no module matches {', '.join(map(repr, unmatched))}; globs are matched against "
             f"full names, for example {', '.join(map(repr, linear[:3]))}"
@@ -173,7 +211,9 @@ def _of_globs(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Split]:
 
 def _read(glob: str, role: str) -> tuple[str, int]:
     kind, _, blocks = role.partition(":")
-    if kind not in ROLES or (blocks and (kind != "column" or not blocks.isdecimal() or int(blocks) < 1)):
+    if kind not in ROLES or (
+        blocks and (kind != "column" or not blocks.isdecimal() or int(blocks) < 1)
+    ):
         raise ValueError(
             f"tensor_parallel.plan: {glob!r}: {role!r} is no role; allowed: {', '.join(map(repr, ROLES))}, and "
             "'column:N' for N equal blocks in one weight"
@@ -181,44 +221,72 @@ def _read(glob: str, role: str) -> tuple[str, int]:
     return kind, int(blocks or 1)
 
 
-def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Iterator[Split]:
+def _of_known_model(
+    model: nn.Module, degree: int, whole: Container[str]
+) -> Iterator[Split]:
     known = transformers_model(model)
     kind = type(model if known is None else known).__name__
     instead = (
-        'write globs over module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
+        "write globs over module names, for example "
+        'tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
     )
     # Models that are known.
     if known is None:
-        raise NoPlan(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
-    if getattr(known.config, "is_encoder_decoder", False) and known.config.model_type not in _OWN:
-        raise NoPlan(f"tensor_parallel.plan='auto': {kind} is an encoder-decoder without a known plan; {instead}")
+        raise NoPlan(
+            f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}"
+        )
+    if (
+        getattr(known.config, "is_encoder_decoder", False)
+        and known.config.model_type not in _OWN
+    ):
+        raise NoPlan(
+            f"tensor_parallel.plan='auto': {kind} is an encoder-decoder without a known plan; {instead}"
+        )
     beyond = _beyond_plan(known.config, degree)
     if beyond is not None:
-        raise NoPlan(f"tensor_parallel.plan='auto': {kind} with {beyond} is not built yet; {instead}")
+        raise NoPlan(
+            f"tensor_parallel.plan='auto': {kind} with {beyond} is not built yet; {instead}"
+        )
     # The globs of a plan, and the role of each layer in it.
     prefix = next(name for name, module in model.named_modules() if module is known)
     prefix = f"{prefix}." if prefix else ""
-    globs = _OWN.get(known.config.model_type) or _plan_of_transformers(known, kind, instead)
+    globs = _OWN.get(known.config.model_type) or _plan_of_transformers(
+        known, kind, instead
+    )
     words, head = embeddings_of(known)
     for name, module in model.named_modules():
         if module is head or module is words or not name.startswith(prefix):
             continue
-        role = next((role for glob, role in globs.items() if fnmatch.fnmatchcase(name[len(prefix) :], glob)), None)
+        role = next(
+            (
+                role
+                for glob, role in globs.items()
+                if fnmatch.fnmatchcase(name[len(prefix) :], glob)
+            ),
+            None,
+        )
         if role is not None:
             yield Split(name, module, *_read(name, role))
     yield from vocabulary_of(model, words, head, degree, whole)
 
 
 def _beyond_plan(config: Any, degree: int) -> str | None:
-    """Return what our plan of Falcon or Bloom does not split; None: it does, or it is another model. Their queries,
-    keys and values lie side by side for each group of heads, so that groups can be split."""
+    """Return what our plan of Falcon or Bloom does not split; None: it does, or it is
+    another model. Their queries, keys and values lie side by side for each group of
+    heads, so that groups can be split."""
     unknown: tuple[str, ...]
     if config.model_type == "bloom":
         groups = config.n_head
         unknown = ("apply_residual_connection_post_layernorm", "slow_but_exact")
     elif config.model_type == "falcon":
-        groups = config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads
-        unknown = ("alibi",) if config.new_decoder_architecture else ("alibi", "multi_query")
+        groups = (
+            config.num_kv_heads
+            if config.new_decoder_architecture
+            else config.num_attention_heads
+        )
+        unknown = (
+            ("alibi",) if config.new_decoder_architecture else ("alibi", "multi_query")
+        )
     else:
         return None
     found = [f"config.{name}=True" for name in unknown if getattr(config, name)]
@@ -226,12 +294,22 @@ def _beyond_plan(config: Any, degree: int) -> str | None:
     return ", ".join(found) or None
 
 
-def vocabulary_of(model: nn.Module, words: Any, head: Any, degree: int, whole: Container[str]) -> Iterator[Split]:
-    """Yield the splits of the embedding and the head, where the vocabulary can be split; both or neither, as they may
-    be tied."""
-    candidates = [module for module, kind in ((words, nn.Embedding), (head, nn.Linear)) if isinstance(module, kind)]
+def vocabulary_of(
+    model: nn.Module, words: Any, head: Any, degree: int, whole: Container[str]
+) -> Iterator[Split]:
+    """Yield the splits of the embedding and the head, where the vocabulary can be
+    split; both or neither, as they may be tied."""
+    candidates = [
+        module
+        for module, kind in ((words, nn.Embedding), (head, nn.Linear))
+        if isinstance(module, kind)
+    ]
     # Both stacks of an encoder-decoder have the embedding in a module of their own.
-    every = [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.Linear))]
+    every = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.Linear))
+    ]
     weights = {module.weight for module in candidates}
     named = {name: module for name, module in every if module.weight in weights}
     is_uneven = any(weight.shape[0] % degree for weight in weights)
@@ -239,14 +317,20 @@ def vocabulary_of(model: nn.Module, words: Any, head: Any, degree: int, whole: C
         logger.info("tensor_parallel: whole on every rank: %s", ", ".join(named))
         return
     for name, module in named.items():
-        yield Split(name, module, "vocabulary" if isinstance(module, nn.Embedding) else "column_gather")
+        yield Split(
+            name,
+            module,
+            "vocabulary" if isinstance(module, nn.Embedding) else "column_gather",
+        )
 
 
 def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]:
     """Return globs -> roles of the plan that the model carries."""
     carried = dict(known.tp_plan or {})
     if not carried:
-        raise NoPlan(f"tensor_parallel.plan='auto': {kind} carries no plan, and none is known for it; {instead}")
+        raise NoPlan(
+            f"tensor_parallel.plan='auto': {kind} carries no plan, and none is known for it; {instead}"
+        )
     unknown = sorted(set(carried.values()) - set(_OF_TRANSFORMERS))
     if unknown:
         raise NoPlan(
@@ -256,31 +340,47 @@ def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]
     plan = {glob: _OF_TRANSFORMERS[style] for glob, style in carried.items()}
     experts = [glob for glob, role in plan.items() if role == "experts"]
     for glob in experts:
-        # Parameters of fused experts are split with them; what chooses experts needs all tokens.
-        plan = {each: role for each, role in plan.items() if not each.startswith(f"{glob}.")}
+        # Parameters of fused experts are split with them; what chooses experts needs
+        # all tokens.
+        plan = {
+            each: role for each, role in plan.items() if not each.startswith(f"{glob}.")
+        }
         plan[glob.rpartition(".")[0]] = "whole"
     return plan
 
 
 def _require_fitting(split: Split) -> None:
-    module: Any = getattr(split.module, "base_layer", split.module)  # where PEFT has wrapped it
+    # Where PEFT has wrapped it.
+    module: Any = getattr(split.module, "base_layer", split.module)
     kind = type(module).__name__
     where = f"tensor_parallel: {split.name} ({kind})"
     if split.role in ("vocabulary", "features"):
-        if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
-            raise ValueError(f"{where} is no plain embedding without max_norm and sparse; write 'replicate' for it")
+        if (
+            not isinstance(module, nn.Embedding)
+            or module.max_norm is not None
+            or module.sparse
+        ):
+            raise ValueError(
+                f"{where} is no plain embedding without max_norm and sparse; write 'replicate' for it"
+            )
     elif split.role in ("column", "column_gather", "row", "row_split"):
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
-            raise ValueError(f"{where} is no linear layer, which {split.role!r} is for; write 'replicate' for it")
+            raise ValueError(
+                f"{where} is no linear layer, which {split.role!r} is for; write 'replicate' for it"
+            )
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is Transformers' linear layer with a transposed weight."""
-    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
+    """Return whether a module is Transformers' linear layer with a transposed
+    weight."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(
+        module, "nf"
+    )
 
 
 def divided_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """List the attributes that a known model's forwards read and that count what is split."""
+    """List the attributes that a known model's forwards read and that count what is
+    split."""
     known = transformers_model(model)
     table = {} if known is None else _DIVIDED.get(known.config.model_type, {})
     for name, module in model.named_modules():
@@ -292,15 +392,21 @@ def divided_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def arguments_of_heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """List the arguments of a known model's modules of which each rank uses the part of its own heads."""
+    """List the arguments of a known model's modules of which each rank uses the part of
+    its own heads."""
     known = transformers_model(model)
     table = {} if known is None else _OF_HEADS.get(known.config.model_type, {})
     for name, module in model.named_modules():
-        yield from ((module, argument) for glob, argument in table.items() if fnmatch.fnmatchcase(name, glob))
+        yield from (
+            (module, argument)
+            for glob, argument in table.items()
+            if fnmatch.fnmatchcase(name, glob)
+        )
 
 
 def reads_other_tokens(model: nn.Module, name: str) -> bool:
-    """Return whether a column layer's input is not that of the module it is in, and is whole on every rank."""
+    """Return whether a column layer's input is not that of the module it is in, and is
+    whole on every rank."""
     known = transformers_model(model)
     glob = None if known is None else _OF_OTHER_TOKENS.get(known.config.model_type)
     return glob is not None and fnmatch.fnmatchcase(name, glob)
@@ -314,19 +420,28 @@ def has_heads(module: nn.Module) -> bool:
 def numbers_of_heads(module: nn.Module) -> dict[str, int]:
     """Return a module's own counts of heads, by name."""
     own = vars(module)
-    return {name: own[name] for name in _NUMBERS_OF_HEADS if isinstance(own.get(name), int)}
+    return {
+        name: own[name] for name in _NUMBERS_OF_HEADS if isinstance(own.get(name), int)
+    }
 
 
 def head_size(module: nn.Module) -> int | None:
-    """Return the features of a head of attention, if the module has them under a known name."""
-    found = next((size for name in _HEAD_SIZES if (size := getattr(module, name, None))), None)
+    """Return the features of a head of attention, if the module has them under a known
+    name."""
+    found = next(
+        (size for name in _HEAD_SIZES if (size := getattr(module, name, None))), None
+    )
     return found if isinstance(found, int) else None
 
 
-def rows_in_use(split: Split, head: int | None, outputs: int, query_outputs: int, degree: int) -> RowsInUse | None:
-    """Return which outputs of a column layer each rank computes; None: equal stretches, in order.
+def rows_in_use(
+    split: Split, head: int | None, outputs: int, query_outputs: int, degree: int
+) -> RowsInUse | None:
+    """Return which outputs of a column layer each rank computes; None: equal stretches,
+    in order.
 
-    Outputs of attention are cut between heads. Keys and values of fewer heads than ranks are used by several ranks.
+    Outputs of attention are cut between heads. Keys and values of fewer heads than
+    ranks are used by several ranks.
 
     Args:
         head: the features of a head; None: the layer is not known to have any.
@@ -341,16 +456,29 @@ def rows_in_use(split: Split, head: int | None, outputs: int, query_outputs: int
     by_rank: list[list[int]] = [[] for _ in range(degree)]
     for start in range(0, outputs, block):
         for rank in range(degree):
-            by_rank[rank] += _stretch(split, start, block, heads, rank, degree, outputs < query_outputs)
+            by_rank[rank] += _stretch(
+                split, start, block, heads, rank, degree, outputs < query_outputs
+            )
     if outputs % degree:
         raise _indivisible(split, f"{outputs} outputs", outputs, degree)
     stored = outputs // degree
-    if all(rows == list(range(rank * stored, (rank + 1) * stored)) for rank, rows in enumerate(by_rank)):
+    if all(
+        rows == list(range(rank * stored, (rank + 1) * stored))
+        for rank, rows in enumerate(by_rank)
+    ):
         return None
     return RowsInUse(tuple(map(tuple, by_rank)), outputs)
 
 
-def _stretch(split: Split, start: int, size: int, heads: int | None, rank: int, degree: int, shared: bool) -> range:
+def _stretch(
+    split: Split,
+    start: int,
+    size: int,
+    heads: int | None,
+    rank: int,
+    degree: int,
+    shared: bool,
+) -> range:
     """Return the outputs of one block that a rank computes."""
     parts = size if heads is None else heads
     if parts % degree == 0:
@@ -358,7 +486,9 @@ def _stretch(split: Split, start: int, size: int, heads: int | None, rank: int, 
     if heads is not None and shared and degree % heads == 0:
         head, place = size // heads, rank * heads // degree
         return range(start + head * place, start + head * (place + 1))
-    raise _indivisible(split, f"{parts} {'outputs' if heads is None else 'heads'}", parts, degree)
+    raise _indivisible(
+        split, f"{parts} {'outputs' if heads is None else 'heads'}", parts, degree
+    )
 
 
 def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueError:
@@ -369,9 +499,13 @@ def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueErro
 
 
 def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
-    """Return the names of the blocks of every stack (``nn.ModuleList``) that holds split layers, in its modules: a list
-    of layers is none."""
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    """Return the names of the blocks of every stack (``nn.ModuleList``) that holds
+    split layers, in its modules: a list of layers is none."""
+    lists = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
     found: dict[str, None] = {}
     for split in splits:
         if split.role in ("column", "row", "column_gather", "row_split", "experts"):
@@ -382,7 +516,12 @@ def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
                 found[outermost] = None
     stacks = []
     for name in found:
-        stacks.append([f"{name}.{index}" for index, _ in model.get_submodule(name).named_children()])
+        stacks.append(
+            [
+                f"{name}.{index}"
+                for index, _ in model.get_submodule(name).named_children()
+            ]
+        )
     return stacks
 
 

@@ -1,7 +1,8 @@
-"""Rules for tensor parallelism: which degrees there are, and what it does not go together with yet.
+"""Rules for tensor parallelism: which degrees there are, and what it does not go
+together with yet.
 
-A tensor group lies inside a node and counts as one rank for everything that is decided about partition and replication
-groups (:meth:`smp_core.topology.Topology.of_groups`).
+A tensor group lies inside a node and counts as one rank for everything that is decided
+about partition and replication groups (:meth:`smp_core.topology.Topology.of_groups`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from smp_core.config import Clash, SmpConfig, TensorParallel
-from smp_core.plan import FOREIGN_FP8, SYMMETRIC_MEMORY, ModelDraft, Subject, asked_for, came_sharded
+from smp_core.plan import (
+    FOREIGN_FP8,
+    SYMMETRIC_MEMORY,
+    ModelDraft,
+    Subject,
+    asked_for,
+    came_sharded,
+)
 from smp_core.topology import Topology, divisors, listed
 
 
@@ -23,11 +31,17 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     k = topology.ranks_per_node
     world = topology.world_size
     fits = k % degree == 0
-    if fits or (knobs.tensor_parallel.across_nodes and degree % k == 0 and world % degree == 0):
+    if fits or (
+        knobs.tensor_parallel.across_nodes and degree % k == 0 and world % degree == 0
+    ):
         return
     allowed = listed(divisors(k))
     stages = knobs.pipeline_parallel_degree
-    of_stage = f" that a pipeline stage has (pipeline_parallel_degree={stages})" if stages > 1 else ""
+    of_stage = (
+        f" that a pipeline stage has (pipeline_parallel_degree={stages})"
+        if stages > 1
+        else ""
+    )
     message = (
         f"tensor_parallel_degree={degree} does not divide the {k} rank{'s' * (k > 1)} of a node{of_stage}, inside of "
         f"which the parts of a layer belong; allowed: {allowed}"
@@ -48,12 +62,18 @@ def _infers_of_fp8(draft: ModelDraft) -> str | None:
 def _multiplies_fp8_in_pieces(draft: ModelDraft) -> str | None:
     overlap = draft.knobs.tensor_parallel.overlap
     in_pieces = overlap != "sums" and draft.knobs.fp8 is not None
-    return f"tensor_parallel.overlap={overlap!r}: FP8 layers are not multiplied in pieces" if in_pieces else None
+    return (
+        f"tensor_parallel.overlap={overlap!r}: FP8 layers are not multiplied in pieces"
+        if in_pieces
+        else None
+    )
 
 
 def _keeps_fused_products(draft: ModelDraft) -> str | None:
     knobs = draft.knobs
-    if knobs.tensor_parallel.overlap != "fused" or "selective" not in _words(knobs.activations.checkpoint):
+    if knobs.tensor_parallel.overlap != "fused" or "selective" not in _words(
+        knobs.activations.checkpoint
+    ):
         return None
     return "tensor_parallel.overlap='fused': 'selective' keeps what products return, and these return gathered tokens"
 
@@ -106,8 +126,8 @@ class TensorParallelism(Subject):
     )
 
     def settle(self, draft: ModelDraft) -> None:
-        """Refuse what it has not been shown to be exact with, and an overlap that cannot be; warn of settings without
-        tensor ranks."""
+        """Refuse what it has not been shown to be exact with, and an overlap that
+        cannot be; warn of settings without tensor ranks."""
         asked = draft.knobs
         if asked.tensor_parallel_degree == 1:
             draft.drop("tensor_parallel", TensorParallel(), "tensor_parallel_degree=1")
@@ -118,18 +138,22 @@ class TensorParallelism(Subject):
             raise ValueError(
                 f"tensor_parallel.overlap={overlap!r}: {missing}, or tensor_parallel={{'overlap': 'sums'}}"
             )
-        self.require_together(draft, f"tensor_parallel_degree={asked.tensor_parallel_degree}")
+        self.require_together(
+            draft, f"tensor_parallel_degree={asked.tensor_parallel_degree}"
+        )
 
 
 TENSOR_PARALLELISM = TensorParallelism()
 
 
 def _missing_for_overlap(draft: ModelDraft) -> str | None:
-    """Return why products cannot be made in pieces here, and what to write; None: they can."""
+    """Return why products cannot be made in pieces here, and what to write; None: they
+    can."""
     knobs, cluster = draft.knobs, draft.cluster
     if not knobs.tensor_parallel.sequence_parallel:
         return (
-            "only tokens are gathered in pieces, and they stay whole; write tensor_parallel={'sequence_parallel': true}"
+            "only tokens are gathered in pieces, and they stay whole; "
+            "write tensor_parallel={'sequence_parallel': true}"
         )
     if knobs.tensor_parallel.overlap == "fused":
         instead = "write tensor_parallel={'overlap': 'pieces'}, which collectives of any kind can do"

@@ -1,9 +1,10 @@
-"""SplitModel: what of a model is split over tensor ranks, also in words; and WholeGradients, of what every rank holds
-whole, where sums travel in codes.
+"""SplitModel: what of a model is split over tensor ranks, also in words; and
+WholeGradients, of what every rank holds whole, where sums travel in codes.
 
-A block of codes shares one scale, and blocks hold elements of several parameters: what is rounded off a norm's gradient
-depends on the split weights beside it, which differ between tensor ranks. The norms would drift apart. So the sums of
-the first tensor rank are everyone's.
+A block of codes shares one scale, and blocks hold elements of several parameters: what
+is rounded off a norm's gradient depends on the split weights beside it, which differ
+between tensor ranks. The norms would drift apart. So the sums of the first tensor rank
+are everyone's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class SplitModel:
         splits: every module that has a role.
         sequence_parallel: whether blocks hold 1/T of the tokens.
         split_loss: whether the training loss is computed from split logits.
-        split_vocabulary: the logits of a head whose vocabulary is split; None: no head is.
+        split_vocabulary: the logits of a head whose vocabulary is split; None: no head
+            is.
         whole: names of parameters that every tensor rank holds whole.
         whole_elements: how many elements these have.
         in_pieces: how many layers are multiplied in pieces, behind messages.
@@ -49,12 +51,17 @@ class SplitModel:
     blocks: Sequence[BlockForward] = ()
     compared: Sequence[ComparedForward] = ()
 
-    def stand_around_blocks(self, in_stages: bool = False, without_values: bool = False) -> None:
-        """Split and join tokens around blocks, from here on; when these were told to recompute.
+    def stand_around_blocks(
+        self, in_stages: bool = False, without_values: bool = False
+    ) -> None:
+        """Split and join tokens around blocks, from here on; when these were told to
+        recompute.
 
         Args:
-            in_stages: nothing stands between blocks; pipeline stages hand on 1/T of the tokens.
-            without_values: nothing can be tried out; blocks are taken to compute the same with a part of their tokens.
+            in_stages: nothing stands between blocks; pipeline stages hand on 1/T of the
+                tokens.
+            without_values: nothing can be tried out; blocks are taken to compute the
+                same with a part of their tokens.
         """
         for stack in self.stacks if in_stages or without_values else ():
             stack.know(without_values)
@@ -66,8 +73,8 @@ class SplitModel:
             module.module.forward = module
 
     def learn(self) -> None:
-        """Let tokens stay split between blocks, where the last step showed that they can. Collective over the axis;
-        when a step's gradients are complete."""
+        """Let tokens stay split between blocks, where the last step showed that they
+        can. Collective over the axis; when a step's gradients are complete."""
         for stack in self.stacks:
             stack.learn()
 
@@ -79,7 +86,11 @@ class SplitModel:
         layers = ", ".join(f"{count} {role}" for role, count in counts.items())
         tokens = "tokens split in blocks" if self.sequence_parallel else "tokens whole"
         loss = ", loss over split logits" if self.split_loss else ""
-        pieces = f", {self.in_pieces} of them multiplied in pieces" if self.axis.overlap != "sums" else ""
+        pieces = (
+            f", {self.in_pieces} of them multiplied in pieces"
+            if self.axis.overlap != "sums"
+            else ""
+        )
         return (
             f"layers over {self.axis.degree} ranks: {layers}{pieces}; {tokens}{loss}; "
             f"{self.whole_elements:,} parameters whole on every tensor rank"
@@ -91,18 +102,27 @@ class WholeGradients:
 
     Args:
         device: where collectives run.
-        stepped: what an optimizer steps in the place of these parameters: themselves, or masters.
+        stepped: what an optimizer steps in the place of these parameters: themselves,
+            or masters.
     """
 
-    def __init__(self, axis: TensorAxis, device: torch.device, stepped: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        axis: TensorAxis,
+        device: torch.device,
+        stepped: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
         self._axis = axis
         self._device = device
         self._stepped = stepped
 
     @torch.no_grad()
     def take_the_first_ranks(self) -> None:
-        """Let every rank have those of the first. Collective over the axis; all ranks have gradients of the same."""
-        gradients = [tensor.grad for tensor in self._stepped() if tensor.grad is not None]
+        """Let every rank have those of the first. Collective over the axis; all ranks
+        have gradients of the same."""
+        gradients = [
+            tensor.grad for tensor in self._stepped() if tensor.grad is not None
+        ]
         locals_ = [local_part(each) for each in gradients]
         if not locals_:
             return
@@ -110,5 +130,7 @@ class WholeGradients:
         if self._axis.rank != 0:
             flat.zero_()
         total = self._axis.all_reduce(flat)
-        for each, of_first in zip(locals_, total.split([each.numel() for each in locals_]), strict=True):
+        for each, of_first in zip(
+            locals_, total.split([each.numel() for each in locals_]), strict=True
+        ):
             each.copy_(of_first.view_as(each))

@@ -1,18 +1,22 @@
-"""Whether a block computes the same with a part of its tokens: tried out with the layers and ranks that train.
+"""Whether a block computes the same with a part of its tokens: tried out with the
+layers and ranks that train.
 
-The block runs twice, forward and backward, once with all tokens on every rank and once with each rank's own. With both
-come the same outputs, and the same gradients of everything that it reads, or its tokens stay whole. Attention that no
-plan names, convolutions, sums over tokens, positions that the block counts, batch norms show like this, wherever in its
-forward they stand; and so does whatever gets no or a wrong gradient.
+The block runs twice, forward and backward, once with all tokens on every rank and once
+with each rank's own. With both come the same outputs, and the same gradients of
+everything that it reads, or its tokens stay whole. Attention that no plan names,
+convolutions, sums over tokens, positions that the block counts, batch norms show like
+this, wherever in its forward they stand; and so does whatever gets no or a wrong
+gradient.
 
-Inputs and weights are drawn at random, alike on all ranks: fresh weights hide what they multiply by zero (gates of
-adaLN, LayerScale, last layers of residual branches). Drawn ones are float32 or float64, so that roundings do not look
-like differences. Blocks with units of FSDP2 inside, or with FP8 layers, which keep amaxes of backward, are compared
+Inputs and weights are drawn at random, alike on all ranks: fresh weights hide what they
+multiply by zero (gates of adaLN, LayerScale, last layers of residual branches). Drawn
+ones are float32 or float64, so that roundings do not look like differences. Blocks with
+units of FSDP2 inside, or with FP8 layers, which keep amaxes of backward, are compared
 without gradients and with their own weights.
 
-Private names: ``_forward_hooks`` and ``_forward_pre_hooks``, which are hidden during the trial (a trial is no call that
-whoever hooked in wants to see) and which torch shows nowhere else, and ``Module._parameters``
-(:mod:`smp_core.tensor_parallel.layers`).
+Private names: ``_forward_hooks`` and ``_forward_pre_hooks``, which are hidden during
+the trial (a trial is no call that whoever hooked in wants to see) and which torch shows
+nowhere else, and ``Module._parameters`` (:mod:`smp_core.tensor_parallel.layers`).
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ from smp_core.tensor_parallel.layers import (
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
 from smp_core.torch_facts import local_part, without_caches
 
-# Of values and gradients, relative to the largest of a token or tensor; and of the largest gradient of all, which
-# covers what is zero but for roundings.
+# Of values and gradients, relative to the largest of a token or tensor; and of the
+# largest gradient of all, which covers what is zero but for roundings.
 _TOLERANCE = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
 _LOW_PRECISION = (3e-2, 3e-2)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -55,7 +59,8 @@ class Found:
 
     Attributes:
         why: tokens stay whole; "": they are split.
-        own_outputs: numbers of the tensors alongside the hidden states that are of this rank's heads.
+        own_outputs: numbers of the tensors alongside the hidden states that are of this
+            rank's heads.
     """
 
     why: str
@@ -67,8 +72,9 @@ class _Leaf:
     """A tensor that the block reads.
 
     Attributes:
-        kind: "hidden", "other" (an argument), "own" (an argument that is of this rank's heads), "whole" (a parameter
-            that every rank holds), "part" (this rank's part of a parameter).
+        kind: "hidden", "other" (an argument), "own" (an argument that is of this rank's
+            heads), "whole" (a parameter that every rank holds), "part" (this rank's
+            part of a parameter).
     """
 
     name: str
@@ -78,7 +84,8 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _Seen:
-    """One run: the hidden states returned, what came with them, gradients of leaves; leaves that no one gave."""
+    """One run: the hidden states returned, what came with them, gradients of leaves;
+    leaves that no one gave."""
 
     hidden: Tensor
     others: list[Tensor]
@@ -125,8 +132,8 @@ class TokenTrial:
         stay_whole: str,
         evaluating: bool,
     ) -> Found:
-        """Try the block out, and leave it with split tokens if they can be. Collective over the axis; everything that a
-        forward changes is as before.
+        """Try the block out, and leave it with split tokens if they can be. Collective
+        over the axis; everything that a forward changes is as before.
 
         Args:
             args, kwargs: of a call with whole tokens.
@@ -135,10 +142,13 @@ class TokenTrial:
             evaluating: leave dropout out.
 
         Raises:
-            ValueError: gradients that whole tokens would not make right either; tokens that ranks cannot share equally.
+            ValueError: gradients that whole tokens would not make right either; tokens
+                that ranks cannot share equally.
         """
         args, kwargs = without_caches(args, kwargs)
-        is_wide = not any(isinstance(m, FSDPModule) or hasattr(m, SITES) for m in self._inside())
+        is_wide = not any(
+            isinstance(m, FSDPModule) or hasattr(m, SITES) for m in self._inside()
+        )
         hidden = hidden_among(args, kwargs)
         self._device, self._is_trained = hidden.device, hidden.requires_grad
         if not hidden.is_floating_point() or hidden.ndim < 2:
@@ -149,7 +159,9 @@ class TokenTrial:
         try:
             with self.undisturbed(hidden.device, is_wide, evaluating):
                 wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-                for dtype in dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,):
+                for dtype in (
+                    dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,)
+                ):
                     with contextlib.suppress(_CannotRun):
                         why = self._compared(args, kwargs, is_own, dtype, stay_whole)
                         break
@@ -172,13 +184,16 @@ class TokenTrial:
         """Return why tokens have to stay whole; "": they can be split.
 
         Args:
-            dtype: of drawn weights and inputs; None: the block's own weights, and no gradients.
+            dtype: of drawn weights and inputs; None: the block's own weights, and no
+                gradients.
 
         Raises:
             _CannotRun: with whole tokens; ValueError as :meth:`run`.
         """
         self._leaves = []
-        shown: dict[nn.Module, dict[str, Tensor | None]] = {} if dtype is None else self.drawn_weights(dtype)
+        shown: dict[nn.Module, dict[str, Tensor | None]] = (
+            {} if dtype is None else self.drawn_weights(dtype)
+        )
         args, kwargs = self._drawn_inputs(args, kwargs, is_own, dtype)
         own = {id(leaf.tensor) for leaf in self._leaves if leaf.kind == "own"}
         open_sums = []
@@ -188,7 +203,8 @@ class TokenTrial:
             for module, tensors in shown.items():
                 stack.enter_context(showing(module, tensors))
             stack.enter_context(torch.set_grad_enabled(dtype is not None))
-            # Phase 1: whole tokens. What other ranks return otherwise is of their heads.
+            # Phase 1: whole tokens. What other ranks return otherwise is of their
+            # heads.
             for each in open_sums:
                 each.always = False
             try:
@@ -197,32 +213,48 @@ class TokenTrial:
                 for each in open_sums:
                     each.always = True
             self._own_outputs = frozenset(
-                n for n, differs in enumerate(self._differing(whole.others, whole.others)) if differs
+                n
+                for n, differs in enumerate(self._differing(whole.others, whole.others))
+                if differs
             )
             apart = self._require_gradients_of_whole_tokens(whole, open_sums, shown)
             # Phase 2: each rank's own tokens.
             if whole.hidden.shape != hidden_among(args, kwargs).shape:
-                failed = failed or "what it returns is not of the shape of what it takes"
+                failed = (
+                    failed or "what it returns is not of the shape of what it takes"
+                )
             if whole.unknown:
-                failed = failed or "it reads something that is trained and neither its own nor an argument"
+                failed = (
+                    failed
+                    or "it reads something that is trained and neither its own nor an argument"
+                )
             failed = failed or self._calls_by_content(calls, args, kwargs, own)
             if not failed:
                 require_equal_parts(whole.hidden.shape[-2], self.axis.degree)
                 failed = self._with_own_tokens(whole, args, kwargs, own)
-        differs = self.axis.maximum(torch.tensor(float(bool(failed)), device=self._device))
-        if differs and apart - {leaf for each in open_sums for leaf in self._leaves_of(each, shown)}:
+        differs = self.axis.maximum(
+            torch.tensor(float(bool(failed)), device=self._device)
+        )
+        if differs and apart - {
+            leaf for each in open_sums for leaf in self._leaves_of(each, shown)
+        }:
             names = ", ".join(sorted(leaf.name for leaf in apart))
             raise ValueError(
                 f"tensor_parallel: in {self.name}, {names} is used between layers whose features are split, so that "
                 "each tensor rank has a part of its gradient, and tokens cannot be split, where such parts are added "
                 "up; leave these layers out of tensor_parallel.plan"
             )
-        return failed or ("another rank computes something else with its part of the tokens" if differs else "")
+        return failed or (
+            "another rank computes something else with its part of the tokens"
+            if differs
+            else ""
+        )
 
     def _noting_calls(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
     ) -> tuple[_Seen, list[Any] | None]:
-        """Run the block with whole tokens; return what was seen, and which layers were called on how much."""
+        """Run the block with whole tokens; return what was seen, and which layers were
+        called on how much."""
         self.tokens.calls = []
         try:
             return self._played(False, args, kwargs, own), self.tokens.calls
@@ -230,9 +262,14 @@ class TokenTrial:
             self.tokens.calls = None
 
     def _calls_by_content(
-        self, calls: list[Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+        self,
+        calls: list[Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        own: set[int],
     ) -> str:
-        """Return why ranks with other tokens would not make the same calls, and wait for one another; "": they do."""
+        """Return why ranks with other tokens would not make the same calls, and wait
+        for one another; "": they do."""
 
         def other(hidden: Tensor) -> Tensor:
             return self._random(hidden.shape, hidden.dtype, hidden.device, 50)
@@ -240,9 +277,15 @@ class TokenTrial:
         args, kwargs = with_hidden(args, kwargs, other)
         with torch.no_grad():
             _, others = self._noting_calls(args, kwargs, own)
-        return "" if calls == others else "which layers it calls, or on how many tokens, depends on what the tokens are"
+        return (
+            ""
+            if calls == others
+            else "which layers it calls, or on how many tokens, depends on what the tokens are"
+        )
 
-    def _with_own_tokens(self, whole: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]) -> str:
+    def _with_own_tokens(
+        self, whole: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+    ) -> str:
         """Return what is not the same with a part of the tokens."""
         try:
             split = self._played(True, args, kwargs, own)
@@ -253,10 +296,13 @@ class TokenTrial:
         return ""
 
     def _require_gradients_of_whole_tokens(
-        self, whole: _Seen, open_sums: list[SummingForward], shown: dict[nn.Module, dict[str, Tensor | None]]
+        self,
+        whole: _Seen,
+        open_sums: list[SummingForward],
+        shown: dict[nn.Module, dict[str, Tensor | None]],
     ) -> set[_Leaf]:
-        """Return the leaves of which each rank has a part of the gradient with whole tokens; their sums are put in
-        place of these."""
+        """Return the leaves of which each rank has a part of the gradient with whole
+        tokens; their sums are put in place of these."""
         if not whole.gradients:
             return set()
         own = {n for n, leaf in enumerate(self._leaves) if leaf.kind in ("own", "part")}
@@ -265,14 +311,20 @@ class TokenTrial:
         differing = iter(self._differing(shared, gradients))
         apart = set()
         for n, leaf in enumerate(self._leaves):
-            if n not in own and next(differing) and (leaf.kind != "hidden" or self._is_trained):
+            if (
+                n not in own
+                and next(differing)
+                and (leaf.kind != "hidden" or self._is_trained)
+            ):
                 whole.gradients[n] = self.axis.all_reduce(gradients[n])
                 apart.add(leaf)
         for each in open_sums:
             each.always = bool(apart & set(self._leaves_of(each, shown)))
         return apart
 
-    def _leaves_of(self, summing: SummingForward, shown: dict[nn.Module, dict[str, Tensor | None]]) -> Iterator[_Leaf]:
+    def _leaves_of(
+        self, summing: SummingForward, shown: dict[nn.Module, dict[str, Tensor | None]]
+    ) -> Iterator[_Leaf]:
         tensors = shown.get(summing.module, {}).values()
         for leaf in self._leaves:
             if any(leaf.tensor is each for each in tensors):
@@ -283,7 +335,8 @@ class TokenTrial:
         return torch.zeros_like(self._leaves[number].tensor) if found is None else found
 
     def _differing(self, tensors: list[Tensor], scaled_by: list[Tensor]) -> list[bool]:
-        """Return for each tensor whether ranks have different ones. Collective over the axis."""
+        """Return for each tensor whether ranks have different ones. Collective over the
+        axis."""
         if not tensors:
             return []
         largest = max(map(_largest, scaled_by))
@@ -291,12 +344,19 @@ class TokenTrial:
         for tensor in tensors:
             mean = self.axis.all_reduce(tensor.detach()) / self.axis.degree
             found.append(not _is_close(tensor.detach(), mean, largest))
-        return (self.axis.maximum(torch.tensor(found, device=self._device).float()) > 0).tolist()
+        return (
+            self.axis.maximum(torch.tensor(found, device=self._device).float()) > 0
+        ).tolist()
 
     def _is_same(self, whole: _Seen, split: _Seen) -> bool:
         """Return whether this rank's part is a part of the whole."""
-        values = [(self._own_tokens(whole.hidden), split.hidden), *zip(whole.others, split.others, strict=False)]
-        if len(whole.others) != len(split.others) or not all(_is_close(seen, of, by_token=True) for of, seen in values):
+        values = [
+            (self._own_tokens(whole.hidden), split.hidden),
+            *zip(whole.others, split.others, strict=False),
+        ]
+        if len(whole.others) != len(split.others) or not all(
+            _is_close(seen, of, by_token=True) for of, seen in values
+        ):
             return False
         if not whole.gradients:
             return True
@@ -313,7 +373,9 @@ class TokenTrial:
     def _own_tokens(self, hidden: Tensor) -> Tensor:
         return hidden.chunk(self.axis.degree, -2)[self.axis.rank]
 
-    def _played(self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]) -> _Seen:
+    def _played(
+        self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+    ) -> _Seen:
         """Run the block forward and, where gradients are compared, backward.
 
         Raises:
@@ -324,18 +386,25 @@ class TokenTrial:
             return self._computed(split, args, kwargs, own)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a forward says to sizes that it does not expect
+        except Exception as error:
+            # Whatever a forward says to sizes that it does not expect.
             said = str(error).splitlines() or [""]
             raise _CannotRun(f"{type(error).__name__}: {said[0][:300]}") from error
         finally:
             self.tokens.split = False
 
-    def _computed(self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]) -> _Seen:
+    def _computed(
+        self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+    ) -> _Seen:
         axis = self.axis
         if split:
-            args, kwargs = with_hidden(args, kwargs, lambda hidden: self._own_tokens(hidden).contiguous())
+            args, kwargs = with_hidden(
+                args, kwargs, lambda hidden: self._own_tokens(hidden).contiguous()
+            )
             args, kwargs = with_others(
-                args, kwargs, lambda other: other if id(other) in own else sum_gradient(other, axis)
+                args,
+                kwargs,
+                lambda other: other if id(other) in own else sum_gradient(other, axis),
             )
         output = self.forward(*args, **kwargs)
         first, *others = _floating(output)
@@ -343,16 +412,33 @@ class TokenTrial:
         if not torch.is_grad_enabled() or not first.requires_grad:
             return seen
         if split:
-            owned = {id(each) for n, each in enumerate(others) if n in self._own_outputs}
+            owned = {
+                id(each) for n, each in enumerate(others) if n in self._own_outputs
+            }
             output = with_other_outputs(
-                output, lambda other: other if id(other) in owned else gradient_once(other, axis)
+                output,
+                lambda other: (
+                    other if id(other) in owned else gradient_once(other, axis)
+                ),
             )
             first, *others = _floating(output)
         targets = [first, *(each for each in others if each.requires_grad)]
-        weights = [self._random(first.shape if not split else self._whole_shape(first), first.dtype, first.device, 1)]
+        weights = [
+            self._random(
+                first.shape if not split else self._whole_shape(first),
+                first.dtype,
+                first.device,
+                1,
+            )
+        ]
         weights[0] = self._own_tokens(weights[0]) if split else weights[0]
-        weights += [self._random(each.shape, each.dtype, each.device, 2 + n) for n, each in enumerate(targets[1:])]
-        loss = sum((each * weight).sum() for each, weight in zip(targets, weights, strict=True))
+        weights += [
+            self._random(each.shape, each.dtype, each.device, 2 + n)
+            for n, each in enumerate(targets[1:])
+        ]
+        loss = sum(
+            (each * weight).sum() for each, weight in zip(targets, weights, strict=True)
+        )
         leaves = [leaf.tensor for leaf in self._leaves]
         seen.unknown = _unknown_leaves(loss, leaves)
         seen.gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))  # type: ignore[arg-type]
@@ -361,14 +447,26 @@ class TokenTrial:
     def _whole_shape(self, part: Tensor) -> list[int]:
         return [*part.shape[:-2], part.shape[-2] * self.axis.degree, part.shape[-1]]
 
-    def _random(self, shape: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    def _random(
+        self, shape: Any, dtype: torch.dtype, device: torch.device, seed: int
+    ) -> Tensor:
         generator = torch.Generator(device).manual_seed(seed)
         kind = dtype if dtype == torch.float64 else torch.float32
-        return torch.randn(shape, generator=generator, device=device, dtype=kind).to(dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=kind).to(
+            dtype
+        )
 
-    def _leaf(self, name: str, kind: str, like: Tensor, dtype: Any, scale: float = 1.0) -> Tensor:
-        seed = 100 + len(self._leaves) + (10_000 * (1 + self.axis.rank) if kind in ("own", "part") else 0)
-        tensor = (self._random(like.shape, dtype or like.dtype, like.device, seed) * scale).requires_grad_()
+    def _leaf(
+        self, name: str, kind: str, like: Tensor, dtype: Any, scale: float = 1.0
+    ) -> Tensor:
+        seed = (
+            100
+            + len(self._leaves)
+            + (10_000 * (1 + self.axis.rank) if kind in ("own", "part") else 0)
+        )
+        tensor = (
+            self._random(like.shape, dtype or like.dtype, like.device, seed) * scale
+        ).requires_grad_()
         self._leaves.append(_Leaf(name, kind, tensor))
         return tensor
 
@@ -377,9 +475,14 @@ class TokenTrial:
         return self._leaf("", "other", like, dtype).detach()
 
     def _drawn_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_own: Callable[[Tensor], bool], dtype: Any
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_own: Callable[[Tensor], bool],
+        dtype: Any,
     ) -> Any:
-        """Return the arguments with the hidden states, and all else that gradients come to, drawn at random."""
+        """Return the arguments with the hidden states, and all else that gradients come
+        to, drawn at random."""
         hidden = hidden_among(args, kwargs)
         drawn = self._leaf("what it takes", "hidden", hidden, dtype)
 
@@ -387,14 +490,26 @@ class TokenTrial:
             if tensor is hidden:
                 return drawn
             if tensor.requires_grad and tensor.is_floating_point():
-                name = next((key for key, value in kwargs.items() if value is tensor), "an argument")
-                return self._leaf(name, "own" if is_own(tensor) else "other", tensor, dtype)
-            return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                name = next(
+                    (key for key, value in kwargs.items() if value is tensor),
+                    "an argument",
+                )
+                return self._leaf(
+                    name, "own" if is_own(tensor) else "other", tensor, dtype
+                )
+            return (
+                tensor.to(dtype)
+                if dtype is not None and tensor.is_floating_point()
+                else tensor
+            )
 
         return map_tensors((args, kwargs), of)
 
-    def drawn_weights(self, dtype: torch.dtype) -> dict[nn.Module, dict[str, Tensor | None]]:
-        """Return random weights for all modules inside; one for those that share a parameter."""
+    def drawn_weights(
+        self, dtype: torch.dtype
+    ) -> dict[nn.Module, dict[str, Tensor | None]]:
+        """Return random weights for all modules inside; one for those that share a
+        parameter."""
         made: dict[int, Tensor] = {}
         found: dict[nn.Module, dict[str, Tensor | None]] = {}
         names = {module: name for name, module in self.block.named_modules()}
@@ -403,7 +518,9 @@ class TokenTrial:
                 if parameter is not None and parameter.is_floating_point():
                     if id(parameter) not in made:
                         full_name = f"{names[module]}.{key}" if names[module] else key
-                        made[id(parameter)] = self._drawn_weight(full_name, parameter, dtype)
+                        made[id(parameter)] = self._drawn_weight(
+                            full_name, parameter, dtype
+                        )
                     found.setdefault(module, {})[key] = made[id(parameter)]
         return found
 
@@ -411,7 +528,9 @@ class TokenTrial:
         is_part = isinstance(parameter, DTensor)
         stored: Tensor = local_part(parameter)
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
-        drawn = self._leaf(name, "part" if is_part else "whole", stored.detach(), dtype, scale)
+        drawn = self._leaf(
+            name, "part" if is_part else "whole", stored.detach(), dtype, scale
+        )
         if not parameter.requires_grad:
             self._leaves.pop()
             drawn = drawn.detach()
@@ -419,31 +538,53 @@ class TokenTrial:
             return drawn
         mesh, placements = parameter.device_mesh, parameter.placements
         return DTensor.from_local(
-            drawn, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            drawn,
+            mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
 
     @contextlib.contextmanager
-    def undisturbed(self, device: torch.device, is_wide: bool, evaluating: bool) -> Iterator[None]:
-        """Restore random states, buffers, and attributes of all modules; hide hooks, casts and recomputation."""
+    def undisturbed(
+        self, device: torch.device, is_wide: bool, evaluating: bool
+    ) -> Iterator[None]:
+        """Restore random states, buffers, and attributes of all modules; hide hooks,
+        casts and recomputation."""
         attributes = {module: dict(vars(module)) for module in self.block.modules()}
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
-        forked = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=_kind_of(device))
+        forked = torch.random.fork_rng(
+            [device] if device.type != "cpu" else [], device_type=_kind_of(device)
+        )
         with (
             forked,
             torch.inference_mode(False),
-            torch.autocast(device.type, enabled=False) if is_wide else contextlib.nullcontext(),
+            torch.autocast(device.type, enabled=False)
+            if is_wide
+            else contextlib.nullcontext(),
             # On top of those of a checkpoint around the block.
-            torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(
+                Tensor.detach, lambda tensor: tensor
+            ),
             torch.compiler.set_stance("force_eager"),
         ):
             torch.manual_seed(0)
             try:
-                own = [module for module in attributes if is_wide or not isinstance(module, FSDPModule)]
+                own = [
+                    module
+                    for module in attributes
+                    if is_wide or not isinstance(module, FSDPModule)
+                ]
                 for module in own:  # those of units gather
                     vars(module)["_forward_hooks"] = type(module._forward_hooks)()
-                    vars(module)["_forward_pre_hooks"] = type(module._forward_pre_hooks)()
+                    vars(module)["_forward_pre_hooks"] = type(
+                        module._forward_pre_hooks
+                    )()
                 for module in attributes if evaluating else ():
-                    module.training = module.training and isinstance(module, BATCH_NORMS)
+                    module.training = module.training and isinstance(
+                        module, BATCH_NORMS
+                    )
                 yield
             finally:
                 for module, before in attributes.items():
@@ -498,7 +639,9 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _is_close(seen: Tensor, expected: Tensor, largest: float = 0.0, by_token: bool = False) -> bool:
+def _is_close(
+    seen: Tensor, expected: Tensor, largest: float = 0.0, by_token: bool = False
+) -> bool:
     """Return whether two tensors are equal but for roundings.
 
     Args:
@@ -510,6 +653,13 @@ def _is_close(seen: Tensor, expected: Tensor, largest: float = 0.0, by_token: bo
     if not seen.numel():
         return True
     relative, of_largest = _TOLERANCE.get(expected.dtype, _LOW_PRECISION)
-    size = expected.abs().amax(-1, keepdim=True) if by_token and expected.ndim > 1 else expected.abs().max()
-    bound = relative * size.clamp(min=torch.finfo(expected.dtype).tiny) + of_largest * largest
+    size = (
+        expected.abs().amax(-1, keepdim=True)
+        if by_token and expected.ndim > 1
+        else expected.abs().max()
+    )
+    bound = (
+        relative * size.clamp(min=torch.finfo(expected.dtype).tiny)
+        + of_largest * largest
+    )
     return bool(((seen - expected).abs() <= bound).all())

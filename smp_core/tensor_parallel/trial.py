@@ -1,10 +1,12 @@
-"""Trials of split layers on one rank, without the others: whether a block computes the same where some of its layers
-are split, tried out rank by rank.
+"""Trials of split layers on one rank, without the others: whether a block computes the
+same where some of its layers are split, tried out rank by rank.
 
-Column layers return this rank's part of outputs that were drawn at random. What arrives at row layers has to be this
-rank's part of what arrives there in the whole block; these return random outputs too, of this rank's tokens. Weights
-are neither read nor copied, so a trial costs what lies between the layers. Tokens are whole here: whether a block can
-do with a part of them is tried out on all ranks, for plans of any kind (:mod:`smp_core.tensor_parallel.token_trial`).
+Column layers return this rank's part of outputs that were drawn at random. What arrives
+at row layers has to be this rank's part of what arrives there in the whole block; these
+return random outputs too, of this rank's tokens. Weights are neither read nor copied,
+so a trial costs what lies between the layers. Tokens are whole here: whether a block
+can do with a part of them is tried out on all ranks, for plans of any kind
+(:mod:`smp_core.tensor_parallel.token_trial`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Group:
         between: names of modules with parameters between them.
         pieces: equal blocks in the weight of each column.
         divided: (module, attribute) of numbers that count what is split.
-        gathered: the module whose tokens are gathered as a whole; "": each column gathers its own.
+        gathered: the module whose tokens are gathered as a whole; "": each column
+            gathers its own.
     """
 
     columns: tuple[str, ...]
@@ -50,8 +53,9 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A recorded call of a module: its first tensor [..., N, H], and the first one of its output; with their
-    nodes in the graph at that time, which what is done in place changes."""
+    """A recorded call of a module: its first tensor [..., N, H], and the first one of
+    its output; with their nodes in the graph at that time, which what is done in place
+    changes."""
 
     hidden: Tensor
     output: Tensor
@@ -66,14 +70,17 @@ class Block:
         inside: name -> module.
         linears: linear layer -> name, in the order in which they were called.
         entered: what the block took, a leaf of the graph.
-        handed_on: numbers of the tensors alongside its hidden states that other blocks take.
+        handed_on: numbers of the tensors alongside its hidden states that other blocks
+            take.
         calls: of the block in one run.
     """
 
     entered: Tensor
     output: Tensor
 
-    def __init__(self, name: str, module: nn.Module, names: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, names: Mapping[nn.Module, str]
+    ) -> None:
         self.name, self.module = name, module
         self.inside = {names[each]: each for each in module.modules()}
         self._names = names
@@ -90,22 +97,38 @@ class Block:
         for module in self.inside.values():
             yield module.register_forward_hook(self._note, with_kwargs=True)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self.calls += 1
         # Leaves of the graph, so that it ends at what enters the block.
-        args, kwargs = with_hidden(args, kwargs, lambda hidden: hidden.detach().requires_grad_())
-        args, kwargs = with_others(args, kwargs, lambda other: other.detach().requires_grad_())
+        args, kwargs = with_hidden(
+            args, kwargs, lambda hidden: hidden.detach().requires_grad_()
+        )
+        args, kwargs = with_others(
+            args, kwargs, lambda other: other.detach().requires_grad_()
+        )
         self._arguments = args, kwargs
         self.entered = _hidden_of(args, kwargs)
         return args, kwargs
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    def _note(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        tensors = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
+        ]
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if not tensors or not isinstance(first, Tensor):
             return
         hidden = _hidden_of(args, kwargs)
-        self._seen.setdefault(module, []).append(Call(hidden, first, hidden.grad_fn, first.grad_fn))
+        self._seen.setdefault(module, []).append(
+            Call(hidden, first, hidden.grad_fn, first.grad_fn)
+        )
         if isinstance(module, nn.Linear) or is_conv1d(module):
             self.linears.setdefault(module, self._names[module])
         if module is self.module:
@@ -129,13 +152,21 @@ class Block:
         return {tensor.data_ptr() for _, tensor in iterate_tensors(self._arguments)}
 
     def note_handed_on(self, taken: set[int]) -> None:
-        """Note which of the tensors that it returned are among those that blocks took."""
-        self.handed_on = [n for n, tensor in enumerate(self._returned) if n and tensor.data_ptr() in taken]
+        """Note which of the tensors that it returned are among those that blocks
+        took."""
+        self.handed_on = [
+            n
+            for n, tensor in enumerate(self._returned)
+            if n and tensor.data_ptr() in taken
+        ]
 
     def play(self) -> list[Tensor]:
-        """Call the block again; return the first tensor of its output, and those that it hands on beside it."""
+        """Call the block again; return the first tensor of its output, and those that
+        it hands on beside it."""
         args, kwargs = self._arguments
-        returned = [tensor for _, tensor in iterate_tensors(self.module(*args, **kwargs))]
+        returned = [
+            tensor for _, tensor in iterate_tensors(self.module(*args, **kwargs))
+        ]
         return [returned[number] for number in (0, *self.handed_on)]
 
 
@@ -151,18 +182,27 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def mixes_tokens(hidden: Tensor, output: Tensor) -> bool:
-    """Return whether an output's first or last token depends on other tokens [..., N, H] of the input, in its graph."""
-    if not hidden.requires_grad or not output.requires_grad or hidden.ndim < 3 or output.ndim != hidden.ndim:
+    """Return whether an output's first or last token depends on other tokens [..., N,
+    H] of the input, in its graph."""
+    if (
+        not hidden.requires_grad
+        or not output.requires_grad
+        or hidden.ndim < 3
+        or output.ndim != hidden.ndim
+    ):
         return False
     for end, others in ((0, slice(1, None)), (-1, slice(0, -1))):
-        (grad,) = torch.autograd.grad(output[..., end, :].sum(), hidden, retain_graph=True, allow_unused=True)
+        (grad,) = torch.autograd.grad(
+            output[..., end, :].sum(), hidden, retain_graph=True, allow_unused=True
+        )
         if grad is not None and bool(grad[..., others, :].count_nonzero()):
             return True
     return False
 
 
 class _Differs(Exception):
-    """An error: what arrives at a row layer is not a part of the whole, or something else leaves the block."""
+    """An error: what arrives at a row layer is not a part of the whole, or something
+    else leaves the block."""
 
 
 class Trial:
@@ -180,24 +220,39 @@ class Trial:
         """Return the group with what has to be done for it; None: it cannot be split.
 
         Args:
-            known: what was found for alike groups of other blocks: what is tried first, or None for what cannot be
-                split.
+            known: what was found for alike groups of other blocks: what is tried first,
+                or None for what cannot be split.
         """
         start = len(self.block.name)
         layers = tuple(name[start:] for name in (*group.columns, *group.rows))
-        kinds = tuple((name[start:], type(module)) for name, module in self.block.inside.items())
-        alike = layers, kinds, tuple(self._output(name).shape[-1] for name in (*group.columns, *group.rows))
+        kinds = tuple(
+            (name[start:], type(module)) for name, module in self.block.inside.items()
+        )
+        alike = (
+            layers,
+            kinds,
+            tuple(
+                self._output(name).shape[-1] for name in (*group.columns, *group.rows)
+            ),
+        )
         if alike in known:
             if known[alike] is None:
                 return None
             pieces, divided = known[alike]
-            here = tuple((f"{self.block.name}{name}", attribute) for name, attribute in divided)
+            here = tuple(
+                (f"{self.block.name}{name}", attribute) for name, attribute in divided
+            )
             tried = replace(group, pieces=pieces, divided=here)
             if self._passes(tried):
                 return self._with_gathering(tried)
         for tried in self._possible(group):
             if self._passes(tried):
-                known[alike] = tried.pieces, tuple((name[start:], attribute) for name, attribute in tried.divided)
+                known[alike] = (
+                    tried.pieces,
+                    tuple(
+                        (name[start:], attribute) for name, attribute in tried.divided
+                    ),
+                )
                 return self._with_gathering(tried)
         known.setdefault(alike, None)
         return None
@@ -215,8 +270,11 @@ class Trial:
                     if all(size % (pieces * self.degree) == 0 for size in outputs):
                         yield replace(group, pieces=pieces, divided=divided)
 
-    def _counting(self, group: Group, outputs: Sequence[int]) -> Iterator[tuple[str, str]]:
-        """Yield the numbers that modules around the layers have, and that may count heads or features."""
+    def _counting(
+        self, group: Group, outputs: Sequence[int]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the numbers that modules around the layers have, and that may count
+        heads or features."""
         layers = (*group.columns, *group.rows)
         for name, module in self.block.inside.items():
             if any(layer.startswith(f"{name}.") for layer in layers):
@@ -236,12 +294,20 @@ class Trial:
         return True
 
     def _with_gathering(self, group: Group) -> Group | None:
-        """Find out whether what lies between the layers looks at several tokens, which are gathered then."""
-        drawn = {name: self._drawn(name).requires_grad_() for name in (*group.columns, *group.rows)}
+        """Find out whether what lies between the layers looks at several tokens, which
+        are gathered then."""
+        drawn = {
+            name: self._drawn(name).requires_grad_()
+            for name in (*group.columns, *group.rows)
+        }
         arrived: dict[str, Tensor] = {}
         with self._playing(group, drawn.__getitem__, arrived.__setitem__):
             self.block.play()
-        mixes = any(mixes_tokens(drawn[name], hidden) for name in group.columns for hidden in arrived.values())
+        mixes = any(
+            mixes_tokens(drawn[name], hidden)
+            for name in group.columns
+            for hidden in arrived.values()
+        )
         return replace(group, gathered=around(group.columns[0])) if mixes else group
 
     @torch.no_grad()
@@ -249,7 +315,8 @@ class Trial:
         """Play the block whole and as one rank.
 
         Raises:
-            _Differs: something differs; any other error of a forward whose sizes do not fit.
+            _Differs: something differs; any other error of a forward whose sizes do not
+                fit.
         """
         drawn = {name: self._drawn(name) for name in (*group.columns, *group.rows)}
         expected: dict[str, Tensor] = {}
@@ -260,7 +327,9 @@ class Trial:
             if name in group.rows:
                 return drawn[name]
             pieces = drawn[name].chunk(group.pieces, -1)
-            return torch.cat([piece.chunk(self.degree, -1)[rank] for piece in pieces], -1)
+            return torch.cat(
+                [piece.chunk(self.degree, -1)[rank] for piece in pieces], -1
+            )
 
         def arrive(name: str, hidden: Tensor) -> None:
             _require_close(hidden, expected[name].chunk(self.degree, -1)[rank])
@@ -290,12 +359,24 @@ class Trial:
 
         changed = {name: column(name) for name in group.columns}
         changed |= {name: row(name) for name in group.rows}
-        with _changed([(self.block.inside[name], "forward", forward) for name, forward in changed.items()]):
+        with _changed(
+            [
+                (self.block.inside[name], "forward", forward)
+                for name, forward in changed.items()
+            ]
+        ):
             yield
 
-    def _divided(self, attributes: Sequence[tuple[str, str]]) -> contextlib.AbstractContextManager[None]:
-        found = [(self.block.inside[name], attribute) for name, attribute in dict.fromkeys(attributes)]
-        return _changed([(each, name, getattr(each, name) // self.degree) for each, name in found])
+    def _divided(
+        self, attributes: Sequence[tuple[str, str]]
+    ) -> contextlib.AbstractContextManager[None]:
+        found = [
+            (self.block.inside[name], attribute)
+            for name, attribute in dict.fromkeys(attributes)
+        ]
+        return _changed(
+            [(each, name, getattr(each, name) // self.degree) for each, name in found]
+        )
 
     def _call(self, name: str) -> Call:
         call = self.block.call_of(self.block.inside[name])
@@ -313,7 +394,10 @@ class Trial:
 @contextlib.contextmanager
 def _changed(attributes: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
     """Set attributes of modules inside the block."""
-    before = [(module, name, name in vars(module), vars(module).get(name)) for module, name, _ in attributes]
+    before = [
+        (module, name, name in vars(module), vars(module).get(name))
+        for module, name, _ in attributes
+    ]
     try:
         for module, name, value in attributes:
             vars(module)[name] = value
@@ -328,5 +412,7 @@ def _changed(attributes: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]
 
 def _require_close(seen: Tensor, expected: Tensor) -> None:
     tolerance = _TOLERANCE.get(expected.dtype, 3e-2)
-    if seen.shape != expected.shape or not torch.allclose(seen, expected, rtol=tolerance, atol=tolerance):
+    if seen.shape != expected.shape or not torch.allclose(
+        seen, expected, rtol=tolerance, atol=tolerance
+    ):
         raise _Differs

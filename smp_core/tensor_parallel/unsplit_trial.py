@@ -1,14 +1,17 @@
-"""Whether each rank computes its part of what the unsplit module computes: tried out in the first forward.
+"""Whether each rank computes its part of what the unsplit module computes: tried out in
+the first forward.
 
-A module runs twice on inputs and weights drawn at random (:mod:`smp_core.tensor_parallel.token_trial`), without
-gradients: as it is split, and as it was before, with the forwards and attributes of that time, and each weight put
-together from the parts of all ranks. What arrives at a row layer has to be this rank's part of what arrives there
-unsplit, and what is returned has to be equal. This shows a number of heads that a forward reads from an attribute,
-constants in a reshape, a norm or softmax over split features, and a packed weight that is cut once, whatever the plan
+A module runs twice on inputs and weights drawn at random
+(:mod:`smp_core.tensor_parallel.token_trial`), without gradients: as it is split, and as
+it was before, with the forwards and attributes of that time, and each weight put
+together from the parts of all ranks. What arrives at a row layer has to be this rank's
+part of what arrives there unsplit, and what is returned has to be equal. This shows a
+number of heads that a forward reads from an attribute, constants in a reshape, a norm
+or softmax over split features, and a packed weight that is cut once, whatever the plan
 comes from.
 
-One layer's weight is unsplit at a time. FP8 layers multiply as plain ones, so that their amaxes stay. Where units of
-FSDP2 are inside, the module's own weights are used.
+One layer's weight is unsplit at a time. FP8 layers multiply as plain ones, so that
+their amaxes stay. Where units of FSDP2 are inside, the module's own weights are used.
 
 Private name: ``Module._parameters`` (:mod:`smp_core.tensor_parallel.layers`).
 """
@@ -54,7 +57,8 @@ class Unsplit:
 
     Attributes:
         splits: module -> its role.
-        before: module -> attributes that splitting has changed, with their values before.
+        before: module -> attributes that splitting has changed, with their values
+            before.
     """
 
     splits: Mapping[nn.Module, Split]
@@ -83,26 +87,43 @@ class UnsplitTrial:
 
     Args:
         name: of the module; "": the model.
-        forward: of the module as it is split, without recomputation and random numbers of its own.
+        forward: of the module as it is split, without recomputation and random numbers
+            of its own.
     """
 
-    def __init__(self, name: str, module: nn.Module, forward: Forward, axis: TensorAxis, unsplit: Unsplit) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Forward,
+        axis: TensorAxis,
+        unsplit: Unsplit,
+    ) -> None:
         self.name = name
         self.module = module
         self.forward = forward
         self.axis = axis
         self.unsplit = unsplit
-        self._splits = {each: unsplit.splits[each] for each in module.modules() if each in unsplit.splits}
+        self._splits = {
+            each: unsplit.splits[each]
+            for each in module.modules()
+            if each in unsplit.splits
+        }
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own_dim: OwnDim) -> dict[int, int]:
-        """Compare the two, and leave everything that a forward changes as before. Collective over the axis.
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], own_dim: OwnDim
+    ) -> dict[int, int]:
+        """Compare the two, and leave everything that a forward changes as before.
+        Collective over the axis.
 
         Args:
             args, kwargs: of a call with whole tokens.
-            own_dim: the dimension along which an argument is of this rank's heads; None: it is the same on all ranks.
+            own_dim: the dimension along which an argument is of this rank's heads;
+                None: it is the same on all ranks.
 
         Returns:
-            for what is returned alongside the hidden states and is of this rank's heads: its number -> the dimension.
+            for what is returned alongside the hidden states and is of this rank's
+            heads: its number -> the dimension.
 
         Raises:
             ValueError: ranks do not compute their parts; says what to write.
@@ -111,9 +132,14 @@ class UnsplitTrial:
         hidden = _hidden_of(args, kwargs)
         if hidden is None or not self._splits:
             return {}
-        inside = [module for module in self.module.modules() if module is not self.module]
+        inside = [
+            module for module in self.module.modules() if module is not self.module
+        ]
         is_wide = not any(isinstance(module, FSDPModule) for module in inside)
-        stored = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
+        stored = next(
+            (p.dtype for p in self.module.parameters() if p.is_floating_point()),
+            torch.float32,
+        )
         dtype = hidden.dtype if hidden.is_floating_point() else stored
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         length = self.axis.length
@@ -123,7 +149,9 @@ class UnsplitTrial:
                 split, whole = self._both(args, kwargs, hidden, own_dim, each)
                 if not (split.error and whole.error):
                     # Another seed, for what draws random numbers.
-                    again = functools.partial(self._both, args, kwargs, hidden, own_dim, each, seed=1)
+                    again = functools.partial(
+                        self._both, args, kwargs, hidden, own_dim, each, seed=1
+                    )
                     return self._judged(split, whole, again)
             self._warn(f"where it raises {whole.error} with numbers drawn at random")
         finally:
@@ -131,7 +159,9 @@ class UnsplitTrial:
         return {}
 
     def _drawing(self) -> TokenTrial:
-        return TokenTrial(self.name, self.module, self.forward, self.axis, WHOLE_TOKENS, [])
+        return TokenTrial(
+            self.name, self.module, self.forward, self.axis, WHOLE_TOKENS, []
+        )
 
     def _both(
         self,
@@ -153,14 +183,18 @@ class UnsplitTrial:
         # Phase 1: as it is split.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             shown = {} if dtype is None else drawing.drawn_weights(dtype)
-            given, whole_given = self._given(args, kwargs, own_dim, drawing, hidden, dtype)
+            given, whole_given = self._given(
+                args, kwargs, own_dim, drawing, hidden, dtype
+            )
             torch.manual_seed(seed)
             split = self._played(self.forward, given, shown, self._noting)
         # Phase 2: as it was before.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             for module in self.module.modules():
                 vars(module).update(self.unsplit.before.get(module, {}))
-            forward = self.unsplit.before.get(self.module, {}).get("forward", self.forward)
+            forward = self.unsplit.before.get(self.module, {}).get(
+                "forward", self.forward
+            )
             torch.manual_seed(seed)
             whole = self._played(forward, whole_given, shown, self._with_whole_weights)
         return split, whole
@@ -174,7 +208,8 @@ class UnsplitTrial:
         hidden: Tensor,
         dtype: torch.dtype | None,
     ) -> tuple[Any, Any]:
-        """Return the arguments with what gradients come to drawn at random; and those of the unsplit module."""
+        """Return the arguments with what gradients come to drawn at random; and those
+        of the unsplit module."""
         own: dict[int, int] = {}
 
         def of(tensor: Tensor) -> Tensor:
@@ -189,7 +224,12 @@ class UnsplitTrial:
             return kept
 
         given = map_tensors((args, kwargs), of)
-        whole = map_tensors(given, lambda each: self.axis.gather(each, own[id(each)]) if id(each) in own else each)
+        whole = map_tensors(
+            given,
+            lambda each: (
+                self.axis.gather(each, own[id(each)]) if id(each) in own else each
+            ),
+        )
         return given, whole
 
     def _played(
@@ -212,11 +252,16 @@ class UnsplitTrial:
                 output = forward(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a forward says to sizes that it does not expect
+        except Exception as error:
+            # Whatever a forward says to sizes that it does not expect.
             said = str(error).splitlines() or [""]
             run.error = f"{type(error).__name__}: {said[0][:300]}"
         else:
-            run.returned = [tensor for _, tensor in iterate_tensors(output) if tensor.is_floating_point()]
+            run.returned = [
+                tensor
+                for _, tensor in iterate_tensors(output)
+                if tensor.is_floating_point()
+            ]
         return run
 
     def _note(self, run: _Run, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -231,17 +276,23 @@ class UnsplitTrial:
 
         return noted
 
-    def _with_whole_weights(self, module: nn.Module, forward: Forward, run: _Run) -> Forward:
+    def _with_whole_weights(
+        self, module: nn.Module, forward: Forward, run: _Run
+    ) -> Forward:
         def whole(*args: Any, **kwargs: Any) -> Any:
             self._note(run, module, args)
             own: dict[str, Any] = module._parameters
             parts = {name: p for name, p in own.items() if isinstance(p, DTensor)}
-            with showing(module, {name: part.full_tensor() for name, part in parts.items()}):
+            with showing(
+                module, {name: part.full_tensor() for name, part in parts.items()}
+            ):
                 return forward(*args, **kwargs)
 
         return whole
 
-    def _judged(self, split: _Run, whole: _Run, again: Callable[[], tuple[_Run, _Run]]) -> dict[int, int]:
+    def _judged(
+        self, split: _Run, whole: _Run, again: Callable[[], tuple[_Run, _Run]]
+    ) -> dict[int, int]:
         """Return what is of this rank's heads; refuse what is no part of the whole.
 
         Args:
@@ -250,7 +301,11 @@ class UnsplitTrial:
         if whole.error:
             self._warn(f"where it raises {whole.error}")
             return {}
-        own = {n: dim for n, dim in enumerate(self._dims(split, whole)) if n and dim is not None}
+        own = {
+            n: dim
+            for n, dim in enumerate(self._dims(split, whole))
+            if n and dim is not None
+        }
         place = self._agreed(self._first_difference(split, whole, own))
         if not place:
             return {n - 1: dim for n, dim in own.items()}
@@ -264,23 +319,31 @@ class UnsplitTrial:
     def _warn(self, why: str) -> None:
         if dist.get_rank() == 0:
             name = f"{self.name or 'the model'} ({type(self.module).__name__})"
-            logger.warning("tensor_parallel: %s could not be compared with the unsplit model, %s", name, why)
+            logger.warning(
+                "tensor_parallel: %s could not be compared with the unsplit model, %s",
+                name,
+                why,
+            )
 
     def _agreed(self, place: int) -> int:
         device = next(self.module.parameters()).device
         return int(self.axis.maximum(torch.tensor(float(place), device=device)))
 
     def _dims(self, split: _Run, whole: _Run) -> list[int | None]:
-        """Return for what is returned along which dimension ranks have parts of it; None: it is whole."""
+        """Return for what is returned along which dimension ranks have parts of it;
+        None: it is whole."""
         pairs = zip(split.returned, whole.returned, strict=False)
         return [_split_dim(part, of, self.axis.degree) for part, of in pairs]
 
-    def _first_difference(self, seen: _Run, whole: _Run, own: Mapping[int, int] | None) -> int:
-        """Return where a run differs from the unsplit one: n for the n-th call of a split module, one more than all for
-        what is returned; 0: nowhere.
+    def _first_difference(
+        self, seen: _Run, whole: _Run, own: Mapping[int, int] | None
+    ) -> int:
+        """Return where a run differs from the unsplit one: n for the n-th call of a
+        split module, one more than all for what is returned; 0: nowhere.
 
         Args:
-            own: numbers of what is returned in parts -> dimensions; None: the run is unsplit too.
+            own: numbers of what is returned in parts -> dimensions; None: the run is
+                unsplit too.
         """
         last = len(seen.called) + 1
 
@@ -289,19 +352,27 @@ class UnsplitTrial:
                 return tensor
             return tensor.chunk(self.axis.degree, dim)[self.axis.rank]
 
-        for place, (module, arrived) in enumerate(zip(seen.called, seen.arrived, strict=True), 1):
+        for place, (module, arrived) in enumerate(
+            zip(seen.called, seen.arrived, strict=True), 1
+        ):
             if place > len(whole.called) or whole.called[place - 1] is not module:
                 break  # what is returned tells
             of = whole.arrived[place - 1]
-            # Routed layers get other tokens where two routes are equal but for roundings.
+            # Routed layers get other tokens where two routes are equal but for
+            # roundings.
             if arrived is not None and of is not None and arrived.ndim == of.ndim:
-                if arrived.shape[:-1] == of.shape[:-1] and _differs(arrived, part(of, -1)):
+                if arrived.shape[:-1] == of.shape[:-1] and _differs(
+                    arrived, part(of, -1)
+                ):
                     return place
         if seen.error or len(seen.returned) != len(whole.returned):
             return last
-        for n, (tensor, of) in enumerate(zip(seen.returned, whole.returned, strict=True)):
+        for n, (tensor, of) in enumerate(
+            zip(seen.returned, whole.returned, strict=True)
+        ):
             dim = (own or {}).get(n)
-            is_other_size = n > 0 and dim is None and tensor.shape != of.shape  # of shared heads
+            # Of shared heads.
+            is_other_size = n > 0 and dim is None and tensor.shape != of.shape
             if not is_other_size and _differs(tensor, part(of, dim)):
                 return last
         return 0
@@ -312,20 +383,32 @@ class UnsplitTrial:
         called = split.called[:place]
         names = [self._splits[module].name for module in called]
         if place <= len(split.called):
-            rows = [n for n, module in enumerate(called[:-1]) if self._splits[module].role == "row"]
+            rows = [
+                n
+                for n, module in enumerate(called[:-1])
+                if self._splits[module].role == "row"
+            ]
             first = rows[-1] + 1 if rows else 0
             layers = list(dict.fromkeys(names[first:]))
             where = f"what arrives at {names[-1]} is not this rank's part of what arrives there in the unsplit model"
         else:
-            layers = list(dict.fromkeys(names)) or [split.name for split in self._splits.values()]
-            what = f"behind {names[-1]} it raises {split.error}" if split.error and names else "it returns something"
+            layers = list(dict.fromkeys(names)) or [
+                split.name for split in self._splits.values()
+            ]
+            what = (
+                f"behind {names[-1]} it raises {split.error}"
+                if split.error and names
+                else "it returns something"
+            )
             where = f"{what} that the unsplit model does not"
         # The module of the user around these layers, whose code it is.
         above = around(layers[-1])
         while above != self.name and not _is_called(self._module_named(above)):
             above = above.rpartition(".")[0]
         parent = self.module if above == self.name else self._module_named(above)
-        counted = ", ".join(f"{name}={value}" for name, value in numbers_of_heads(parent).items())
+        counted = ", ".join(
+            f"{name}={value}" for name, value in numbers_of_heads(parent).items()
+        )
         return (
             f"tensor_parallel.plan: {above or 'the model'} ({type(parent).__name__}), with {', '.join(layers[:6])} "
             f"split over tensor_parallel_degree={self.axis.degree}, does not compute this rank's part of what it "
@@ -345,8 +428,8 @@ class UnsplitTrial:
 
 @dataclass(eq=False)
 class ComparedForward:
-    """The forward of a module with split layers outside of blocks: compared in its first call, and in the first that
-    trains.
+    """The forward of a module with split layers outside of blocks: compared in its
+    first call, and in the first that trains.
 
     Attributes:
         original: recomputes, where that was asked for.
@@ -371,23 +454,36 @@ class ComparedForward:
         trains = torch.is_grad_enabled()
         if trains not in self.compared:
             self.compared.add(trains)
-            trial = UnsplitTrial(self.name, self.module, self.plain, self.axis, self.unsplit)
+            trial = UnsplitTrial(
+                self.name, self.module, self.plain, self.axis, self.unsplit
+            )
             trial.run(args, kwargs, lambda tensor: None)
 
 
 _BEFORE_ROWS = ("column", "features")
 
 
-def units_of(model: nn.Module, splits: Iterable[Split], blocks: Iterable[str]) -> list[str]:
-    """Return the names of the modules that are compared: blocks that hold both column and row layers, or experts;
-    elsewhere the smallest module around a layer that does, or the model (``""``)."""
-    partial = [split for split in splits if split.role in (*_BEFORE_ROWS, "row", "experts")]
+def units_of(
+    model: nn.Module, splits: Iterable[Split], blocks: Iterable[str]
+) -> list[str]:
+    """Return the names of the modules that are compared: blocks that hold both column
+    and row layers, or experts; elsewhere the smallest module around a layer that does,
+    or the model (``""``)."""
+    partial = [
+        split for split in splits if split.role in (*_BEFORE_ROWS, "row", "experts")
+    ]
 
     def is_complete(name: str) -> bool:
         if not _is_called(model.get_submodule(name)):
             return False
-        roles = {split.role for split in partial if not name or split.name.startswith(f"{name}.")}
-        return "experts" in roles or ("row" in roles and not roles.isdisjoint(_BEFORE_ROWS))
+        roles = {
+            split.role
+            for split in partial
+            if not name or split.name.startswith(f"{name}.")
+        }
+        return "experts" in roles or (
+            "row" in roles and not roles.isdisjoint(_BEFORE_ROWS)
+        )
 
     complete = [name for name in blocks if is_complete(name)]
     found = dict.fromkeys(complete)
@@ -413,7 +509,8 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _split_dim(part: Tensor, whole: Tensor, degree: int) -> int | None:
-    """Return the one dimension of which ``part`` has 1/T of ``whole``; None: they are of other shapes, or of one."""
+    """Return the one dimension of which ``part`` has 1/T of ``whole``; None: they are
+    of other shapes, or of one."""
     if part.ndim != whole.ndim:
         return None
     other = [dim for dim in range(part.ndim) if part.shape[dim] != whole.shape[dim]]
@@ -422,8 +519,8 @@ def _split_dim(part: Tensor, whole: Tensor, degree: int) -> int | None:
 
 
 def _differs(seen: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors [..., H] differ by more than roundings, in more rows than those whose routes are a
-    matter of rounding."""
+    """Return whether two tensors [..., H] differ by more than roundings, in more rows
+    than those whose routes are a matter of rounding."""
     if seen.shape != expected.shape:
         return True
     if not seen.numel() or not seen.ndim:
@@ -431,9 +528,14 @@ def _differs(seen: Tensor, expected: Tensor) -> bool:
     # Limits by dtype, against each row's largest value and the largest of all.
     is_low = expected.dtype not in (torch.float64, torch.float32)
     relative, of_largest, spared = (3e-2, 3e-2, 10) if is_low else (1e-4, 1e-6, 1000)
-    seen, expected = (each.nan_to_num(1.0, 2.0, -2.0).flatten(0, -2) for each in (seen, expected))
+    seen, expected = (
+        each.nan_to_num(1.0, 2.0, -2.0).flatten(0, -2) for each in (seen, expected)
+    )
     if not seen.numel():
         return False
-    bound = relative * expected.abs().amax(-1, keepdim=True) + of_largest * expected.abs().max()
+    bound = (
+        relative * expected.abs().amax(-1, keepdim=True)
+        + of_largest * expected.abs().max()
+    )
     apart = ((seen - expected).abs() > bound).any(-1)
     return int(apart.sum()) > len(apart) // spared

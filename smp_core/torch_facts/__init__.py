@@ -1,4 +1,5 @@
-"""Facts about torch: differences between versions, streams, names of wrapped modules, absent tensors, masters."""
+"""Facts about torch: differences between versions, streams, names of wrapped modules,
+absent tensors, masters."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
         symmetric_memory_operators as symmetric_memory_operators,
         without_caches as without_caches,
     )
-    from smp_core.torch_facts.kernels import device_multiplies_fp8 as device_multiplies_fp8, has_triton as has_triton
+    from smp_core.torch_facts.kernels import (
+        device_multiplies_fp8 as device_multiplies_fp8,
+        has_triton as has_triton,
+    )
     from smp_core.torch_facts.modules import (
         base_without_dict as base_without_dict,
         clean_name as clean_name,

@@ -1,10 +1,12 @@
 """CodedTensor: a tensor of a floating point dtype whose values are stored as codes.
 
-It is the local part of a sharded parameter (a DTensor) that is frozen. An operation that reads it sees the decoded
-values; ``copy_`` writes codes of what it is given; nothing else may write into it.
+It is the local part of a sharded parameter (a DTensor) that is frozen. An operation
+that reads it sees the decoded values; ``copy_`` writes codes of what it is given;
+nothing else may write into it.
 
-``_make_wrapper_subclass`` is torch's documented way to make such a tensor, and ``_pytree`` maps over an operation's
-arguments; neither has a public name. ``_schema`` is where torch says what an operation writes into.
+``_make_wrapper_subclass`` is torch's documented way to make such a tensor, and
+``_pytree`` maps over an operation's arguments; neither has a public name. ``_schema``
+is where torch says what an operation writes into.
 """
 
 from __future__ import annotations
@@ -41,14 +43,21 @@ class CodedTensor(Tensor):
     codes: Tensor
     coder: Coder
 
-    # Operations arrive in __torch_dispatch__ below; results are plain tensors, not wrapped again.
+    # Operations arrive in __torch_dispatch__ below; results are plain tensors, not
+    # wrapped again.
     __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, codes: Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder) -> CodedTensor:
-        return Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+    def __new__(
+        cls, codes: Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder
+    ) -> CodedTensor:
+        return Tensor._make_wrapper_subclass(
+            cls, size, dtype=dtype, device=codes.device
+        )  # type: ignore[attr-defined]
 
-    def __init__(self, codes: Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder) -> None:
+    def __init__(
+        self, codes: Tensor, size: torch.Size, dtype: torch.dtype, coder: Coder
+    ) -> None:
         self.codes, self.coder = codes, coder
 
     @torch.no_grad()
@@ -73,21 +82,33 @@ class CodedTensor(Tensor):
         return self.decoded().__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if func in _SAME_TENSOR and (len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)):
-            return CodedTensor(args[0].codes, args[0].shape, args[0].dtype, args[0].coder)
+        if func in _SAME_TENSOR and (
+            len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)
+        ):
+            return CodedTensor(
+                args[0].codes, args[0].shape, args[0].dtype, args[0].coder
+            )
         if func is torch.ops.aten.copy_.default and isinstance(args[0], CodedTensor):
             target, values = args[:2]
             values = decoded(values).to(target.device).expand(target.shape)
             _encode_rows(target.coder, values.contiguous(), target.codes)
             return target
         _refuse_writes(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(CodedTensor, CodedTensor.decoded, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            CodedTensor, CodedTensor.decoded, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
 
-_SAME_TENSOR = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
+_SAME_TENSOR = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.view.default,
+)
 
 
 def decoded(tensor: Tensor) -> Tensor:
@@ -97,9 +118,12 @@ def decoded(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def as_codes(padded: Tensor, size: torch.Size, coder: Coder) -> CodedTensor:
-    """Return a tensor of ``size`` [n, ...], stored as codes of ``padded`` [n or more, ...]."""
+    """Return a tensor of ``size`` [n, ...], stored as codes of ``padded`` [n or more,
+    ...]."""
     row = math.prod(padded.shape[1:])
-    codes = torch.empty(padded.shape[0], coder.row_bytes(row), dtype=torch.uint8, device=padded.device)
+    codes = torch.empty(
+        padded.shape[0], coder.row_bytes(row), dtype=torch.uint8, device=padded.device
+    )
     coder.encode(padded.reshape(padded.shape[0], row), codes)
     return CodedTensor(codes, size, padded.dtype, coder)
 
@@ -116,7 +140,8 @@ def _encode_rows(coder: Coder, values: Tensor, codes: Tensor) -> None:
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse to write into codes: the values would be written into a decoded copy of them.
+    """Refuse to write into codes: the values would be written into a decoded copy of
+    them.
 
     Raises:
         RuntimeError: what is written into is stored as codes.

@@ -1,8 +1,9 @@
-"""Differences between versions of torch (>= 2.11) and of Transformers' models, in one place; and what torch has no
-public way to ask.
+"""Differences between versions of torch (>= 2.11) and of Transformers' models, in one
+place; and what torch has no public way to ask.
 
-Private names: a group's timeout can be set but not read (``_device_types``, ``_get_backend``, and ``_timeout`` of its
-options); operators over symmetric memory stand in a private module (``_symmetric_memory``).
+Private names: a group's timeout can be set but not read (``_device_types``,
+``_get_backend``, and ``_timeout`` of its options); operators over symmetric memory
+stand in a private module (``_symmetric_memory``).
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 # torch 2.13 renamed these two and warns at the old names.
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 # Knob -> method of FSDP2's modules that not every version has (the first two: 2.13).
 FSDP_METHODS = {
@@ -31,30 +36,33 @@ FSDP_METHODS = {
     "symmetric_memory": "set_symm_mem_for_comm",
 }
 
-# What Transformers' blocks (and their like) call the cache that they append keys and values to. Since 5.24 they call it
-# "cache", which may be anything in other models.
+# What Transformers' blocks (and their like) call the cache that they append keys and
+# values to. Since 5.24 they call it "cache", which may be anything in other models.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _NEW_CACHE = "cache"
 
 
 def caches_in(named: Mapping[str, Any]) -> list[str]:
-    """List the names in a call's keywords, or in a model's output, under which there are caches of keys and values."""
+    """List the names in a call's keywords, or in a model's output, under which there
+    are caches of keys and values."""
     found = [name for name in named if name in _CACHES and named[name] is not None]
     if _NEW_CACHE in list(named) and hasattr(named[_NEW_CACHE], "get_seq_length"):
         found.append(_NEW_CACHE)
     return found
 
 
-def without_caches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a block with None for caches, to which a second run would append once more. Those of
-    GPT-2 come by position."""
+def without_caches(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block with None for caches, to which a second run would
+    append once more. Those of GPT-2 come by position."""
     plain = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
     return plain, {**kwargs, **dict.fromkeys(caches_in(kwargs))}
 
 
 def embeddings_of(model: Any) -> tuple[Any, Any]:
-    """Return the input embedding and the head of a Transformers model, None for what it has not: models of speech raise
-    where they are asked."""
+    """Return the input embedding and the head of a Transformers model, None for what it
+    has not: models of speech raise where they are asked."""
     found = []
     for get in (model.get_input_embeddings, model.get_output_embeddings):
         try:
@@ -70,39 +78,47 @@ def fsdp_has(method: str) -> bool:
 
 
 def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """Return the limit of a group's collectives, by default the default group's; None where its backend has none."""
+    """Return the limit of a group's collectives, by default the default group's; None
+    where its backend has none."""
     group = group or dist.group.WORLD
     assert group is not None
     for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        timeout = getattr(
+            getattr(group._get_backend(device), "options", None), "_timeout", None
+        )
         if isinstance(timeout, timedelta):
             return timeout
     return None
 
 
 def is_rank_0() -> bool:
-    """Return whether this process is the one that speaks for all: rank 0, or one without others."""
+    """Return whether this process is the one that speaks for all: rank 0, or one
+    without others."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def symmetric_memory_operators() -> Any:
-    """Return torch's operators over symmetric memory; they are defined when their module is imported."""
+    """Return torch's operators over symmetric memory; they are defined when their
+    module is imported."""
     import torch.distributed._symmetric_memory
 
     return torch.ops.symm_mem
 
 
 def depends_on(result: Tensor, *inputs: Tensor) -> Tensor:
-    """Return the result of an autograd function's forward such that a compiled graph of torch < 2.13 knows that it
-    depends on ``inputs``. Those versions look for operators that autograd could follow, find none in products of FP8
-    numbers, and take the gradients for zero."""
+    """Return the result of an autograd function's forward such that a compiled graph of
+    torch < 2.13 knows that it depends on ``inputs``. Those versions look for operators
+    that autograd could follow, find none in products of FP8 numbers, and take the
+    gradients for zero."""
     if _HAS_NEW_NAMES or not torch.compiler.is_compiling():
         return result
     for each in inputs:
-        result = result + each[:0].sum().to(result.dtype)  # of no elements: 0, whatever they are
+        # Of no elements: 0, whatever they are.
+        result = result + each[:0].sum().to(result.dtype)
     return result
 
 
 def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether stages of collectives over ``group`` are made of messages (gloo) or the library's collectives."""
+    """Return whether stages of collectives over ``group`` are made of messages (gloo)
+    or the library's collectives."""
     return device.type == "cpu" and "gloo" in str(dist.get_backend(group))

@@ -1,12 +1,14 @@
-"""Names and classes of modules: as the user wrote them, without what wraps a module; and mixins before classes whose
-objects are there already.
+"""Names and classes of modules: as the user wrote them, without what wraps a module;
+and mixins before classes whose objects are there already.
 
-``torch.compile`` keeps the module that it wraps under ``_orig_mod``, torch's and fairscale's activation checkpointing
-under ``_checkpoint_wrapped_module``. No public name leads there, and both show in the names of parameters.
+``torch.compile`` keeps the module that it wraps under ``_orig_mod``, torch's and
+fairscale's activation checkpointing under ``_checkpoint_wrapped_module``. No public
+name leads there, and both show in the names of parameters.
 
-Python lets an object change its class only where ``__dict__`` comes into both chains of first bases at the same
-place. A mixin that is put before a class which begins with a base that has none (``ABC``, ``Generic``, empty
-``__slots__``) moves it, unless the mixin begins with that base, too.
+Python lets an object change its class only where ``__dict__`` comes into both chains of
+first bases at the same place. A mixin that is put before a class which begins with a
+base that has none (``ABC``, ``Generic``, empty ``__slots__``) moves it, unless the
+mixin begins with that base, too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
 
 
 def clean_name(name: str) -> str:
-    """Return a module's or parameter's name without the marks of wrappers: the same with and without them."""
+    """Return a module's or parameter's name without the marks of wrappers: the same
+    with and without them."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -31,20 +34,25 @@ def first_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def lies_in(name: str, module: str) -> bool:
-    """Return whether a module or parameter is ``module`` or in it, by their names; "" is the whole model."""
+    """Return whether a module or parameter is ``module`` or in it, by their names; ""
+    is the whole model."""
     return not module or f"{name}.".startswith(f"{module}.")
 
 
 def compiled_of(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile`` wrapped, if ``module`` is what it returned; otherwise None."""
+    """Return the module that ``torch.compile`` wrapped, if ``module`` is what it
+    returned; otherwise None."""
     found = getattr(module, _COMPILED, None)
     return found if isinstance(found, nn.Module) else None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` returned the module, or its own ``compile()`` was called, which leaves its mark
-    in ``_compiled_call_impl`` only."""
-    return compiled_of(module) is not None or vars(module).get("_compiled_call_impl") is not None
+    """Return whether ``torch.compile`` returned the module, or its own ``compile()``
+    was called, which leaves its mark in ``_compiled_call_impl`` only."""
+    return (
+        compiled_of(module) is not None
+        or vars(module).get("_compiled_call_impl") is not None
+    )
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -56,7 +64,8 @@ T = TypeVar("T")
 
 
 def base_without_dict(kind: type) -> type:
-    """Return the class below the one that brings ``__dict__`` into the chain of first bases; object for most."""
+    """Return the class below the one that brings ``__dict__`` into the chain of first
+    bases; object for most."""
     brings: Any = kind
     while brings.__base__.__dictoffset__:
         brings = brings.__base__
@@ -64,9 +73,11 @@ def base_without_dict(kind: type) -> type:
 
 
 def mixin_before(mixin: type, kind: type) -> type:
-    """Return what may stand before ``kind`` among the bases of a class that objects of ``kind`` take: the mixin, or a
-    class of its name and methods."""
+    """Return what may stand before ``kind`` among the bases of a class that objects of
+    ``kind`` take: the mixin, or a class of its name and methods."""
     base: Any = base_without_dict(kind)
     if base is object:
         return mixin
-    return types.new_class(mixin.__name__, (Generic[T] if base is Generic else base, mixin))
+    return types.new_class(
+        mixin.__name__, (Generic[T] if base is Generic else base, mixin)
+    )

@@ -1,8 +1,9 @@
-"""Facts about parameters that steps, norms, checkpoints and reports share: which of them lie on other pipeline stages,
-what an optimizer steps where that is not the model's parameter, and which steps count.
+"""Facts about parameters that steps, norms, checkpoints and reports share: which of
+them lie on other pipeline stages, what an optimizer steps where that is not the model's
+parameter, and which steps count.
 
-An absent tensor is one of which this rank has nothing, a parameter of another stage or a state like it: a DTensor on a
-mesh that this rank is not in.
+An absent tensor is one of which this rank has nothing, a parameter of another stage or
+a state like it: a DTensor on a mesh that this rank is not in.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 _AROUND_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 _model_parameters = WeakIdKeyDictionary()  # master -> the parameter whose part it is
-_host_masters = WeakIdKeyDictionary()  # what an optimizer steps -> its float32 master on the host
-_loaded_masters = WeakIdKeyDictionary()  # the same -> values that were loaded for it, of this rank's part
+# What an optimizer steps -> its float32 master on the host.
+_host_masters = WeakIdKeyDictionary()
+# The same -> values that were loaded for it, of this rank's part.
+_loaded_masters = WeakIdKeyDictionary()
 
 ABSENT = (
     "a tensor %s lies on other pipeline stages, and this rank has nothing of it; for whole tensors save a sharded "
@@ -38,7 +41,8 @@ def is_absent(tensor: object) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: its part of a DTensor, all of another one."""
+    """Return what this rank holds of a tensor: its part of a DTensor, all of another
+    one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -48,18 +52,21 @@ def stands_for(master: Tensor, parameter: Tensor) -> None:
 
 
 def model_parameter(stepped: Tensor) -> Tensor:
-    """Return the model's parameter that a master stands for; any other tensor is itself."""
+    """Return the model's parameter that a master stands for; any other tensor is
+    itself."""
     found: Tensor = _model_parameters.get(stepped, stepped)
     return found
 
 
 def note_host_master(stepped: Tensor, master: Tensor) -> None:
-    """Note the float32 master in host memory of a half precision tensor that an optimizer steps."""
+    """Note the float32 master in host memory of a half precision tensor that an
+    optimizer steps."""
     _host_masters[stepped] = master
 
 
 def load_host_master(stepped: Tensor, value: Tensor) -> None:
-    """Keep a value that was loaded in float32 for the master, which takes it up at the next step."""
+    """Keep a value that was loaded in float32 for the master, which takes it up at the
+    next step."""
     _loaded_masters[stepped] = value.to("cpu", torch.float32, copy=True)
 
 
@@ -70,7 +77,8 @@ def take_loaded(stepped: Tensor) -> Tensor | None:
 
 
 def with_host_master(stepped: Tensor) -> Tensor:
-    """Return a tensor's local values in float32 in host memory: its master's, where that is what was rounded."""
+    """Return a tensor's local values in float32 in host memory: its master's, where
+    that is what was rounded."""
     own = local_part(stepped).detach().to("cpu")
     master = _loaded_masters.get(stepped, _host_masters.get(stepped))
     if master is None:
@@ -80,7 +88,8 @@ def with_host_master(stepped: Tensor) -> Tensor:
 
 
 class StepsOnHost:
-    """An optimizer whose states never see the device (``state_offload="optimizer"``)."""
+    """An optimizer whose states never see the device
+    (``state_offload="optimizer"``)."""
 
     __slots__ = ()
 
@@ -92,8 +101,9 @@ class StepsOnHost:
 def is_outermost(optimizer: Optimizer) -> bool:
     """Tell, in a hook of a step, whether the step is one that the trainer called.
 
-    torch calls the hooks around each class's ``step``: where one calls that of its base, twice for one step. Frames
-    (``sys._getframe``) tell it also behind a step that raised; a count of hooks would not come back to zero.
+    torch calls the hooks around each class's ``step``: where one calls that of its
+    base, twice for one step. Frames (``sys._getframe``) tell it also behind a step that
+    raised; a count of hooks would not come back to zero.
     """
     frame, around = sys._getframe(1), 0
     while frame is not None and around < 2:
@@ -104,7 +114,8 @@ def is_outermost(optimizer: Optimizer) -> bool:
 
 
 def after_each_step(optimizer: Optimizer, act: Callable[[], Any]) -> RemovableHandle:
-    """Call ``act`` once behind every step that the trainer calls, by whatever steps it is made of."""
+    """Call ``act`` once behind every step that the trainer calls, by whatever steps it
+    is made of."""
 
     def behind(stepped: Optimizer, *_: Any) -> None:
         if is_outermost(stepped):

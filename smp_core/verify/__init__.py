@@ -1,9 +1,12 @@
-"""A user's own training, in one process and at layouts of several ranks: whether they give the same numbers.
+"""A user's own training, in one process and at layouts of several ranks: whether they
+give the same numbers.
 
-`smp verify` (commands) asks verify for a report. It starts the script in child processes (runs, child), as the ranks of
-a layout (layouts) and as one process without torch-smp that trains on the batches those ranks read (batches). The faces
-tell a Recorder what happens; it writes a record. compare finds the first difference beyond what its dtype allows
-(tolerance), down to the module (activations); causes says what makes such differences; report is the table.
+`smp verify` (commands) asks verify for a report. It starts the script in child
+processes (runs, child), as the ranks of a layout (layouts) and as one process without
+torch-smp that trains on the batches those ranks read (batches). The faces tell a
+Recorder what happens; it writes a record. compare finds the first difference beyond
+what its dtype allows (tolerance), down to the module (activations); causes says what
+makes such differences; report is the table.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.verify.batches import natural_samples as natural_samples, sample_hashes as sample_hashes
+    from smp_core.verify.batches import (
+        natural_samples as natural_samples,
+        sample_hashes as sample_hashes,
+    )
     from smp_core.verify.layouts import tell_degrees as tell_degrees
     from smp_core.verify.recorder import Recorder as Recorder, refuse as refuse
     from smp_core.verify.report import Report as Report

@@ -1,9 +1,11 @@
-"""Activations: moments of what goes into each module and comes out of it in the first step.
+"""Activations: moments of what goes into each module and comes out of it in the first
+step.
 
-A layout cuts activations along samples, tokens or features, or holds them several times. Sums of all elements over all
-ranks are the same however they are cut, and a multiple where they are held several times; so these are compared:
-the sum, the sum of magnitudes and the sum of squares, each accumulated in float64. What they cannot see is elements
-that changed places.
+A layout cuts activations along samples, tokens or features, or holds them several
+times. Sums of all elements over all ranks are the same however they are cut, and a
+multiple where they are held several times; so these are compared: the sum, the sum of
+magnitudes and the sum of squares, each accumulated in float64. What they cannot see is
+elements that changed places.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ STEP = "the training step"
 """The name under which random numbers are noted that no module's forward has drawn."""
 
 Place = tuple[str, str, int, int]
-"""Whether into a module or out of it, the module's name, the number of its call, and of the tensor there."""
+"""Whether into a module or out of it, the module's name, the number of its call, and of
+the tensor there."""
 
 
 @dataclass
@@ -57,8 +60,10 @@ class Activations:
 
     Attributes:
         events: in the order in which they came.
-        draws: modules in whose own forward random numbers were drawn, children aside; and ``STEP``.
-        is_open: whether calls count; closed during backward, where forwards are repeated.
+        draws: modules in whose own forward random numbers were drawn, children aside;
+            and ``STEP``.
+        is_open: whether calls count; closed during backward, where forwards are
+            repeated.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,14 +73,19 @@ class Activations:
         self._calls: Counter[str] = Counter()
         self._stack: list[tuple[str, int, torch.Tensor]] = []
         self._drew: set[str] = set()
-        self._outside: torch.Tensor | None = None  # the random state that code outside of modules has begun with
+        # The random state that code outside of modules has begun with.
+        self._outside: torch.Tensor | None = None
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             own = clean_name(name)
             if name.endswith(("_orig_mod", "_checkpoint_wrapped_module")):
                 continue  # the wrapper has the same name
-            self._hooks.append(module.register_forward_pre_hook(self._before(own), with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._behind(own), always_call=False))
+            self._hooks.append(
+                module.register_forward_pre_hook(self._before(own), with_kwargs=True)
+            )
+            self._hooks.append(
+                module.register_forward_hook(self._behind(own), always_call=False)
+            )
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -84,8 +94,11 @@ class Activations:
         self._hooks.clear()
 
     def begin_batch(self) -> None:
-        """Look at the code around modules from here on; what reads batches draws numbers of its own before."""
-        if self._hooks:  # later steps are not looked at: what their modules draw would pass for the step's own
+        """Look at the code around modules from here on; what reads batches draws
+        numbers of its own before."""
+        # Later steps are not looked at: what their modules draw would pass for the
+        # step's own.
+        if self._hooks:
             self._outside = torch.get_rng_state()
 
     def end_forward(self) -> None:
@@ -114,7 +127,11 @@ class Activations:
 
     def _behind(self, name: str) -> Any:
         def behind(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._counts(module) or not self._stack or self._stack[-1][0] != name:
+            if (
+                not self._counts(module)
+                or not self._stack
+                or self._stack[-1][0] != name
+            ):
                 return
             _, call, random = self._stack.pop()
             if not torch.equal(random, torch.get_rng_state()):
@@ -135,18 +152,24 @@ class Activations:
     def _note(self, side: str, name: str, call: int, values: Any) -> None:
         for number, tensor in enumerate(_floating(values)):
             if side == "into" and tensor.ndim == 0:
-                continue  # a count of targets, a temperature: an option and no activation
+                # A count of targets, a temperature: an option and no activation.
+                continue
             local = local_part(tensor)
             value = local.detach().double()
             sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()])
             total, magnitude, squares = sums.tolist()
             dtype = str(local.dtype).removeprefix("torch.")
             place = (side, name, call, number)
-            self.events.append(Moments(place, value.numel(), value.ndim, total, magnitude, squares, dtype))
+            self.events.append(
+                Moments(
+                    place, value.numel(), value.ndim, total, magnitude, squares, dtype
+                )
+            )
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs of real ones, which can be compared; other tensors as they are."""
+    """Return complex numbers as pairs of real ones, which can be compared; other
+    tensors as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -162,9 +185,13 @@ def _floating(values: Any) -> list[torch.Tensor]:
 
 
 def in_fewer_calls(events: Sequence[Moments], calls: int) -> list[Moments]:
-    """Return events in which so many calls of a module, one after another, count as one."""
+    """Return events in which so many calls of a module, one after another, count as
+    one."""
     placed = [(event, event.place) for event in events]
-    return [replace(event, place=(side, name, call // calls, tensor)) for event, (side, name, call, tensor) in placed]
+    return [
+        replace(event, place=(side, name, call // calls, tensor))
+        for event, (side, name, call, tensor) in placed
+    ]
 
 
 def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[Place, Moments]:
@@ -172,7 +199,9 @@ def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[Place, Moments]:
     found: dict[Place, Moments] = {}
     for event in (event for rank in events for event in rank):
         if event.place not in found:
-            found[event.place] = Moments(event.place, 0, event.dims, 0.0, 0.0, 0.0, event.dtype)
+            found[event.place] = Moments(
+                event.place, 0, event.dims, 0.0, 0.0, 0.0, event.dtype
+            )
         together = found[event.place]
         together.elements += event.elements
         together.total += event.total
@@ -182,17 +211,22 @@ def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[Place, Moments]:
 
 
 def difference(here: Moments, there: Moments) -> float | None:
-    """Return how far the moments of a layout are from those of one process, relative to their size.
+    """Return how far the moments of a layout are from those of one process, relative to
+    their size.
 
     Returns:
-        None where the layout's elements are no whole multiple of one process's: these cannot be compared.
+        None where the layout's elements are no whole multiple of one process's: these
+        cannot be compared.
     """
     if there.elements == 0 or here.elements % there.elements:
         return None
     copies = here.elements // there.elements
     if there.dims == 0:
-        # A mean over a rank's samples, of which one process has the mean; or its part of a sum over all of them.
-        return min(_off(here.total / copies, there.total), _off(here.total, there.total))
+        # A mean over a rank's samples, of which one process has the mean; or its part
+        # of a sum over all of them.
+        return min(
+            _off(here.total / copies, there.total), _off(here.total, there.total)
+        )
     return max(
         _off(here.total / copies, there.total, there.magnitude),
         _off(here.magnitude / copies, there.magnitude),
@@ -201,7 +235,8 @@ def difference(here: Moments, there: Moments) -> float | None:
 
 
 def _off(ours: float, theirs: float, size: float | None = None) -> float:
-    """Return the difference of two numbers relative to a size, by default that of the second; nan equals nan."""
+    """Return the difference of two numbers relative to a size, by default that of the
+    second; nan equals nan."""
     if ours != ours or theirs != theirs:
         return 0.0 if ours != ours and theirs != theirs else float("inf")
     return abs(ours - theirs) / max(abs(theirs) if size is None else size, 1e-300)

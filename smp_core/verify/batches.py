@@ -1,7 +1,8 @@
-"""Batches: the samples in them as hashes, and the batches of several ranks joined into one.
+"""Batches: the samples in them as hashes, and the batches of several ranks joined into
+one.
 
-A sample is what one index along the first dim of a batch's tensors selects. Two samples are the same if the bytes of
-all their tensors are.
+A sample is what one index along the first dim of a batch's tensors selects. Two samples
+are the same if the bytes of all their tensors are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class NotJoinable(ValueError):
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a nest of mappings, sequences and dataclass-like objects, in order."""
+    """Return the tensors of a nest of mappings, sequences and dataclass-like objects,
+    in order."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, Mapping):
@@ -46,8 +48,13 @@ def map_batch(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def sample_hashes(batch: Any) -> list[str]:
-    """Return a hash of each sample, in order; one for the whole batch where its tensors have no common first dim."""
-    tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(batch) if tensor.ndim > 0]
+    """Return a hash of each sample, in order; one for the whole batch where its tensors
+    have no common first dim."""
+    tensors = [
+        tensor.detach().cpu().contiguous()
+        for tensor in tensors_of(batch)
+        if tensor.ndim > 0
+    ]
     if not tensors:
         return []
     # Without a common first dim nothing says what one sample is.
@@ -70,11 +77,14 @@ def _hash(tensors: Iterable[Tensor]) -> str:
 
 
 READINGS = 5
-"""How often the first samples are read with other random numbers: a flip by chance may come out the same."""
+"""How often the first samples are read with other random numbers: a flip by chance may
+come out the same."""
 
 
 def natural_samples(
-    loader: DataLoader[Any], batches: int, change: Callable[[Any], Any] = lambda batch: batch
+    loader: DataLoader[Any],
+    batches: int,
+    change: Callable[[Any], Any] = lambda batch: batch,
 ) -> list[str] | None:
     """Return hashes of the samples that a loader's first batches give, in order.
 
@@ -86,11 +96,19 @@ def natural_samples(
         change: what becomes of a batch before it is trained on.
 
     Returns:
-        None where samples are made anew each time they are read: augmentations, masks that a collator draws.
+        None where samples are made anew each time they are read: augmentations, masks
+            that a collator draws.
     """
-    samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    samplers = [
+        loader,
+        loader.sampler,
+        loader.batch_sampler,
+        getattr(loader.batch_sampler, "sampler", None),
+    ]
     found = [getattr(sampler, "generator", None) for sampler in samplers]
-    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
+    generators = [
+        generator for generator in found if isinstance(generator, torch.Generator)
+    ]
     readings = []
     for seed in range(READINGS):
         with _random_states_kept(generators):
@@ -101,19 +119,30 @@ def natural_samples(
         return _read(loader, batches, change)
 
 
-def _read_with(seed: int, loader: DataLoader[Any], change: Callable[[Any], Any]) -> list[str]:
-    """Return hashes of a loader's first samples, made with the random numbers of a seed; their order is not."""
+def _read_with(
+    seed: int, loader: DataLoader[Any], change: Callable[[Any], Any]
+) -> list[str]:
+    """Return hashes of a loader's first samples, made with the random numbers of a
+    seed; their order is not."""
     dataset, batch_sampler = loader.dataset, loader.batch_sampler
     if isinstance(dataset, IterableDataset):
         _seed(seed)
         return _read(loader, 1, change)
-    indexes: Any = next(iter(loader.sampler if batch_sampler is None else batch_sampler))
+    indexes: Any = next(
+        iter(loader.sampler if batch_sampler is None else batch_sampler)
+    )
     _seed(seed)
-    samples = dataset[indexes] if batch_sampler is None else [dataset[index] for index in indexes]
+    samples = (
+        dataset[indexes]
+        if batch_sampler is None
+        else [dataset[index] for index in indexes]
+    )
     return sample_hashes(change(loader.collate_fn(samples)))
 
 
-def _read(loader: DataLoader[Any], batches: int, change: Callable[[Any], Any]) -> list[str]:
+def _read(
+    loader: DataLoader[Any], batches: int, change: Callable[[Any], Any]
+) -> list[str]:
     hashes: list[str] = []
     for _, batch in zip(range(batches), loader, strict=False):
         hashes += sample_hashes(change(batch))
@@ -145,7 +174,8 @@ def join(batches: Sequence[Any]) -> Any:
     """Return one batch of all samples of several, in their order.
 
     Raises:
-        NotJoinable: tensors of other shapes behind the first dim, or batches of other structure.
+        NotJoinable: tensors of other shapes behind the first dim, or batches of other
+            structure.
     """
     # Leaves are concatenated, and nests joined key by key or place by place.
     first = batches[0]
@@ -180,7 +210,8 @@ def _join_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _like(batch: Any, values: Any) -> Any:
-    """Return values in the type of a batch: a namedtuple, a BatchEncoding, or a plain one."""
+    """Return values in the type of a batch: a namedtuple, a BatchEncoding, or a plain
+    one."""
     if hasattr(batch, "_fields"):
         return type(batch)(*values)
     try:

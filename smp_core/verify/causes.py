@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 from smp_core.verify.activations import STEP
-from smp_core.verify.compare import Comparison, Part, gradient_differences, losses_of, norm, updates
+from smp_core.verify.compare import (
+    Comparison,
+    Part,
+    gradient_differences,
+    losses_of,
+    norm,
+    updates,
+)
 from smp_core.verify.recorder import Record
 
 
-def likely_causes(found: Comparison, ranks: Sequence[Record], alone: Record) -> list[str]:
-    """Return what may have caused the first difference, the likeliest first; empty where there is none."""
+def likely_causes(
+    found: Comparison, ranks: Sequence[Record], alone: Record
+) -> list[str]:
+    """Return what may have caused the first difference, the likeliest first; empty
+    where there is none."""
     if found.part is None:
         return []
     by_kind = {
@@ -46,7 +56,9 @@ def _replicas_differ(found: Comparison) -> bool:
     return any(row.what == "replicas" and row.agrees is False for row in found.rows)
 
 
-def _of_samples(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_samples(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     if "several ranks" in part.words:
         yield (
             "data order: each rank reads the whole data or shuffles it with a seed of its own; leave the sampler to "
@@ -65,14 +77,18 @@ def _of_samples(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
         )
 
 
-def _of_start(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_start(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     yield (
         f"initial weights: {part.where} is drawn or loaded differently where there are several ranks (a seed by rank, "
         "random numbers drawn on some ranks before the model is built, weights loaded on one rank only)"
     )
 
 
-def _of_activations(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_activations(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     degrees = ranks[0].facts.get("degrees", {})
     name = part.where
     if name in ranks[0].facts.get("BatchNorm per rank", []):
@@ -121,13 +137,21 @@ def _draws(ranks: Sequence[Record], alone: Record) -> set[str]:
 
 
 def _is_around(drawn: str, name: str) -> bool:
-    return drawn == name or name.startswith(f"{drawn}.") or drawn.startswith(f"{name}.") or name == ""
+    return (
+        drawn == name
+        or name.startswith(f"{drawn}.")
+        or drawn.startswith(f"{name}.")
+        or name == ""
+    )
 
 
-def _of_loss(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_loss(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     ours = losses_of(ranks)[part.step - 1]
     theirs = losses_of([alone])[part.step - 1]
-    # A loss that is off by the number of ranks with other samples or tokens is divided wrongly.
+    # A loss that is off by the number of ranks with other samples or tokens is divided
+    # wrongly.
     factor = theirs / ours if ours else math.inf
     size = ranks[0].data_size * ranks[0].facts.get("degrees", {}).get("context", 1)
     if part.step == 1:
@@ -151,7 +175,9 @@ def _of_loss(found: Comparison, part: Part, ranks: Sequence[Record], alone: Reco
         yield f"a state that grows apart before step {part.step}: buffers, a schedule counted in batches, an average"
 
 
-def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_gradients(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     ours, theirs = ranks[0].gradients, alone.gradients
     # Without the gradients themselves only their norms are known.
     if part.step > 1 or ours is None or theirs is None:
@@ -160,11 +186,20 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
             yield f"wrong divisor: gradients are {factor:.4g} times those of one process"
         yield from _of_weights(found, part, ranks, alone)
         return
-    # Which parameters differ, which have no gradient at all, and by what factor the others are off.
+    # Which parameters differ, which have no gradient at all, and by what factor the
+    # others are off.
     off = gradient_differences(ours, theirs, found.tolerance)
     parted = [name for name, value in off.items() if value > found.tolerance.gradients]
-    lost = [name for name in parted if name in ours and norm(ours[name]) == 0.0 < norm(theirs.get(name, ours[name]))]
-    factors = {name: _factor(ours[name], theirs[name]) for name in parted if name in ours and name in theirs}
+    lost = [
+        name
+        for name in parted
+        if name in ours and norm(ours[name]) == 0.0 < norm(theirs.get(name, ours[name]))
+    ]
+    factors = {
+        name: _factor(ours[name], theirs[name])
+        for name in parted
+        if name in ours and name in theirs
+    }
     common = _common(list(factors.values()))
     # The words of requires_grad are certain; a gradient of zeros is nearly so.
     frozen = set(ranks[0].facts["frozen"]) ^ set(alone.facts["frozen"])
@@ -174,14 +209,19 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
             "(requires_grad is changed by rank, by the number of ranks, or after the model was sharded)"
         )
         return
-    which = "all gradients" if len(parted) == len(off) else f"gradients of {', '.join(parted[:3])}"
+    which = (
+        "all gradients"
+        if len(parted) == len(off)
+        else f"gradients of {', '.join(parted[:3])}"
+    )
     if lost:
         yield (
             f"frozen part or lost hook: {', '.join(lost[:3])} get no gradient at this layout (frozen after it was "
             "sharded, a hook on a parameter that was replaced, a detach that depends on the rank)"
         )
         return
-    # A few parameters point to their own code, all of them to the loss or the sum over ranks.
+    # A few parameters point to their own code, all of them to the loss or the sum over
+    # ranks.
     few = len(parted) < len(off)
     if few:
         yield (
@@ -197,13 +237,21 @@ def _of_gradients(found: Comparison, part: Part, ranks: Sequence[Record], alone:
         yield _MISSING_SYNC
 
 
-def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_weights(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     first = ranks[0]
     # Updates, not weights: a weight that was never trained agrees with itself.
-    ours, theirs = (first.first, alone.first) if part.step == 1 else (first.end, alone.end)
+    ours, theirs = (
+        (first.first, alone.first) if part.step == 1 else (first.end, alone.end)
+    )
     here, there = updates(ours, first.start), updates(theirs, alone.start)
-    still = [name for name, value in here.items() if norm(value) == 0.0 < norm(there[name])]
-    moved = [name for name, value in here.items() if norm(value) > 0.0 == norm(there[name])]
+    still = [
+        name for name, value in here.items() if norm(value) == 0.0 < norm(there[name])
+    ]
+    moved = [
+        name for name, value in here.items() if norm(value) > 0.0 == norm(there[name])
+    ]
     if still and len(still) < len(here):
         yield (
             f"frozen part: {', '.join(still[:3])} are trained on one process and stand still at this layout (not in "
@@ -214,17 +262,34 @@ def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
             f"frozen part: {', '.join(moved[:3])} stand still on one process and are trained at this layout "
             "(unfrozen, or given to the optimizer, where there are several ranks)"
         )
-    # Half precision shows in what the optimizer is given, or in values that bfloat16 can hold.
-    half = [dtype for dtype in (*first.facts.get("dtypes", []), *alone.facts.get("dtypes", [])) if "16" in dtype]
-    rounded = [name for name, value in first.end.items() if _is_rounded(value) and not _is_rounded(alone.end[name])]
+    # Half precision shows in what the optimizer is given, or in values that bfloat16
+    # can hold.
+    half = [
+        dtype
+        for dtype in (*first.facts.get("dtypes", []), *alone.facts.get("dtypes", []))
+        if "16" in dtype
+    ]
+    rounded = [
+        name
+        for name, value in first.end.items()
+        if _is_rounded(value) and not _is_rounded(alone.end[name])
+    ]
     if half or rounded:
-        which = f"weights at this layout ({', '.join(rounded[:2])}) are values of bfloat16" if rounded else half[0]
+        which = (
+            f"weights at this layout ({', '.join(rounded[:2])}) are values of bfloat16"
+            if rounded
+            else half[0]
+        )
         yield (
             f"half-precision masters: {which}; a step in half precision rounds small updates away where one process "
             "keeps them, or the other way round; see master_dtype"
         )
     # One factor for all updates is a rate, not an optimizer.
-    factors = {name: _factor(here[name], there[name]) for name in here if norm(there[name]) > 0.0}
+    factors = {
+        name: _factor(here[name], there[name])
+        for name in here
+        if norm(there[name]) > 0.0
+    }
     common = _common(list(factors.values()))
     if common is not None and not _near(common, 1.0):
         yield (
@@ -235,11 +300,15 @@ def _of_weights(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
         yield "the optimizer's step: it looks at a part of a tensor, or its options depend on the number of ranks"
 
 
-def _of_replicas(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_replicas(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     yield _MISSING_SYNC
 
 
-def _of_buffers(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_buffers(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     if ranks[0].facts.get("BatchNorm per rank"):
         yield (
             f"BatchNorm per rank: {part.where} holds the statistics of its rank's samples; use "
@@ -248,11 +317,16 @@ def _of_buffers(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
     yield f"a buffer that is computed from one rank's samples or steps: {part.where}; average it over data_group"
 
 
-def _of_metrics(found: Comparison, part: Part, ranks: Sequence[Record], alone: Record) -> Iterator[str]:
+def _of_metrics(
+    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
+) -> Iterator[str]:
     ours, theirs = ranks[0].metrics[part.where], alone.metrics[part.where]
     factor = ours / theirs if theirs else math.inf
-    # What was reduced is the same on all ranks; one rank's share may be a simple part of it by chance.
-    values = [record.metrics[part.where] for record in ranks if part.where in record.metrics]
+    # What was reduced is the same on all ranks; one rank's share may be a simple part
+    # of it by chance.
+    values = [
+        record.metrics[part.where] for record in ranks if part.where in record.metrics
+    ]
     is_reduced = all(_near(value, ours) for value in values)
     if is_reduced and _is_simple(factor) and not _near(factor, 1.0):
         yield (
@@ -268,7 +342,11 @@ def _of_metrics(found: Comparison, part: Part, ranks: Sequence[Record], alone: R
 
 def _is_rounded(tensor: Tensor) -> bool:
     """Return whether a tensor of a finer dtype holds values of bfloat16."""
-    return tensor.is_floating_point() and tensor.numel() > 8 and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
+    return (
+        tensor.is_floating_point()
+        and tensor.numel() > 8
+        and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
+    )
 
 
 def _factor(ours: Tensor, theirs: Tensor) -> float:
@@ -276,14 +354,16 @@ def _factor(ours: Tensor, theirs: Tensor) -> float:
     size = norm(theirs)
     if size == 0.0:
         return math.nan
-    # Least squares: the factor of the projection, and how much of ours is not along theirs.
+    # Least squares: the factor of the projection, and how much of ours is not along
+    # theirs.
     factor = float((ours.double() * theirs.double()).sum()) / size**2
     rest = norm(ours.double() - factor * theirs.double()) / size
     return factor if rest <= 2e-2 * max(abs(factor), 1e-3) else math.nan
 
 
 def _common(factors: Sequence[float]) -> float | None:
-    """Return the one factor that nearly all have, within two percent; None where there are different ones."""
+    """Return the one factor that nearly all have, within two percent; None where there
+    are different ones."""
     known = sorted(factor for factor in factors if factor == factor)  # without nan
     if not known:
         return None
@@ -299,7 +379,11 @@ def _near(value: float, other: float) -> bool:
 def _is_simple(factor: float) -> bool:
     """Return whether a factor is a small whole number or one over it."""
     for value in (factor, 1 / factor if factor else math.inf):
-        if math.isfinite(value) and 1 <= round(value) <= 64 and _near(value, round(value)):
+        if (
+            math.isfinite(value)
+            and 1 <= round(value) <= 64
+            and _near(value, round(value))
+        ):
             return True
     return False
 
@@ -308,5 +392,7 @@ def facts_in_words(facts: Mapping[str, object]) -> list[str]:
     """Return what was changed or left alone in all runs, for the end of the table."""
     off = facts.get("dropout off")
     if isinstance(off, list) and off:
-        return [f"dropout was off in {len(off)} modules ({off[0]}, ...); --keep-dropout leaves it on"]
+        return [
+            f"dropout was off in {len(off)} modules ({off[0]}, ...); --keep-dropout leaves it on"
+        ]
     return []

@@ -1,4 +1,5 @@
-"""A process of `smp verify` that runs the user's training: a script as __main__, or a pickled call.
+"""A process of `smp verify` that runs the user's training: a script as __main__, or a
+pickled call.
 
 The recorders of the faces are put in place when their frameworks have been imported.
 """
@@ -33,8 +34,8 @@ FACES = {
     "accelerate": ("accelerate_smp.verification", "install"),
     "accelerate_smp.trainer": ("accelerate_smp.verification", "install_trainer"),
 }
-"""Module that is imported -> module and function that put a recorder in place then. The faces stand above this module
-and are named, not imported."""
+"""Module that is imported -> module and function that put a recorder in place then. The
+faces stand above this module and are named, not imported."""
 
 
 def _install(name: str) -> None:
@@ -43,12 +44,15 @@ def _install(name: str) -> None:
 
 
 class _FacesAfterFrameworks(importlib.abc.MetaPathFinder):
-    """A finder that lets others find a framework, and puts the face's recorder in place after it was imported."""
+    """A finder that lets others find a framework, and puts the face's recorder in place
+    after it was imported."""
 
     def __init__(self) -> None:
         self._waiting = {name for name in FACES if name not in sys.modules}
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._waiting:
             return None
         self._waiting.remove(fullname)
@@ -83,15 +87,22 @@ def prepare() -> None:
 
 
 def _stay_in_float64() -> None:
-    """Let float64 tensors stay what they are where code asks for float32, as norms and losses of Transformers do."""
+    """Let float64 tensors stay what they are where code asks for float32, as norms and
+    losses of Transformers do."""
     own_float, own_to = Tensor.float, Tensor.to
 
     def as_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else own_float(tensor, *args, **kwargs)
+        return (
+            tensor
+            if tensor.dtype == torch.float64
+            else own_float(tensor, *args, **kwargs)
+        )
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.dtype == torch.float64:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            args = tuple(
+                torch.float64 if each is torch.float32 else each for each in args
+            )
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return own_to(tensor, *args, **kwargs)
@@ -104,7 +115,8 @@ def _stay_in_float64() -> None:
 
 
 _WITH_DTYPE = ("sum", "mean", "prod", "cumsum", "softmax", "log_softmax")
-"""Functions that compute in the dtype they are told: float32 in eager attention and in label smoothing."""
+"""Functions that compute in the dtype they are told: float32 in eager attention and in
+label smoothing."""
 
 
 def _keeping_float64(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -119,7 +131,8 @@ def _keeping_float64(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def train(command: Sequence[str]) -> None:
-    """Run a script with its arguments, or ``--call FILE``; a recorder ends this process in it.
+    """Run a script with its arguments, or ``--call FILE``; a recorder ends this process
+    in it.
 
     Raises:
         SystemExit: the training came to its end before that.
@@ -128,7 +141,8 @@ def train(command: Sequence[str]) -> None:
     assert request is not None
     sys.argv = list(command)
     if command[0] == "--call":
-        function, arguments, keywords = pickle.loads(Path(command[1]).read_bytes())  # our own parent's
+        # Our own parent's.
+        function, arguments, keywords = pickle.loads(Path(command[1]).read_bytes())
         function(*arguments, **keywords)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))

@@ -1,4 +1,5 @@
-"""`smp verify`: whether a user's own training gives one process's numbers at every layout."""
+"""`smp verify`: whether a user's own training gives one process's numbers at every
+layout."""
 
 from __future__ import annotations
 
@@ -14,19 +15,40 @@ PARTS = 2
 
 
 def verify(
-    script: Annotated[str, typer.Argument(help="the training script; its own arguments follow --")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="of the script, behind --")] = None,
+    script: Annotated[
+        str, typer.Argument(help="the training script; its own arguments follow --")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="of the script, behind --")
+    ] = None,
     layouts: Annotated[
-        list[str] | None, typer.Option("--layouts", "-l", help="knobs, as 'shard_degree=2 ranks=4'; may be repeated")
+        list[str] | None,
+        typer.Option(
+            "--layouts",
+            "-l",
+            help="knobs, as 'shard_degree=2 ranks=4'; may be repeated",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 3,
-    ranks: Annotated[int | None, typer.Option(min=1, help="of layouts that give none")] = None,
-    float64: Annotated[bool, typer.Option("--float64", help="compute in float64: any difference is a defect")] = False,
-    keep_dropout: Annotated[bool, typer.Option("--keep-dropout", help="leave dropout on")] = False,
-    devices: Annotated[bool, typer.Option("--devices", help="one device a rank, in place of CPU ranks")] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="of layouts that give none")
+    ] = None,
+    float64: Annotated[
+        bool,
+        typer.Option(
+            "--float64", help="compute in float64: any difference is a defect"
+        ),
+    ] = False,
+    keep_dropout: Annotated[
+        bool, typer.Option("--keep-dropout", help="leave dropout on")
+    ] = False,
+    devices: Annotated[
+        bool, typer.Option("--devices", help="one device a rank, in place of CPU ranks")
+    ] = False,
     limit: Annotated[float, typer.Option(help="seconds for each run")] = LIMIT,
 ) -> None:
-    """Run a training in one process and at layouts, and compare loss, gradients, weights, samples and activations."""
+    """Run a training in one process and at layouts, and compare loss, gradients,
+    weights, samples and activations."""
 
     def say(line: str) -> None:
         typer.echo(f"running: {line}", err=True)

@@ -1,4 +1,5 @@
-"""Comparison: the records of a layout's ranks against that of one process, and where the two part first."""
+"""Comparison: the records of a layout's ranks against that of one process, and where
+the two part first."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from smp_core.verify.activations import Moments, Place, difference, in_fewer_calls, over_ranks
+from smp_core.verify.activations import (
+    Moments,
+    Place,
+    difference,
+    in_fewer_calls,
+    over_ranks,
+)
 from smp_core.verify.recorder import Record
 from smp_core.verify.tolerance import Tolerance
 
@@ -40,8 +47,8 @@ class Part:
 
     Attributes:
         step: from 1; 0: before training.
-        what: "run" (it failed), "samples", "start", "activations", "loss", "gradients", "weights", "replicas",
-            "buffers" or "metrics".
+        what: "run" (it failed), "samples", "start", "activations", "loss", "gradients",
+            "weights", "replicas", "buffers" or "metrics".
         where: the module or parameter; "" where it is none.
         words: a sentence.
     """
@@ -62,7 +69,8 @@ class Comparison:
         part: the first difference; None: there is none.
         causes: likely ones, the likeliest first.
         missing: what was not compared, and why.
-        reference: how the one process trained: on joined batches, or on one after another.
+        reference: how the one process trained: on joined batches, or on one after
+            another.
     """
 
     words: str
@@ -78,7 +86,8 @@ class Comparison:
         return self.part is None
 
     def note(self, row: Row, part: Part | None = None) -> None:
-        """Add a row, and where it disagrees the place, unless one of an earlier step, or before in this, is known."""
+        """Add a row, and where it disagrees the place, unless one of an earlier step,
+        or before in this, is known."""
         self.rows.append(row)
         if row.agrees is False:
             place = part or Part(0, row.what, "", row.found)
@@ -87,18 +96,29 @@ class Comparison:
 
 
 def compare(
-    words: str, ranks: Sequence[Record], alone: Record, tolerance: Tolerance, one_by_one: bool = False
+    words: str,
+    ranks: Sequence[Record],
+    alone: Record,
+    tolerance: Tolerance,
+    one_by_one: bool = False,
 ) -> Comparison:
     """Compare a layout with one process.
 
     Args:
         ranks: the records of all ranks, in order.
         alone: that of the one process, which trained on the batches of these ranks.
-        one_by_one: whether it took them one after another, so that it called each module more often.
+        one_by_one: whether it took them one after another, so that it called each
+            module more often.
     """
     if one_by_one:
-        alone = replace(alone, events=[*over_ranks([in_fewer_calls(alone.events, ranks[0].data_size)]).values()])
-    # In the order in which a step computes, so that the first difference is where the two part.
+        alone = replace(
+            alone,
+            events=[
+                *over_ranks([in_fewer_calls(alone.events, ranks[0].data_size)]).values()
+            ],
+        )
+    # In the order in which a step computes, so that the first difference is where the
+    # two part.
     found = Comparison(words, tolerance)
     first = ranks[0]
     found.missing += sorted({each for record in ranks for each in record.missing})
@@ -122,21 +142,31 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
     readers = {record.data_rank: record for record in reversed(ranks)}
     for record in ranks:
         if record.samples != readers[record.data_rank].samples:
-            words = (
-                f"ranks {readers[record.data_rank].rank} and {record.rank} hold one batch and read different samples"
+            pair = f"ranks {readers[record.data_rank].rank} and {record.rank}"
+            words = f"{pair} hold one batch and read different samples"
+            found.note(
+                Row("samples", words, agrees=False), Part(1, "samples", "", words)
             )
-            found.note(Row("samples", words, agrees=False), Part(1, "samples", "", words))
             return
     # Ranks that hold different batches have to share no sample.
     for step in range(len(alone.samples)):
-        counts = Counter(hash_ for reader in readers.values() for hash_ in reader.samples[step])
-        inside = Counter(hash_ for reader in readers.values() for hash_ in set(reader.samples[step]))
+        counts = Counter(
+            hash_ for reader in readers.values() for hash_ in reader.samples[step]
+        )
+        inside = Counter(
+            hash_ for reader in readers.values() for hash_ in set(reader.samples[step])
+        )
         # Samples may be equal: one process shows how many of a step are.
         equal = Counter(alone.samples[step])
-        shared = [hash_ for hash_, times in inside.items() if times > max(1, equal[hash_])]
+        shared = [
+            hash_ for hash_, times in inside.items() if times > max(1, equal[hash_])
+        ]
         if shared:
             words = f"{len(shared)} of {len(counts)} samples of step {step + 1} are read by several ranks"
-            found.note(Row("samples", words, agrees=False), Part(step + 1, "samples", "", words))
+            found.note(
+                Row("samples", words, agrees=False),
+                Part(step + 1, "samples", "", words),
+            )
             return
     # All ranks together have to read what one process reads, step by step.
     consumed = []
@@ -147,18 +177,30 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
     if not total:
         found.rows.append(Row("samples", "no tensors in the batches", agrees=None))
         return
-    found.note(_row_of_order(consumed, total, alone.natural), Part(1, "samples", "", _OTHER_SAMPLES))
+    found.note(
+        _row_of_order(consumed, total, alone.natural),
+        Part(1, "samples", "", _OTHER_SAMPLES),
+    )
 
 
-_OTHER_SAMPLES = "the ranks together read other samples than one process reads of the same data"
+_OTHER_SAMPLES = (
+    "the ranks together read other samples than one process reads of the same data"
+)
 
 
-def _row_of_order(consumed: Sequence[Counter[str]], total: int, natural: Sequence[str] | None) -> Row:
-    """Return the row for the ranks' samples of each step beside those that one process reads."""
+def _row_of_order(
+    consumed: Sequence[Counter[str]], total: int, natural: Sequence[str] | None
+) -> Row:
+    """Return the row for the ranks' samples of each step beside those that one process
+    reads."""
     read = f"{total} samples in {len(consumed)} steps, none twice"
     if natural is None:
-        return Row("samples", f"{read}; their order is not compared (they are made anew when read)")
-    # Natural samples are those of one epoch; what ranks read of the next is not compared.
+        return Row(
+            "samples",
+            f"{read}; their order is not compared (they are made anew when read)",
+        )
+    # Natural samples are those of one epoch; what ranks read of the next is not
+    # compared.
     place, steps = 0, 0
     same = True
     for step in consumed:
@@ -168,10 +210,20 @@ def _row_of_order(consumed: Sequence[Counter[str]], total: int, natural: Sequenc
         same = same and Counter(natural[place : place + size]) == step
         place, steps = place + size, steps + 1
     if same:
-        whole = "" if steps == len(consumed) else f" up to step {steps}, where its epoch ends"
-        return Row("samples", f"{read}; those that one process reads, step by step{whole}")
+        whole = (
+            ""
+            if steps == len(consumed)
+            else f" up to step {steps}, where its epoch ends"
+        )
+        return Row(
+            "samples", f"{read}; those that one process reads, step by step{whole}"
+        )
     if sum(consumed[:steps], Counter()) == Counter(natural[:place]):
-        return Row("samples", f"{read}; those that one process reads, in other steps", agrees=False)
+        return Row(
+            "samples",
+            f"{read}; those that one process reads, in other steps",
+            agrees=False,
+        )
     return Row("samples", f"{read}; {_OTHER_SAMPLES}", agrees=False)
 
 
@@ -192,12 +244,17 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
     missing = sorted(alone.start.keys() ^ first.start.keys())
     if missing:
         words = f"{_names(missing)}: only in one of the two models"
-        found.note(Row("weights at the start", words, agrees=False), Part(0, "start", missing[0], words))
+        found.note(
+            Row("weights at the start", words, agrees=False),
+            Part(0, "start", missing[0], words),
+        )
         return
     off = {}
     for name, value in alone.start.items():
         if _is_float(value):
-            off[name] = norm(first.start[name].double() - value.double()) / max(norm(value), 1e-30)
+            off[name] = norm(first.start[name].double() - value.double()) / max(
+                norm(value), 1e-30
+            )
     limit = 1e-2
     if found.tolerance.dtype.startswith("float64"):
         limit = 1e-12
@@ -210,14 +267,17 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
     found.note(row, Part(0, "start", worst, words))
 
 
-def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
+def _compare_activations(
+    found: Comparison, ranks: Sequence[Record], alone: Record
+) -> None:
     together = _moments_of(ranks, alone)
     limit = found.tolerance.activations
     compared = 0
     skipped = []
     worst = 0.0
     part: Part | None = None
-    # In the order of the calls, so that the first module that is off is the one that made it.
+    # In the order of the calls, so that the first module that is off is the one that
+    # made it.
     for there in alone.events:
         here = together.get(there.place)
         off = None if here is None else difference(here, there)
@@ -230,7 +290,9 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
             part = _part_of(there, alone.events, off)
     if skipped:
         names = list(dict.fromkeys(skipped))
-        found.missing.append(f"activations of {_names(names)} (not called alike, or cut in another way)")
+        found.missing.append(
+            f"activations of {_names(names)} (not called alike, or cut in another way)"
+        )
     if not compared:
         found.rows.append(Row("activations", "none in common", agrees=None))
         return
@@ -239,8 +301,8 @@ def _compare_activations(found: Comparison, ranks: Sequence[Record], alone: Reco
 
 
 def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
-    """Return the moments of a layout. With pipeline stages, a module around the blocks counts on the stage that has it:
-    others have a stand-in there, which gives zeros."""
+    """Return the moments of a layout. With pipeline stages, a module around the blocks
+    counts on the stage that has it: others have a stand-in there, which gives zeros."""
     by_stage: dict[int, list[list[Moments]]] = {}
     for record in ranks:
         events = in_fewer_calls(record.events, record.facts.get("calls of a batch", 1))
@@ -258,14 +320,24 @@ def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
 def _part_of(event: Moments, events: Sequence[Moments], off: float) -> Part:
     """Return the place of the first moments that differ."""
     name = event.name or "the model"
-    # A number that comes out is a loss: of a model that is given its labels, or of a criterion.
+    # A number that comes out is a loss: of a model that is given its labels, or of a
+    # criterion.
     if not event.goes_in and event.dims == 0:
         return Part(
-            1, "loss", event.name, f"the loss that comes out of {name} differs by {off:.1e}, what went in agrees"
+            1,
+            "loss",
+            event.name,
+            f"the loss that comes out of {name} differs by {off:.1e}, what went in agrees",
         )
     if not event.goes_in:
-        return Part(1, "activations", event.name, f"what comes out of {name} differs by {off:.1e}, what went in agrees")
-    # Nothing that came out before differs: it was computed in the forward of the module around.
+        return Part(
+            1,
+            "activations",
+            event.name,
+            f"what comes out of {name} differs by {off:.1e}, what went in agrees",
+        )
+    # Nothing that came out before differs: it was computed in the forward of the module
+    # around.
     around = event.name.rpartition(".")[0]
     parent = around or "the model"
     words = f"what {parent} gives {name} differs by {off:.1e}, and what its modules gave before agrees"
@@ -273,7 +345,8 @@ def _part_of(event: Moments, events: Sequence[Moments], off: float) -> Part:
 
 
 def losses_of(records: Sequence[Record]) -> list[float]:
-    """Return the loss of each step, over micro-batches and ranks; nan where the script has none."""
+    """Return the loss of each step, over micro-batches and ranks; nan where the script
+    has none."""
     steps = []
     for step in range(len(records[0].losses)):
         values = [value for record in records for value in record.losses[step]]
@@ -287,13 +360,20 @@ def _compare_losses(found: Comparison, ranks: Sequence[Record], alone: Record) -
 
 
 def _compare_norms(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
-    _compare_by_step(found, "gradient norm", ranks[0].norms, alone.norms, found.tolerance.gradients)
+    _compare_by_step(
+        found, "gradient norm", ranks[0].norms, alone.norms, found.tolerance.gradients
+    )
 
 
 def _compare_by_step(
-    found: Comparison, what: str, ours: Sequence[float], theirs: Sequence[float], limit: float
+    found: Comparison,
+    what: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    limit: float,
 ) -> None:
-    """Compare a number of each step; differences of later steps may have grown, and are allowed more."""
+    """Compare a number of each step; differences of later steps may have grown, and are
+    allowed more."""
     off = []
     for mine, other in zip(ours, theirs, strict=True):
         both_nan = mine != mine and other != other
@@ -309,11 +389,15 @@ def _compare_by_step(
         step = parted[0]
         words = f"{what} of step {step + 1} is {ours[step]:.7g} and on one process {theirs[step]:.7g}"
         shown = f"{ours[step]:.7g} against {theirs[step]:.7g} in step {step + 1}"
-        part = Part(step + 1, "gradients" if what == "gradient norm" else "loss", "", words)
+        part = Part(
+            step + 1, "gradients" if what == "gradient norm" else "loss", "", words
+        )
     found.note(Row(what, shown, max(grown), limit, not parted), part)
 
 
-def _compare_gradients(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
+def _compare_gradients(
+    found: Comparison, ranks: Sequence[Record], alone: Record
+) -> None:
     ours, theirs = ranks[0].gradients, alone.gradients
     if ours is None or theirs is None:
         found.rows.append(Row("gradients of step 1", "not compared", agrees=None))
@@ -323,20 +407,27 @@ def _compare_gradients(found: Comparison, ranks: Sequence[Record], alone: Record
     row = _row("gradients of step 1", worst, off, found.tolerance.gradients)
     many = [name for name, value in off.items() if value > found.tolerance.gradients]
     words = f"gradients of {len(many)} of {len(off)} parameters differ: {_names(many)}"
-    found.note(row, Part(1, "gradients", _last_in_forward(many, alone.events) or worst, words))
+    found.note(
+        row, Part(1, "gradients", _last_in_forward(many, alone.events) or worst, words)
+    )
 
 
 def _last_in_forward(names: Sequence[str], events: Sequence[Moments]) -> str:
-    """Return the parameter whose module comes last in the forward: where a backward pass parts first."""
-    places = {event.name: number for number, event in enumerate(events) if not event.goes_in}
-    return max(names, key=lambda name: places.get(name.rpartition(".")[0], -1), default="")
+    """Return the parameter whose module comes last in the forward: where a backward
+    pass parts first."""
+    places = {
+        event.name: number for number, event in enumerate(events) if not event.goes_in
+    }
+    return max(
+        names, key=lambda name: places.get(name.rpartition(".")[0], -1), default=""
+    )
 
 
 def gradient_differences(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: Tolerance
 ) -> dict[str, float]:
-    """Return how far each gradient is off, relative to its norm. Gradients that are rounding are held against what
-    others are."""
+    """Return how far each gradient is off, relative to its norm. Gradients that are
+    rounding are held against what others are."""
     typical = root_mean_square(theirs.values())
     off = {}
     for name in dict.fromkeys([*theirs, *ours]):
@@ -344,7 +435,9 @@ def gradient_differences(
             off[name] = 1.0
             continue
         floor = typical * tolerance.floor * math.sqrt(theirs[name].numel())
-        off[name] = norm(ours[name].double() - theirs[name].double()) / max(norm(theirs[name]), floor, 1e-30)
+        off[name] = norm(ours[name].double() - theirs[name].double()) / max(
+            norm(theirs[name]), floor, 1e-30
+        )
     return off
 
 
@@ -352,15 +445,23 @@ def root_mean_square(tensors: Iterable[Tensor]) -> float:
     """Return that of all elements of several tensors."""
     given = list(tensors)
     elements = sum(tensor.numel() for tensor in given)
-    return math.sqrt(math.fsum(norm(tensor) ** 2 for tensor in given) / max(elements, 1))
+    return math.sqrt(
+        math.fsum(norm(tensor) ** 2 for tensor in given) / max(elements, 1)
+    )
 
 
 # Later steps
 
 
-def updates(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def updates(
+    weights: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return what training has changed in each floating-point tensor, in float64."""
-    return {name: value.double() - start[name].double() for name, value in weights.items() if _is_float(value)}
+    return {
+        name: value.double() - start[name].double()
+        for name, value in weights.items()
+        if _is_float(value)
+    }
 
 
 def weight_differences(
@@ -368,20 +469,25 @@ def weight_differences(
     theirs: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """Return how far each weight is off, relative to the norm of what training changed in it."""
+    """Return how far each weight is off, relative to the norm of what training changed
+    in it."""
     changes = updates(theirs, start)
     typical = root_mean_square(changes.values())
     off = {}
     for name, change in changes.items():
         floor = 1e-2 * typical * math.sqrt(change.numel())
-        off[name] = norm(ours[name].double() - theirs[name].double()) / max(norm(change), floor, 1e-30)
+        off[name] = norm(ours[name].double() - theirs[name].double()) / max(
+            norm(change), floor, 1e-30
+        )
     return off
 
 
 def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
     rounding = _rounding(alone, found.tolerance)
     if rounding:
-        found.missing.append(f"weights of {_names(rounding)} (their gradients are rounding, which Adam makes steps of)")
+        found.missing.append(
+            f"weights of {_names(rounding)} (their gradients are rounding, which Adam makes steps of)"
+        )
     steps = [(1, first.first, alone.first)]
     if len(alone.norms) > 1:
         steps.append((len(alone.norms), first.end, alone.end))
@@ -393,7 +499,10 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
         many = [name for name, value in off.items() if value > limit]
         words = f"{len(many)} of {len(off)} tensors differ behind step {step}: {_names(many)}"
         kind = "buffers" if many and set(many) <= set(buffers) else "weights"
-        found.note(_row(f"weights behind step {step}", worst, off, limit), Part(step, kind, worst, words))
+        found.note(
+            _row(f"weights behind step {step}", worst, off, limit),
+            Part(step, kind, worst, words),
+        )
 
 
 def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:
@@ -401,7 +510,11 @@ def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:
         return []
     typical = root_mean_square(alone.gradients.values())
     small = typical * tolerance.floor
-    return [n for n, g in alone.gradients.items() if 0 < norm(g) < small * math.sqrt(g.numel())]
+    return [
+        n
+        for n, g in alone.gradients.items()
+        if 0 < norm(g) < small * math.sqrt(g.numel())
+    ]
 
 
 def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
@@ -416,7 +529,10 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     if apart:
         name, others = next(iter(apart.items()))
         words = f"{len(apart)} parameters are not the same on all replicas: {name} on rank {others[0]}"
-        found.note(Row("replicas", words, agrees=False), Part(len(ranks[0].norms), "replicas", name, words))
+        found.note(
+            Row("replicas", words, agrees=False),
+            Part(len(ranks[0].norms), "replicas", name, words),
+        )
     else:
         found.rows.append(Row("replicas", "all ranks hold the same weights"))
     # Buffers, against the first rank.
@@ -441,7 +557,9 @@ def _equal(one: float, other: float) -> bool:
 
 
 def _same_buffer(record: Record, first: Record, name: str) -> bool:
-    return name not in record.buffers or _same(record.buffers[name], first.buffers[name])
+    return name not in record.buffers or _same(
+        record.buffers[name], first.buffers[name]
+    )
 
 
 def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
@@ -457,22 +575,31 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
     worst = _worst(off)
     many = [name for name, value in off.items() if value > limit]
     shown = f"{worst}: {ours[worst]:.7g} against {theirs[worst]:.7g}"
-    words = f"logged {worst} is {ours[worst]:.7g} and on one process {theirs[worst]:.7g}"
+    words = (
+        f"logged {worst} is {ours[worst]:.7g} and on one process {theirs[worst]:.7g}"
+    )
     others = [name for name in many if name != worst]
     if others:
         words += f"; {_names(others)} differ as well"
     found.note(
-        Row("logged numbers", shown, off[worst], limit, not many), Part(len(alone.norms), "metrics", worst, words)
+        Row("logged numbers", shown, off[worst], limit, not many),
+        Part(len(alone.norms), "metrics", worst, words),
     )
 
 
 def _worst(off: Mapping[str, float]) -> str:
-    return max(off, key=lambda name: math.inf if off[name] != off[name] else off[name], default="")
+    return max(
+        off,
+        key=lambda name: math.inf if off[name] != off[name] else off[name],
+        default="",
+    )
 
 
 def _row(what: str, worst: str, off: Mapping[str, float], limit: float) -> Row:
     value = off.get(worst, 0.0)
-    return Row(what, f"worst: {worst}" if worst else "none", value, limit, value <= limit)
+    return Row(
+        what, f"worst: {worst}" if worst else "none", value, limit, value <= limit
+    )
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:

@@ -1,4 +1,5 @@
-"""Layouts to verify: read from text, or the script's own, shrunk to ranks that one machine has."""
+"""Layouts to verify: read from text, or the script's own, shrunk to ranks that one
+machine has."""
 
 from __future__ import annotations
 
@@ -34,8 +35,12 @@ class Trial:
 
     @property
     def words(self) -> str:
-        posed = "" if self.ranks_per_node is None else f", {self.ranks_per_node} on a node"
-        knobs = " ".join(f"{name}={value}" for name, value in self.knobs.items() if value != 1)
+        posed = (
+            "" if self.ranks_per_node is None else f", {self.ranks_per_node} on a node"
+        )
+        knobs = " ".join(
+            f"{name}={value}" for name, value in self.knobs.items() if value != 1
+        )
         return f"{self.ranks} ranks{posed}: {knobs or 'each holds the whole model'}"
 
 
@@ -44,11 +49,12 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
 
     Args:
         layout: "shard_degree=2 tensor_parallel_degree=2", or a mapping.
-        ranks: where the layout gives none; default: twice the product of its degrees, at most 8, so that there are
-            replicas.
+        ranks: where the layout gives none; default: twice the product of its degrees,
+            at most 8, so that there are replicas.
 
     Raises:
-        ValueError: no ``knob=value``, an unknown knob, a value that is not allowed, degrees that do not fit the ranks.
+        ValueError: no ``knob=value``, an unknown knob, a value that is not allowed,
+            degrees that do not fit the ranks.
     """
     given = dict(layout) if isinstance(layout, Mapping) else _pairs(layout)
     per_node = given.pop("ranks_per_node", None)
@@ -59,7 +65,8 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
     shard = degrees["shard_degree"]
     if shard == "auto" and "shard_degree" not in given:
         shard = given["shard_degree"] = max(1, degrees["context_parallel_degree"])
-    # Ranks that hold one copy of the model; a word for the shard degree is counted as 2.
+    # Ranks that hold one copy of the model; a word for the shard degree is counted as
+    # 2.
     one_copy = config.tensor_parallel_degree * config.pipeline_parallel_degree
     one_copy *= shard if isinstance(shard, int) else 2
     # Two replicas where eight ranks have room for them.
@@ -74,12 +81,16 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
             f"{2 * one_copy} beside them"
         )
     if size > 4 * MOST_RANKS:
-        raise ValueError(f"layout {layout!r}: {size} ranks on one machine; allowed: up to {4 * MOST_RANKS}")
+        raise ValueError(
+            f"layout {layout!r}: {size} ranks on one machine; allowed: up to {4 * MOST_RANKS}"
+        )
     # "node" shows something only where there are two of them.
     if shard == "node" and per_node is None:
         per_node = max(1, size // 2)
     knobs = {**dict.fromkeys(_KNOBS[1:], 1), **given}
-    return Trial(knobs, size, None if per_node is None else _count("ranks_per_node", per_node))
+    return Trial(
+        knobs, size, None if per_node is None else _count("ranks_per_node", per_node)
+    )
 
 
 def _pairs(text: str) -> dict[str, Any]:
@@ -87,7 +98,9 @@ def _pairs(text: str) -> dict[str, Any]:
     for pair in text.replace(",", " ").split():
         name, equals, value = pair.partition("=")
         if not equals or not name or not value:
-            raise ValueError(f"layout {text!r}: {pair!r} is no knob with its value; write it as shard_degree=2")
+            raise ValueError(
+                f"layout {text!r}: {pair!r} is no knob with its value; write it as shard_degree=2"
+            )
         found[name] = value
     return found
 
@@ -106,18 +119,22 @@ def tell_degrees(request: Request, config: SmpConfig, world: int) -> None:
     """
     degrees = {name: getattr(config, name) for name in _KNOBS}
     request.folder.mkdir(parents=True, exist_ok=True)
-    (request.folder / _LOOK).write_text(json.dumps({**degrees, "world": world}), encoding="utf-8")
+    (request.folder / _LOOK).write_text(
+        json.dumps({**degrees, "world": world}), encoding="utf-8"
+    )
     end_process()
 
 
 def shrunk(request: Request) -> Trial:
-    """Return the layout that a script asked for in a process with the role "look", on 2, 4 or 8 ranks."""
+    """Return the layout that a script asked for in a process with the role "look", on
+    2, 4 or 8 ranks."""
     asked = json.loads((request.folder / _LOOK).read_text(encoding="utf-8"))
     return shrink({name: asked[name] for name in _KNOBS}, asked["world"])
 
 
 def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
-    """Return a layout with each degree above 1 at 2, and replicas where there would be any and 8 ranks have room.
+    """Return a layout with each degree above 1 at 2, and replicas where there would be
+    any and 8 ranks have room.
 
     Args:
         degrees: as a script asks for them; the shard degree may be a word.
@@ -130,13 +147,24 @@ def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
     if shard == "world":
         small_shard, replicas = max(2, context), 1
     elif isinstance(shard, int):
-        outside = world // math.prod([shard, degrees["tensor_parallel_degree"], degrees["pipeline_parallel_degree"]])
+        outside = world // math.prod(
+            [
+                shard,
+                degrees["tensor_parallel_degree"],
+                degrees["pipeline_parallel_degree"],
+            ]
+        )
         small_shard = context * (2 if shard > degrees["context_parallel_degree"] else 1)
         replicas = 1 if outside == 1 and shard > 1 else 2
     else:
         small_shard, replicas = max(2, context), 2
-    # Shards give way before anything else does where eight ranks are too few; then the replicas.
-    one_copy = small_shard * small["tensor_parallel_degree"] * small["pipeline_parallel_degree"]
+    # Shards give way before anything else does where eight ranks are too few; then the
+    # replicas.
+    one_copy = (
+        small_shard
+        * small["tensor_parallel_degree"]
+        * small["pipeline_parallel_degree"]
+    )
     while one_copy > MOST_RANKS and small_shard > context:
         one_copy, small_shard = one_copy // 2, small_shard // 2
     replicas = replicas if one_copy * replicas <= MOST_RANKS else 1

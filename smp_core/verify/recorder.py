@@ -1,4 +1,5 @@
-"""Recorder: what one process of a run writes down for `smp verify`, told by the faces' own hooks.
+"""Recorder: what one process of a run writes down for `smp verify`, told by the faces'
+own hooks.
 
     begin          the model and its optimizers are there: weights of the start, hooks on modules
     batch          a batch was read: noted on ranks, replaced by the ranks' batches in one process
@@ -47,15 +48,18 @@ class Record:
     """The record of what one process saw.
 
     Attributes:
-        data_rank, data_size: its place among those that read different samples, and their number.
+        data_rank, data_size: its place among those that read different samples, and
+            their number.
         losses: of each step, those of its micro-batches.
         norms: of each step's gradients, before clipping; nan where there were none.
         samples: of each step, hashes of the samples that were read.
-        natural: in one process: hashes of the samples that its own loader would have given, in order; None: not known.
+        natural: in one process: hashes of the samples that its own loader would have
+            given, in order; None: not known.
         events, draws: of the first step's forward passes (:class:`Activations`).
         gradients: of the first step, on rank 0; None: not compared.
         without_gradient: trained parameters that had none in the first step.
-        start, first, end: full weights and buffers on rank 0, before training, behind the first and the last step.
+        start, first, end: full weights and buffers on rank 0, before training, behind
+            the first and the last step.
         digests: sums of each full parameter at the end, of this rank's replica.
         buffers: the same of this rank's own buffers.
         metrics: numbers that the script logged.
@@ -126,7 +130,10 @@ class Recorder:
             return
         self._model, self.parallel = model, parallel
         if parallel is not None:
-            self.record.data_rank, self.record.data_size = parallel.mesh.data_rank, parallel.mesh.data_size
+            self.record.data_rank, self.record.data_size = (
+                parallel.mesh.data_rank,
+                parallel.mesh.data_size,
+            )
         self._note_facts(model)
         if not self.request.keep_dropout:
             self.record.facts["dropout off"] = turn_off_dropout(model)
@@ -136,14 +143,26 @@ class Recorder:
     def _note_facts(self, model: nn.Module) -> None:
         facts = self.record.facts
         # Of the model.
-        norms = [(clean_name(name), each) for name, each in model.named_modules() if isinstance(each, _BATCH_NORMS)]
+        norms = [
+            (clean_name(name), each)
+            for name, each in model.named_modules()
+            if isinstance(each, _BATCH_NORMS)
+        ]
         facts["BatchNorm"] = [name for name, norm in norms if norm.training]
         synced = (nn.SyncBatchNorm, CpuSyncBatchNorm)
-        facts["BatchNorm per rank"] = [n for n, norm in norms if norm.training and not isinstance(norm, synced)]
+        facts["BatchNorm per rank"] = [
+            n for n, norm in norms if norm.training and not isinstance(norm, synced)
+        ]
         parameters = list(model.parameters())
-        facts["dtypes"] = sorted({str(each.dtype).removeprefix("torch.") for each in parameters})
+        facts["dtypes"] = sorted(
+            {str(each.dtype).removeprefix("torch.") for each in parameters}
+        )
         facts["buffers"] = [clean_name(name) for name, _ in model.named_buffers()]
-        facts["frozen"] = [clean_name(name) for name, each in model.named_parameters() if not each.requires_grad]
+        facts["frozen"] = [
+            clean_name(name)
+            for name, each in model.named_parameters()
+            if not each.requires_grad
+        ]
         # Of the layout.
         if self.parallel is not None:
             knobs = self.parallel.config
@@ -157,13 +176,22 @@ class Recorder:
             if self.parallel.pipeline is not None:
                 facts["calls of a batch"] = self.parallel.pipeline.micro_batches
             facts["stage"] = self.parallel.mesh.stage
-            facts["lossy"] = [name for name in ("compression", "fp8") if knobs.asked(name) != getattr(_PLAIN, name)]
-            facts["dtypes"] += [str(dtype) for dtype in (knobs.param_dtype, knobs.reduce_dtype) if dtype is not None]
+            facts["lossy"] = [
+                name
+                for name in ("compression", "fp8")
+                if knobs.asked(name) != getattr(_PLAIN, name)
+            ]
+            facts["dtypes"] += [
+                str(dtype)
+                for dtype in (knobs.param_dtype, knobs.reduce_dtype)
+                if dtype is not None
+            ]
 
     # The batches
 
     def batch(self, batch: Any, loader: str = "train") -> Any:
-        """Take a batch that was read, and return the one to train on. Ranks note theirs; one process gets the ranks'.
+        """Take a batch that was read, and return the one to train on. Ranks note
+        theirs; one process gets the ranks'.
 
         Args:
             loader: which loader it came from, where there are several.
@@ -197,7 +225,9 @@ class Recorder:
     def batches_of_ranks(self, loader: str = "train") -> int:
         """Return how many batches the ranks have read together, in one process."""
         readers = len(list(Path(self.request.batches).glob("batches*.pt")))
-        return len(self._given_batches(loader)) * (1 if self.request.one_by_one else readers)
+        return len(self._given_batches(loader)) * (
+            1 if self.request.one_by_one else readers
+        )
 
     def note_sample(self, hash_: str) -> None:
         """Note a sample that is trained on, by its hash."""
@@ -206,7 +236,9 @@ class Recorder:
     def _given_batches(self, loader: str) -> list[Any]:
         if self._given is None:
             try:
-                self._given = joined_batches(Path(self.request.batches), self.request.one_by_one)
+                self._given = joined_batches(
+                    Path(self.request.batches), self.request.one_by_one
+                )
             except NotJoinable as error:
                 refuse(f"{NOT_JOINABLE}{error}")
         assert self._given is not None
@@ -215,13 +247,15 @@ class Recorder:
     # A step
 
     def loss(self, value: torch.Tensor | float | None) -> None:
-        """Note the loss of a micro-batch: its mean over this rank's samples or tokens, weighted as its backward is."""
+        """Note the loss of a micro-batch: its mean over this rank's samples or tokens,
+        weighted as its backward is."""
         if value is None:
             return
         self._losses.append(float(value))
 
     def enter_backward(self) -> None:
-        """Stop looking at forwards, which activation checkpointing repeats in backward."""
+        """Stop looking at forwards, which activation checkpointing repeats in
+        backward."""
         if self._activations is not None:
             self._activations.end_forward()
 
@@ -246,7 +280,11 @@ class Recorder:
         if self.parallel is not None:
             return self.parallel.grad_norm()
         assert self._model is not None
-        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad
+            for parameter in self._model.parameters()
+            if parameter.grad is not None
+        ]
         return torch.nn.utils.get_total_norm(gradients)
 
     @property
@@ -254,7 +292,8 @@ class Recorder:
         return len(self.record.norms) + 1 >= self.request.steps
 
     def step_ended(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Close a step; behind the last one write the record and end this process. Collective.
+        """Close a step; behind the last one write the record and end this process.
+        Collective.
 
         Args:
             metrics: numbers that the script has logged so far.
@@ -268,8 +307,13 @@ class Recorder:
             record.first = self._weights()
             if self._activations is not None:
                 self._activations.close()
-                record.events, record.draws = self._activations.events, self._activations.draws
-                record.facts["float32 inside"] = any(event.dtype == "float32" for event in record.events)
+                record.events, record.draws = (
+                    self._activations.events,
+                    self._activations.draws,
+                )
+                record.facts["float32 inside"] = any(
+                    event.dtype == "float32" for event in record.events
+                )
         if metrics:
             record.metrics.update(metrics)
         if len(record.norms) >= self.request.steps:
@@ -306,17 +350,30 @@ class Recorder:
         if self.parallel is None:
             state: Mapping[str, Any] = self._model.state_dict()
             state = {clean_name(name): value for name, value in state.items()}
-            return {name: _copy(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+            return {
+                name: _copy(value)
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
         self.parallel.reshard()
-        state = full_state_dict(self.parallel.model_state(), stages=self.parallel.stage_group)
-        return {name: as_real(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        state = full_state_dict(
+            self.parallel.model_state(), stages=self.parallel.stage_group
+        )
+        return {
+            name: as_real(value)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     @torch.no_grad()
     def _gradients(self) -> Weights | None:
-        """Return the full gradients of trained parameters, on rank 0: zeros where there is none. Collective."""
+        """Return the full gradients of trained parameters, on rank 0: zeros where there
+        is none. Collective."""
         assert self._model is not None
         if self.parallel is not None and self.parallel.window.world is not None:
-            self.record.missing.append("gradients by parameter (optimizer_shard='world' keeps parts of them)")
+            self.record.missing.append(
+                "gradients by parameter (optimizer_shard='world' keeps parts of them)"
+            )
             return None
         gradients: dict[str, torch.Tensor] = {}
         for name, parameter in self._model.named_parameters():
@@ -326,7 +383,11 @@ class Recorder:
             elif parameter.requires_grad:
                 if parameter.grad is None:
                     self.record.without_gradient.append(own)
-                gradients[own] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients[own] = (
+                    torch.zeros_like(parameter)
+                    if parameter.grad is None
+                    else parameter.grad
+                )
         if self.parallel is None:
             return {name: _copy(value) for name, value in gradients.items()}
         full = full_state_dict(gradients, stages=self.parallel.stage_group)
@@ -334,12 +395,17 @@ class Recorder:
 
     @torch.no_grad()
     def _note_digests(self) -> None:
-        """Note sums of this rank's replica of each parameter, and of its own buffers. Collective."""
+        """Note sums of this rank's replica of each parameter, and of its own buffers.
+        Collective."""
         if self.parallel is None or self._model is None:
             return
         for name, parameter in self._model.named_parameters():
             if not is_absent(parameter):
-                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                full = (
+                    parameter.full_tensor()
+                    if isinstance(parameter, DTensor)
+                    else parameter
+                )
                 self.record.digests[clean_name(name)] = _digest(full)
         for name, buffer in self._model.named_buffers():
             if not isinstance(buffer, DTensor) and as_real(buffer).is_floating_point():
@@ -347,8 +413,16 @@ class Recorder:
 
 
 _PLAIN = SmpConfig()
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # _BatchNorm: torch has no public class over the three
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+# _BatchNorm: torch has no public class over the three.
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 def _to_double(tensor: torch.Tensor) -> torch.Tensor:
@@ -372,12 +446,17 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
     """Set the probability of all dropout in a model to 0.
 
     Returns:
-        the modules that had one above 0: dropout layers, and modules with a number under a name with "dropout" in it,
+        the modules that had one above 0: dropout layers, and modules with a number
+            under a name with "dropout" in it,
         which they hand to a function.
     """
     found = []
     for name, module in model.named_modules():
-        knobs = [key for key, value in vars(module).items() if "dropout" in key.lower() and _is_share(value)]
+        knobs = [
+            key
+            for key, value in vars(module).items()
+            if "dropout" in key.lower() and _is_share(value)
+        ]
         if isinstance(module, _DROPOUTS):
             knobs.append("p")
         on = [key for key in knobs if getattr(module, key) > 0]
@@ -393,13 +472,18 @@ def _is_share(value: Any) -> bool:
 
 
 def joined_batches(folder: Path, one_by_one: bool) -> dict[str, list[Any]]:
-    """Return what one process trains on, by loader: each batch of all data ranks joined, or one after another.
+    """Return what one process trains on, by loader: each batch of all data ranks
+    joined, or one after another.
 
     Raises:
         NotJoinable: batches that differ in more than their number of samples.
     """
-    files = sorted(folder.glob("batches*.pt"), key=lambda path: int(path.stem.removeprefix("batches")))
-    by_rank = [torch.load(path, weights_only=False) for path in files]  # our own processes wrote them
+    files = sorted(
+        folder.glob("batches*.pt"),
+        key=lambda path: int(path.stem.removeprefix("batches")),
+    )
+    # Our own processes wrote them.
+    by_rank = [torch.load(path, weights_only=False) for path in files]
     given: dict[str, list[Any]] = {}
     for loader in by_rank[0]:
         together = zip(*(batches.get(loader, []) for batches in by_rank), strict=False)
@@ -411,13 +495,15 @@ def joined_batches(folder: Path, one_by_one: bool) -> dict[str, list[Any]]:
 
 
 def refuse(words: str) -> None:
-    """End this process with an error of one line, which the parent shows in place of the output."""
+    """End this process with an error of one line, which the parent shows in place of
+    the output."""
     print(f"{REFUSED}{words}", file=sys.stderr)
     end_process(2)
 
 
 def end_process(status: int = 0) -> None:
-    """End this process at once by ``os._exit``: the rest of the script, evaluations and saves, is not wanted."""
+    """End this process at once by ``os._exit``: the rest of the script, evaluations and
+    saves, is not wanted."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -40,7 +40,8 @@ class Report:
         return stream.getvalue()
 
     def table(self) -> Group:
-        """Return one table for each layout, with its verdict and its causes below, and the notes."""
+        """Return one table for each layout, with its verdict and its causes below, and
+        the notes."""
         parts: list[Table | Text] = []
         for comparison in self.comparisons:
             parts += [_table(comparison), Text("\n".join(_verdict(comparison)))]
@@ -50,11 +51,18 @@ class Report:
 
 def _table(comparison: Comparison) -> Table:
     limits = comparison.tolerance
-    table = Table(title=comparison.words, caption=f"one process: {comparison.reference}; {limits.dtype}")
+    table = Table(
+        title=comparison.words,
+        caption=f"one process: {comparison.reference}; {limits.dtype}",
+    )
     for heading in ("", "", "difference", "allowed", ""):
-        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
+        table.add_column(
+            heading, justify="right" if heading else "left", overflow="fold"
+        )
     for row in comparison.rows:
-        table.add_row(row.what, row.found, _number(row.difference), _number(row.limit), _mark(row))
+        table.add_row(
+            row.what, row.found, _number(row.difference), _number(row.limit), _mark(row)
+        )
     return table
 
 

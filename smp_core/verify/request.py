@@ -1,4 +1,5 @@
-"""Request: what `smp verify` asks of one process that runs the user's training, in an environment variable."""
+"""Request: what `smp verify` asks of one process that runs the user's training, in an
+environment variable."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 VARIABLE = "SMP_VERIFY"
-"""The environment variable that holds a request as JSON. Set in the processes that `smp verify` starts."""
+"""The environment variable that holds a request as JSON. Set in the processes that `smp
+verify` starts."""
 
 Role = Literal["look", "ranks", "one process"]
 
@@ -20,18 +22,20 @@ class Request:
     """A run of the user's training that is to be recorded.
 
     Attributes:
-        role: "look" ends where the strategy or accelerator is made, and tells its degrees; "ranks" is one rank of a
-            layout; "one process" trains on the batches that those ranks read, joined.
+        role: "look" ends where the strategy or accelerator is made, and tells its
+            degrees; "ranks" is one rank of a layout; "one process" trains on the
+            batches that those ranks read, joined.
         out: the folder that each process writes its record into.
         steps: optimizer steps.
-        ranks: processes of the layout; for "one process", of the layout that it is compared with.
+        ranks: processes of the layout; for "one process", of the layout that it is
+            compared with.
         knobs: of the layout, in place of the script's.
         float64: whether parameters, batches and constants are float64.
         cpu: whether devices are left alone.
         keep_dropout: whether dropout stays as the script has it.
         batches: for "one process": the folder of the record whose batches it trains on.
-        one_by_one: for "one process": whether it takes the ranks' batches one after another, as micro-batches, and not
-            joined into one.
+        one_by_one: for "one process": whether it takes the ranks' batches one after
+            another, as micro-batches, and not joined into one.
     """
 
     role: Role
@@ -55,6 +59,7 @@ class Request:
 
 
 def requested() -> Request | None:
-    """Return the request that this process was started with; None outside of `smp verify`."""
+    """Return the request that this process was started with; None outside of `smp
+    verify`."""
     text = os.environ.get(VARIABLE)
     return None if text is None else Request(**json.loads(text))

@@ -1,4 +1,5 @@
-"""Runs: the user's training in child processes, as one process or as ranks on this machine, and how they ended."""
+"""Runs: the user's training in child processes, as one process or as ranks on this
+machine, and how they ended."""
 
 from __future__ import annotations
 
@@ -24,8 +25,17 @@ from smp_core.verify.recorder import REFUSED
 from smp_core.verify.request import Request
 
 SERVER = "smp_core.verify.server"
-# Variables of launchers around `smp verify`, which the processes that it starts must not take for their own.
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Variables of launchers around `smp verify`, which the processes that it starts must
+# not take for their own.
+_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _PREFIXES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "SM_")
 _TAIL = 25
 # What a run does, for the line about one that takes long.
@@ -34,19 +44,25 @@ _WORK = {
     "ranks": "training on {ranks} ranks",
     "one process": "training in one process",
 }
-# Seconds that ranks get to end by themselves when one has failed: they say where they were.
+# Seconds that ranks get to end by themselves when one has failed: they say where they
+# were.
 _GRACE = 10.0
 _IMPORTS = {
     "lightning": re.compile(rb"^\s*(import|from)\s+lightning", re.MULTILINE),
-    "accelerate": re.compile(rb"^\s*(import|from)\s+(accelerate|transformers|trl)", re.MULTILINE),
-    "accelerate_smp.trainer": re.compile(rb"^\s*(import|from)\s+(transformers|trl)", re.MULTILINE),
+    "accelerate": re.compile(
+        rb"^\s*(import|from)\s+(accelerate|transformers|trl)", re.MULTILINE
+    ),
+    "accelerate_smp.trainer": re.compile(
+        rb"^\s*(import|from)\s+(transformers|trl)", re.MULTILINE
+    ),
 }
 
 _FACES = {"lightning": b"lightning_smp", "accelerate": b"accelerate_smp"}
 
 
 class RunFailed(ValueError):
-    """The error of a run whose processes did not end well, with the end of what they wrote."""
+    """The error of a run whose processes did not end well, with the end of what they
+    wrote."""
 
 
 class Server:
@@ -63,7 +79,11 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
-            env={**_inherited(), "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"},
+            env={
+                **_inherited(),
+                "PYTHONHASHSEED": "0",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             text=True,
         )
 
@@ -78,14 +98,27 @@ class Server:
         self._process.wait()
         self._output.close()
 
-    def start(self, environment: Mapping[str, str], command: Sequence[str], log: Path, threads: int) -> int:
+    def start(
+        self,
+        environment: Mapping[str, str],
+        command: Sequence[str],
+        log: Path,
+        threads: int,
+    ) -> int:
         """Fork a process that trains. Returns its process id."""
-        start = {"environment": environment, "command": command, "log": str(log), "threads": threads}
+        start = {
+            "environment": environment,
+            "command": command,
+            "log": str(log),
+            "threads": threads,
+        }
         return int(self._order({"start": start}))
 
     def ended(self) -> dict[int, int]:
         """Return the exit statuses of processes that have ended, by process id."""
-        return {int(child): status for child, status in self._order({"poll": True}).items()}
+        return {
+            int(child): status for child, status in self._order({"poll": True}).items()
+        }
 
     def _order(self, order: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -96,7 +129,9 @@ class Server:
         if not answer:
             self._output.seek(0)
             lines = self._output.read().decode(errors="replace").strip().splitlines()
-            raise RunFailed("the process that starts trainings ended:\n" + "\n".join(lines[-_TAIL:]))
+            raise RunFailed(
+                "the process that starts trainings ended:\n" + "\n".join(lines[-_TAIL:])
+            )
         return json.loads(answer)
 
 
@@ -174,31 +209,55 @@ def modules_for(command: Sequence[str]) -> list[str]:
     try:
         text = Path(command[0]).read_bytes()
     except OSError as error:
-        raise RunFailed(f"{command[0]}: {error.strerror}; write the script, and its arguments behind --") from None
+        raise RunFailed(
+            f"{command[0]}: {error.strerror}; write the script, and its arguments behind --"
+        ) from None
     return [name for name, pattern in _IMPORTS.items() if pattern.search(text)]
 
 
-def _how_it_failed(request: Request, statuses: Sequence[int], logs: Sequence[Path], limit: float) -> str:
+def _how_it_failed(
+    request: Request, statuses: Sequence[int], logs: Sequence[Path], limit: float
+) -> str:
     # A rank that was killed here waited for one that had failed by itself.
     own = [rank for rank, status in enumerate(statuses) if status > 0]
-    first = own[0] if own else next(rank for rank, status in enumerate(statuses) if status)
+    first = (
+        own[0] if own else next(rank for rank, status in enumerate(statuses) if status)
+    )
     lines = logs[first].read_text(errors="replace").strip().splitlines()
     refused = [line for line in lines if line.startswith(REFUSED)]
     if refused:
         return refused[-1].removeprefix(REFUSED)
-    who = "the one process" if request.role != "ranks" else f"rank {first} of {len(statuses)}"
-    how = f"was ended after {limit:g} s" if statuses[first] < 0 else f"ended with status {statuses[first]}"
+    who = (
+        "the one process"
+        if request.role != "ranks"
+        else f"rank {first} of {len(statuses)}"
+    )
+    how = (
+        f"was ended after {limit:g} s"
+        if statuses[first] < 0
+        else f"ended with status {statuses[first]}"
+    )
     return f"{who} {how}:\n" + "\n".join(lines[-_TAIL:])
 
 
 def _inherited() -> dict[str, str]:
     """Return this process's environment without what a launcher has set."""
     items = os.environ.items()
-    return {name: value for name, value in items if name not in _LAUNCHERS and not name.startswith(_PREFIXES)}
+    return {
+        name: value
+        for name, value in items
+        if name not in _LAUNCHERS and not name.startswith(_PREFIXES)
+    }
 
 
-def _environment(request: Request, rank: int, size: int, port: int, ranks_per_node: int | None) -> dict[str, str]:
-    environment = {"TOKENIZERS_PARALLELISM": "false", **_inherited(), **request.to_environment()}
+def _environment(
+    request: Request, rank: int, size: int, port: int, ranks_per_node: int | None
+) -> dict[str, str]:
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        **_inherited(),
+        **request.to_environment(),
+    }
     if request.cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["ACCELERATE_USE_CPU"] = "true"

@@ -1,10 +1,12 @@
-"""A process that has imported what trainings import, and forks one child for each process of a run.
+"""A process that has imported what trainings import, and forks one child for each
+process of a run.
 
     python -m smp_core.verify.server MODULE ...
 
-Importing torch and a trainer takes longer than a few steps of a small model. The server does it once and starts no
-threads. It reads one JSON line for each order and answers with one: {"start": {...}} gives the child's process id,
-{"poll": true} the exit statuses of children that have ended.
+Importing torch and a trainer takes longer than a few steps of a small model. The server
+does it once and starts no threads. It reads one JSON line for each order and answers
+with one: {"start": {...}} gives the child's process id, {"poll": true} the exit
+statuses of children that have ended.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def main() -> None:
 
 
 def _start(what: dict[str, Any]) -> int:
-    """Fork a child that trains, and that ends by ``os._exit``: this process's own end is not its. Returns its id."""
+    """Fork a child that trains, and that ends by ``os._exit``: this process's own end
+    is not its. Returns its id."""
     child = os.fork()
     if child:
         return child
@@ -74,7 +77,8 @@ def _start(what: dict[str, Any]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # os._exit: the forked child is not to go on as a second server
+        # os._exit: the forked child is not to go on as a second server.
+        os._exit(status)
     raise AssertionError
 
 

@@ -1,8 +1,10 @@
-"""Tolerances: how far a layout may be from one process, by the dtype that it computes in.
+"""Tolerances: how far a layout may be from one process, by the dtype that it computes
+in.
 
-Layouts add the same numbers up in another order. In float64 that changes the last of 16 digits, so that a difference
-is a defect. In float32 it changes the seventh, and optimizers that divide by a gradient's own size (Adam) make a change
-of a whole update of what rounding left of a gradient near zero; in half precision it changes the third.
+Layouts add the same numbers up in another order. In float64 that changes the last of 16
+digits, so that a difference is a defect. In float32 it changes the seventh, and
+optimizers that divide by a gradient's own size (Adam) make a change of a whole update
+of what rounding left of a gradient near zero; in half precision it changes the third.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ class Tolerance:
 
     Attributes:
         dtype: in words.
-        activations: of sums over a module's inputs and outputs in the first step, of their magnitudes' sum.
+        activations: of sums over a module's inputs and outputs in the first step, of
+            their magnitudes' sum.
         loss: of each step's loss, of its value.
         gradients: of gradient norms, and of each parameter's gradient, of its norm.
-        weights: of each parameter at the end, of the norm of what training changed in it.
-        floor: of a parameter's gradient, relative to the root mean square of all: a smaller one may be rounding, and is
-            held against the floor.
+        weights: of each parameter at the end, of the norm of what training changed in
+            it.
+        floor: of a parameter's gradient, relative to the root mean square of all: a
+            smaller one may be rounding, and is held against the floor.
     """
 
     dtype: str
@@ -44,8 +48,8 @@ def tolerance_of(facts: Mapping[str, Any], float64: bool) -> Tolerance:
     """Return the limits for what a run computes in.
 
     Args:
-        facts: of a record: dtypes, precision, the knobs that send or multiply fewer bits, and whether activations are
-            in float32 where float64 was asked for.
+        facts: of a record: dtypes, precision, the knobs that send or multiply fewer
+            bits, and whether activations are in float32 where float64 was asked for.
     """
     names = [str(facts.get("precision", "")), *facts.get("dtypes", [])]
     if facts.get("lossy") or any("16" in name for name in names):

@@ -2,9 +2,11 @@
 
 For each layout:
 
-1.  Its ranks train for a few steps, as the script says, and write down what they see, and the batches they read.
-2.  One process trains without torch-smp on those batches: each step's batches of all ranks joined into one. Where they
-    cannot be joined (padded to different lengths), it takes them one after another, as micro-batches.
+1.  Its ranks train for a few steps, as the script says, and write down what they see,
+    and the batches they read.
+2.  One process trains without torch-smp on those batches: each step's batches of all
+    ranks joined into one. Where they cannot be joined (padded to different lengths), it
+    takes them one after another, as micro-batches.
 3.  Both records are compared.
 
 Layouts whose ranks read the same batches share the run of one process.
@@ -76,23 +78,41 @@ class Verification:
         try:
             self.runs.run(asked, trial.ranks_per_node)
         except RunFailed as error:
-            found = Comparison(trial.words, tolerance_of({}, self.float64), reference="not run")
-            found.note(Row("run", "it did not come to its steps", agrees=False), Part(0, "run", "", str(error)))
+            found = Comparison(
+                trial.words, tolerance_of({}, self.float64), reference="not run"
+            )
+            found.note(
+                Row("run", "it did not come to its steps", agrees=False),
+                Part(0, "run", "", str(error)),
+            )
             return found
         ranks = [read_record(asked.folder, rank) for rank in range(trial.ranks)]
-        # Then one process, or the record of one that trained on the same batches for an earlier layout.
+        # Then one process, or the record of one that trained on the same batches for an
+        # earlier layout.
         alone, how = self._one_process(asked, ranks)
-        found = compare(trial.words, ranks, alone, self._tolerance(ranks[0], alone), how == _ONE_BY_ONE)
+        found = compare(
+            trial.words,
+            ranks,
+            alone,
+            self._tolerance(ranks[0], alone),
+            how == _ONE_BY_ONE,
+        )
         found.reference = how
         found.causes = likely_causes(found, ranks, alone)
         if self._may_be_the_joining(found, ranks, how):
             self._try_one_by_one(found, asked, ranks)
         return found
 
-    def _one_process(self, asked: Request, ranks: Sequence[Record]) -> tuple[Record, str]:
-        """Train in one process on what the ranks read, or return the record of a run that did."""
-        # A run of one process depends on what was read, and on how BatchNorm normalised it.
-        read = str([(record.data_rank, record.samples) for record in ranks if record.data_size])
+    def _one_process(
+        self, asked: Request, ranks: Sequence[Record]
+    ) -> tuple[Record, str]:
+        """Train in one process on what the ranks read, or return the record of a run
+        that did."""
+        # A run of one process depends on what was read, and on how BatchNorm normalised
+        # it.
+        read = str(
+            [(record.data_rank, record.samples) for record in ranks if record.data_size]
+        )
         read += str(ranks[0].facts.get("BatchNorm"))
         for how in (_JOINED, _ONE_BY_ONE):
             if read + how in self.alone:
@@ -108,24 +128,39 @@ class Verification:
         raise AssertionError
 
     def _train_alone(self, asked: Request, one_by_one: bool) -> Record:
-        request = self._request("one process", ranks=asked.ranks, batches=asked.out, one_by_one=one_by_one)
+        request = self._request(
+            "one process", ranks=asked.ranks, batches=asked.out, one_by_one=one_by_one
+        )
         self.say(f"one process: {_ONE_BY_ONE if one_by_one else _JOINED}")
         self.runs.run(request)
         return read_record(request.folder)
 
-    def _may_be_the_joining(self, found: Comparison, ranks: Sequence[Record], how: str) -> bool:
+    def _may_be_the_joining(
+        self, found: Comparison, ranks: Sequence[Record], how: str
+    ) -> bool:
         kinds = ("activations", "loss", "gradients", "buffers")
-        return found.part is not None and found.part.what in kinds and ranks[0].data_size > 1 and how == _JOINED
+        return (
+            found.part is not None
+            and found.part.what in kinds
+            and ranks[0].data_size > 1
+            and how == _JOINED
+        )
 
-    def _try_one_by_one(self, found: Comparison, asked: Request, ranks: Sequence[Record]) -> None:
-        """Say whether one process agrees when it takes the ranks' batches one after another."""
+    def _try_one_by_one(
+        self, found: Comparison, asked: Request, ranks: Sequence[Record]
+    ) -> None:
+        """Say whether one process agrees when it takes the ranks' batches one after
+        another."""
         try:
             alone = self._train_alone(asked, one_by_one=True)
         except RunFailed:
             return
         again = compare(found.words, ranks, alone, found.tolerance, one_by_one=True)
-        # Buffers of BatchNorm and logged numbers are the last micro-batch's, and may differ where the rest agrees.
-        if again.agrees or (again.part is not None and again.part.what in ("buffers", "metrics")):
+        # Buffers of BatchNorm and logged numbers are the last micro-batch's, and may
+        # differ where the rest agrees.
+        if again.agrees or (
+            again.part is not None and again.part.what in ("buffers", "metrics")
+        ):
             found.causes.insert(
                 0,
                 "how samples are grouped: one process that takes the same batches one after another, as micro-batches, "
@@ -134,7 +169,8 @@ class Verification:
 
     def _tolerance(self, ranks: Record, alone: Record) -> Any:
         return max(
-            (tolerance_of(record.facts, self.float64) for record in (ranks, alone)), key=lambda each: each.activations
+            (tolerance_of(record.facts, self.float64) for record in (ranks, alone)),
+            key=lambda each: each.activations,
         )
 
     def _request(self, role: Any, **options: Any) -> Request:
@@ -178,25 +214,43 @@ def verify_command(
         server: forks the processes; default: one of this call.
 
     Raises:
-        ValueError: a layout that is none; a run that did not come to its steps, with the end of its output.
+        ValueError: a layout that is none; a run that did not come to its steps, with
+            the end of its output.
     """
     # What is asked for is looked at before any process starts.
     if steps < 1:
         raise ValueError(f"steps={steps}: write a number from 1 up")
     if devices and not torch.cuda.is_available():
-        raise ValueError("--devices: this machine has none that torch can use; leave it out to verify on CPU ranks")
+        raise ValueError(
+            "--devices: this machine has none that torch can use; leave it out to verify on CPU ranks"
+        )
     began = time.monotonic()
     trials = [read_layout(layout, ranks) for layout in layouts]
-    # Records lie in a folder that goes with this call; the server's processes have imported what the script will.
+    # Records lie in a folder that goes with this call; the server's processes have
+    # imported what the script will.
     with contextlib.ExitStack() as around:
-        folder = Path(around.enter_context(tempfile.TemporaryDirectory(prefix="smp-verify-")))
+        folder = Path(
+            around.enter_context(tempfile.TemporaryDirectory(prefix="smp-verify-"))
+        )
         serving = server or around.enter_context(Server(modules_for(command)))
         runs = Runs(serving, list(command), limit)
-        verification = Verification(runs, folder, steps, float64, keep_dropout, not devices, say)
-        comparisons = [verification.compare(trial) for trial in trials or [verification.own_layout()]]
-    # Under the table: what a run of one process told about the script, and what was compared.
-    notes = [note for record in [*verification.alone.values()][:1] for note in facts_in_words(record.facts)]
-    notes.append(f"{steps} steps; samples, activations and gradients of every parameter in step 1, weights at the end")
+        verification = Verification(
+            runs, folder, steps, float64, keep_dropout, not devices, say
+        )
+        comparisons = [
+            verification.compare(trial)
+            for trial in trials or [verification.own_layout()]
+        ]
+    # Under the table: what a run of one process told about the script, and what was
+    # compared.
+    notes = [
+        note
+        for record in [*verification.alone.values()][:1]
+        for note in facts_in_words(record.facts)
+    ]
+    notes.append(
+        f"{steps} steps; samples, activations and gradients of every parameter in step 1, weights at the end"
+    )
     return Report(comparisons, notes, time.monotonic() - began)
 
 
@@ -206,7 +260,8 @@ def verify_call(
     layouts: Sequence[str | Mapping[str, Any]],
     **options: Any,
 ) -> Report:
-    """Verify a call: as a script, but a function of a module and its arguments, which are pickled.
+    """Verify a call: as a script, but a function of a module and its arguments, which
+    are pickled.
 
     Raises:
         ValueError: as of :func:`verify_command`; what cannot be pickled.
@@ -229,7 +284,9 @@ def verify_call(
         file.write_bytes(call)
         # The children import what this process can import.
         before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            path or os.getcwd() for path in sys.path
+        )
         try:
             return verify_command(["--call", str(file)], layouts, **options)
         finally:

@@ -1,8 +1,10 @@
-"""The watch over ranks: those that wait, part, die, are told to leave or have fewer batches.
+"""The watch over ranks: those that wait, part, die, are told to leave or have fewer
+batches.
 
-There is one watch for each process, from its start to its end: ranks show signs of life on boards, a lost rank is
-found and named, and a line says who waits, in what, and where the others are. Meetings compare which call ranks came
-to; preemption agrees on a notice of the job's end; joined and counting are about uneven numbers of batches.
+There is one watch for each process, from its start to its end: ranks show signs of life
+on boards, a lost rank is found and named, and a line says who waits, in what, and where
+the others are. Meetings compare which call ranks came to; preemption agrees on a notice
+of the job's end; joined and counting are about uneven numbers of batches.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
         join as join,
         length_of as length_of,
     )
-    from smp_core.watch.preemption import SIGNALS as SIGNALS, Preempted as Preempted, Preemption as Preemption
+    from smp_core.watch.preemption import (
+        SIGNALS as SIGNALS,
+        Preempted as Preempted,
+        Preemption as Preemption,
+    )
     from smp_core.watch.rank_watch import (
         ENDING as ENDING,
         RankWatch as RankWatch,

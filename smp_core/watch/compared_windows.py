@@ -1,5 +1,6 @@
-"""Which unit and ranks differ where a device has stopped at its own check that replicas did the same, from what their
-hosts issued in the last windows. The device itself answers nothing any more."""
+"""Which unit and ranks differ where a device has stopped at its own check that replicas
+did the same, from what their hosts issued in the last windows. The device itself
+answers nothing any more."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ class Compared(Protocol):
     def summary(self) -> Sequence[int]:
         """Return the same in a few numbers."""
 
-    def sides(self, summaries: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """Return the ranks that say the same, by the first of them, from the summaries of some."""
+    def sides(
+        self, summaries: Mapping[int, Sequence[int]]
+    ) -> Mapping[int, Sequence[int]]:
+        """Return the ranks that say the same, by the first of them, from the summaries
+        of some."""
 
     def ranks(self) -> Iterable[int]:
         """Return those to compare with."""
@@ -41,15 +45,17 @@ class ComparedWindows:
         windows: its last ones, by their number, which is the same on all ranks.
     """
 
-    def __init__(self, rank: int, interval: float, windows: Mapping[int, Compared]) -> None:
+    def __init__(
+        self, rank: int, interval: float, windows: Mapping[int, Compared]
+    ) -> None:
         self.rank = rank
         self.interval = interval
         self.windows = windows
         self._shown_in: int | None = None  # the run
 
     def show(self, boards: Sequence[Board], run: int) -> None:
-        """Put on the boards what this rank says, once in a run: all windows in short under one key, each whole under
-        its own."""
+        """Put on the boards what this rank says, once in a run: all windows in short
+        under one key, each whole under its own."""
         if self._shown_in == run:
             return
         self._shown_in = run
@@ -57,26 +63,45 @@ class ComparedWindows:
         for board in boards:
             for number, window in windows:
                 attempt(board.set, f"{key}/{number}", window.told())
-            attempt(board.set, key, {str(number): window.summary() for number, window in windows})
+            attempt(
+                board.set,
+                key,
+                {str(number): window.summary() for number, window in windows},
+            )
 
     def difference(self, boards: Sequence[Board], run: int) -> str:
-        """Return where ranks differ, in words, and cannot say more; "" if those who say something within some intervals
-        say the same, or nothing was compared.
+        """Return where ranks differ, in words, and cannot say more; "" if those who say
+        something within some intervals say the same, or nothing was compared.
 
-        Two that differ are enough: torch's watchdog over NCCL ends processes whose device has stopped, this one too.
+        Two that differ are enough: torch's watchdog over NCCL ends processes whose
+        device has stopped, this one too.
         """
         self.show(boards, run)
-        ranks = sorted({rank for window in self.windows.values() for rank in window.ranks()})
+        ranks = sorted(
+            {rank for window in self.windows.values() for rank in window.ranks()}
+        )
         found = ""
         deadline = time.monotonic() + _TELLING * self.interval
         pause = self.interval / 50
         while ranks:
             summaries = _values_of(boards, [f"windows/{run}/{rank}" for rank in ranks])
-            known = {rank: each for rank, each in zip(ranks, summaries, strict=False) if each is not None}
-            differs = (_difference(boards, run, number, window, known) for number, window in self.windows.items())
+            known = {
+                rank: each
+                for rank, each in zip(ranks, summaries, strict=False)
+                if each is not None
+            }
+            differs = (
+                _difference(boards, run, number, window, known)
+                for number, window in self.windows.items()
+            )
             if first := next(filter(None, differs), ""):
-                # Others, if they live, are heard soon, and say which side is the larger one.
-                deadline = deadline if found else min(deadline, time.monotonic() + self.interval / 10)
+                # Others, if they live, are heard soon, and say which side is the larger
+                # one.
+                deadline = (
+                    deadline
+                    if found
+                    else min(deadline, time.monotonic() + self.interval / 10)
+                )
                 found = first
             if len(known) == len(ranks) or time.monotonic() >= deadline:
                 break
@@ -86,16 +111,32 @@ class ComparedWindows:
 
 
 def _difference(
-    boards: Sequence[Board], run: int, number: int, window: Compared, summaries: Mapping[int, Mapping[str, Any]]
+    boards: Sequence[Board],
+    run: int,
+    number: int,
+    window: Compared,
+    summaries: Mapping[int, Mapping[str, Any]],
 ) -> str:
-    """Return where ranks differ in a window, in words; "" where nowhere. One rank is asked for those like it."""
-    of_window = {rank: each[str(number)] for rank, each in summaries.items() if str(number) in each}
+    """Return where ranks differ in a window, in words; "" where nowhere. One rank is
+    asked for those like it."""
+    of_window = {
+        rank: each[str(number)]
+        for rank, each in summaries.items()
+        if str(number) in each
+    }
     sides = window.sides(of_window)
     whole = _values_of(boards, [f"windows/{run}/{asked}/{number}" for asked in sides])
     told = dict(zip(sides, whole, strict=False))
-    by_rank = {rank: told[asked] for asked, alike in sides.items() if told.get(asked) for rank in alike}
+    by_rank = {
+        rank: told[asked]
+        for asked, alike in sides.items()
+        if told.get(asked)
+        for rank in alike
+    }
     return window.difference(by_rank) if len(sides) > 1 else ""
 
 
 def _values_of(boards: Sequence[Board], keys: list[str]) -> list[Any]:
-    return next((found for board in boards if (found := attempt(board.values_of, keys))), [])
+    return next(
+        (found for board in boards if (found := attempt(board.values_of, keys))), []
+    )

@@ -1,13 +1,17 @@
 """Counts over the ranks of a run, in which every batch counts once.
 
-Tensor ranks and pipeline stages hold copies of what a batch gave, context ranks the parts of its sequences. So sums,
-metrics and gathered values go over ``SmpMesh.gradient_group``, one rank for each part of a batch: a sum over tokens is
-one process's. What context ranks count by sample they count once each; it belongs into ``SmpMesh.data_group``. Which of
-the two a number is, nobody can see, so equal numbers of context ranks are reported once.
+Tensor ranks and pipeline stages hold copies of what a batch gave, context ranks the
+parts of its sequences. So sums, metrics and gathered values go over
+``SmpMesh.gradient_group``, one rank for each part of a batch: a sum over tokens is one
+process's. What context ranks count by sample they count once each; it belongs into
+``SmpMesh.data_group``. Which of the two a number is, nobody can see, so equal numbers
+of context ranks are reported once.
 
-torchmetrics synchronise over the whole world unless they are given a group. Their public ``Metric.sync`` is replaced,
-because metrics may live anywhere (in lists, callbacks and wrappers of other metrics), and because a metric that holds a
-group could no longer be copied. Which of their states are concatenated says ``_reductions`` alone, a private name.
+torchmetrics synchronise over the whole world unless they are given a group. Their
+public ``Metric.sync`` is replaced, because metrics may live anywhere (in lists,
+callbacks and wrappers of other metrics), and because a metric that holds a group could
+no longer be copied. Which of their states are concatenated says ``_reductions`` alone,
+a private name.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ _reported: set[str] = set()
 
 
 def gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Stack the tensors of all ranks of ``group``, which have one shape; gradients are added up over them. Collective,
-    in backward too.
+    """Stack the tensors of all ranks of ``group``, which have one shape; gradients are
+    added up over them. Collective, in backward too.
 
     Returns:
         [ranks, *tensor.shape]
@@ -70,8 +74,9 @@ class _SumOwn(torch.autograd.Function):
 
 
 def report_equal_terms(tensor: Tensor, mesh: SmpMesh, what: str, instead: str) -> None:
-    """Compare the terms of a sum over ranks, as long as nothing was reported. Collective over those that hold different
-    tokens, where ranks share sequences; arguments as in :func:`report_equal_parts`."""
+    """Compare the terms of a sum over ranks, as long as nothing was reported.
+    Collective over those that hold different tokens, where ranks share sequences;
+    arguments as in :func:`report_equal_parts`."""
     if mesh.context_degree == 1 or what in _reported:
         return
     tensor = tensor.detach().contiguous()
@@ -80,8 +85,11 @@ def report_equal_terms(tensor: Tensor, mesh: SmpMesh, what: str, instead: str) -
     report_equal_parts(parts, mesh, what, instead)
 
 
-def report_equal_parts(parts: Sequence[Tensor], mesh: SmpMesh, what: str, instead: str) -> None:
-    """Warn once where all ranks that share a sequence counted the same number, which are added up.
+def report_equal_parts(
+    parts: Sequence[Tensor], mesh: SmpMesh, what: str, instead: str
+) -> None:
+    """Warn once where all ranks that share a sequence counted the same number, which
+    are added up.
 
     Args:
         parts: of all ranks that hold different tokens, in order.
@@ -92,7 +100,9 @@ def report_equal_parts(parts: Sequence[Tensor], mesh: SmpMesh, what: str, instea
     if context == 1 or what in _reported:
         return
     firsts = [parts[place - place % context] for place in range(len(parts))]
-    equal = all(torch.equal(part, first) for part, first in zip(parts, firsts, strict=True))
+    equal = all(
+        torch.equal(part, first) for part, first in zip(parts, firsts, strict=True)
+    )
     if not equal or not any(part.count_nonzero() for part in parts):
         return
     _reported.add(what)
@@ -108,9 +118,11 @@ def report_equal_parts(parts: Sequence[Tensor], mesh: SmpMesh, what: str, instea
 
 
 def synchronize_metrics(mesh: SmpMesh) -> None:
-    """Let torchmetrics count over the ranks of ``mesh``, until another run begins or its process groups are gone.
+    """Let torchmetrics count over the ranks of ``mesh``, until another run begins or
+    its process groups are gone.
 
-    Of pipeline stages the last one's metrics count, which see what the model returned. Ranks without a batch take part.
+    Of pipeline stages the last one's metrics count, which see what the model returned.
+    Ranks without a batch take part.
 
     Nothing happens before torchmetrics is imported.
     """
@@ -129,13 +141,22 @@ def synchronize_metrics(mesh: SmpMesh) -> None:
         distributed_available: Any = None,
     ) -> None:
         given = process_group or metric.process_group
-        if given is None and should_sync and dist.is_initialized() and dist.group.WORLD is world:
+        if (
+            given is None
+            and should_sync
+            and dist.is_initialized()
+            and dist.group.WORLD is world
+        ):
             process_group = mesh.gradient_group
             _take_last_stages_state(metric, mesh)
             _match_states(metric, mesh)
             if dist_sync_fn is None and mesh.context_degree > 1:
-                dist_sync_fn = functools.partial(_gather_state, mesh=mesh, what=type(metric).__name__)
-        original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
+                dist_sync_fn = functools.partial(
+                    _gather_state, mesh=mesh, what=type(metric).__name__
+                )
+        original(
+            metric, dist_sync_fn, process_group, should_sync, distributed_available
+        )
 
     sync.of_torchmetrics = original  # type: ignore[attr-defined]
     kind.sync = sync
@@ -145,15 +166,21 @@ def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
     if mesh.pipeline_degree == 1:
         return
     carried = [map_tensors(dict(metric.metric_state), Tensor.cpu)]
-    dist.broadcast_object_list(carried, group=mesh.column.host, group_src=mesh.pipeline_degree - 1)
-    for name, value in map_tensors(carried[0], lambda tensor: tensor.to(metric.device)).items():
+    dist.broadcast_object_list(
+        carried, group=mesh.column.host, group_src=mesh.pipeline_degree - 1
+    )
+    for name, value in map_tensors(
+        carried[0], lambda tensor: tensor.to(metric.device)
+    ).items():
         setattr(metric, name, value)
 
 
 def _match_states(metric: Any, mesh: SmpMesh) -> None:
-    """Give a metric's states the dtypes, and empty ones the shapes, that they have on ranks that counted something.
+    """Give a metric's states the dtypes, and empty ones the shapes, that they have on
+    ranks that counted something.
 
-    A rank without a batch has states as they begin, and collectives of other sizes than the others'.
+    A rank without a batch has states as they begin, and collectives of other sizes than
+    the others'.
     """
     own = {name: _kind_of(value) for name, value in metric.metric_state.items()}
     told: list[Any] = [None] * mesh.gradient_degree
@@ -168,7 +195,11 @@ def _match_states(metric: Any, mesh: SmpMesh) -> None:
         elif value:
             setattr(metric, name, [each.to(dtype) for each in value])
         elif getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat":
-            setattr(metric, name, [torch.empty(0, *kinds[0][1], dtype=dtype, device=metric.device)])
+            setattr(
+                metric,
+                name,
+                [torch.empty(0, *kinds[0][1], dtype=dtype, device=metric.device)],
+            )
 
 
 def _kind_of(state: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -176,7 +207,9 @@ def _kind_of(state: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
     return (first.dtype, tuple(first.shape[1:])) if isinstance(first, Tensor) else None
 
 
-def _gather_state(tensor: Tensor, group: Any, *, mesh: SmpMesh, what: str) -> list[Tensor]:
+def _gather_state(
+    tensor: Tensor, group: Any, *, mesh: SmpMesh, what: str
+) -> list[Tensor]:
     gather: Any = sys.modules["torchmetrics"].utilities.distributed.gather_all_tensors
     parts: list[Tensor] = gather(tensor, group)
     instead = "metric.process_group = trainer.strategy.data_group, in on_fit_start (accelerator.data_group)"

@@ -1,9 +1,12 @@
-"""Ranks of which some have more batches than others train together, as long as any rank has one.
+"""Ranks of which some have more batches than others train together, as long as any rank
+has one.
 
-A rank cannot leave before the others, which gather its parameters in each forward and backward. One that has run out
-repeats its last batch (another rank's where it had none), and so makes the calls that the others make; the loss of a
-repeated batch counts nothing, and the others' count for it. Gradients are then the mean over the ranks that have a
-batch, or over all their samples: what one process computes from the batches that there are.
+A rank cannot leave before the others, which gather its parameters in each forward and
+backward. One that has run out repeats its last batch (another rank's where it had
+none), and so makes the calls that the others make; the loss of a repeated batch counts
+nothing, and the others' count for it. Gradients are then the mean over the ranks that
+have a batch, or over all their samples: what one process computes from the batches that
+there are.
 """
 
 from __future__ import annotations
@@ -21,15 +24,21 @@ from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.torch_facts import collective_timeout
 from smp_core.watch.whereabouts import here
 
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    WeakKeyDictionary()
+)
 
 
-def join(batches: Iterable[Any], samples: Callable[[Any], int] | None = None) -> Iterator[tuple[Any, float]]:
-    """Yield this rank's batches, and then its last one again, until no rank has any more. Each comes with the factor of
-    its loss. Collective over the world, on the host: each batch is one small all-reduce.
+def join(
+    batches: Iterable[Any], samples: Callable[[Any], int] | None = None
+) -> Iterator[tuple[Any, float]]:
+    """Yield this rank's batches, and then its last one again, until no rank has any
+    more. Each comes with the factor of its loss. Collective over the world, on the
+    host: each batch is one small all-reduce.
 
     Args:
-        samples: counts those of a batch, all of which then weigh alike; None: every rank's batch weighs alike.
+        samples: counts those of a batch, all of which then weigh alike; None: every
+            rank's batch weighs alike.
     """
     if dist.is_initialized():
         _host_group()  # before a loader may fail on this rank alone
@@ -48,7 +57,10 @@ def join(batches: Iterable[Any], samples: Callable[[Any], int] | None = None) ->
             of_all, ranks = float(weight), 1
         else:
             with here.waiting("the other ranks' next batch"):
-                (of_all, without), ranks = _sums(weight, last is nothing), dist.get_world_size()
+                (of_all, without), ranks = (
+                    _sums(weight, last is nothing),
+                    dist.get_world_size(),
+                )
                 if of_all and without:
                     last = _or_anothers(None if last is nothing else last)
         if of_all == 0:
@@ -57,11 +69,14 @@ def join(batches: Iterable[Any], samples: Callable[[Any], int] | None = None) ->
 
 
 def _host_group() -> dist.ProcessGroup:
-    """Return the group of all ranks on which hosts tell each other numbers. The first call is collective."""
+    """Return the group of all ranks on which hosts tell each other numbers. The first
+    call is collective."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _host_groups:
-        _host_groups[world] = dist.new_group(backend="gloo", timeout=collective_timeout(), group_desc="smp batches")
+        _host_groups[world] = dist.new_group(
+            backend="gloo", timeout=collective_timeout(), group_desc="smp batches"
+        )
     return _host_groups[world]
 
 
@@ -77,29 +92,38 @@ def _sums(*values: float) -> list[float]:
 
 
 def _or_anothers(own: Any) -> Any:
-    """Return this rank's batch, or the first one of another rank, in host memory, where it has None."""
+    """Return this rank's batch, or the first one of another rank, in host memory, where
+    it has None."""
     group = _host_group()
     having: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(having, own is not None, group=group)
     source = having.index(True)
-    sent = [map_tensors(own, torch.Tensor.cpu, MutableMapping) if dist.get_rank() == source else None]
+    sent = [
+        map_tensors(own, torch.Tensor.cpu, MutableMapping)
+        if dist.get_rank() == source
+        else None
+    ]
     dist.broadcast_object_list(sent, src=source, group=group)
     return sent[0] if own is None else own
 
 
 class JoinedLoader:
-    """A training loader whose ranks may have different numbers of batches (Lightning: what ``train_dataloader``
-    returns).
+    """A training loader whose ranks may have different numbers of batches (Lightning:
+    what ``train_dataloader`` returns).
 
     Args:
-        loader: of this rank's batches. It is iterated as it is: Lightning puts no sampler into it.
-        weigh: "ranks" (default): in each step the batches of all ranks that have one weigh alike. "samples": all their
-            samples do, which is the mean of one process where batches have different sizes.
-        samples: counts the samples of a batch; by default the first dimension of its first tensor.
+        loader: of this rank's batches. It is iterated as it is: Lightning puts no
+            sampler into it.
+        weigh: "ranks" (default): in each step the batches of all ranks that have one
+            weigh alike. "samples": all their samples do, which is the mean of one
+            process where batches have different sizes.
+        samples: counts the samples of a batch; by default the first dimension of its
+            first tensor.
 
     Attributes:
-        weight: factor of the present batch's loss: 0.0 where it is repeated, and otherwise more than 1.0 while others
-            repeat theirs. Gradients have it by themselves; what a step logs has not.
+        weight: factor of the present batch's loss: 0.0 where it is repeated, and
+            otherwise more than 1.0 while others repeat theirs. Gradients have it by
+            themselves; what a step logs has not.
 
     Raises:
         ValueError: a loader that reads all samples on every rank.
@@ -112,8 +136,13 @@ class JoinedLoader:
         samples: Callable[[Any], int] | None = None,
     ) -> None:
         if weigh not in ("ranks", "samples"):
-            raise ValueError(f"weigh={weigh!r} is not known; allowed: 'ranks', 'samples'")
-        if isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler:
+            raise ValueError(
+                f"weigh={weigh!r} is not known; allowed: 'ranks', 'samples'"
+            )
+        if (
+            isinstance(loader, DataLoader)
+            and type(loader.batch_sampler) is BatchSampler
+        ):
             if type(loader.sampler) in (SequentialSampler, RandomSampler):
                 raise ValueError(
                     "JoinedLoader: no sampler is put into this DataLoader, and every rank would read all of its "
@@ -139,7 +168,8 @@ class JoinedLoader:
         return getattr(self.loader, "batch_sampler", None)
 
     def meet(self) -> None:
-        """Learn the other ranks' lengths. Collective; before anybody asks for this one's."""
+        """Learn the other ranks' lengths. Collective; before anybody asks for this
+        one's."""
         self._has_met = True
         lengths: list[Any] = [length_of(self.loader)]
         if dist.is_initialized():
@@ -164,7 +194,8 @@ class JoinedLoader:
             yield batch
 
     def begin_batch(self) -> None:
-        """Note that the next of the batches that were fetched is the present one: a trainer may fetch ahead."""
+        """Note that the next of the batches that were fetched is the present one: a
+        trainer may fetch ahead."""
         self.weight = self._fetched.popleft()
 
 
@@ -177,12 +208,17 @@ def length_of(loader: Any) -> int | None:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor of a batch, of nested mappings, lists and tuples.
+    """Return the first dimension of the first tensor of a batch, of nested mappings,
+    lists and tuples.
 
     Raises:
         ValueError: there is no tensor in it.
     """
-    sizes = (tensor.shape[0] for _, tensor in iterate_tensors(batch, mapping=MutableMapping) if tensor.ndim)
+    sizes = (
+        tensor.shape[0]
+        for _, tensor in iterate_tensors(batch, mapping=MutableMapping)
+        if tensor.ndim
+    )
     size = next(sizes, None)
     if size is None:
         raise ValueError(

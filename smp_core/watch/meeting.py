@@ -1,11 +1,14 @@
-"""Whether all ranks came to the same call, before a collective that scripts make on one rank by mistake.
+"""Whether all ranks came to the same call, before a collective that scripts make on one
+rank by mistake.
 
-`if rank == 0: model.save_pretrained(...)` is right with whole models and a hang with sharded ones. So calls like this
-one meet first, on the board that has the signs of life (smp_core/watch/signs.py): the first rank writes where it is,
-the last one says that all are there, and one that is somewhere else (at another such call, at the end of its process)
-says so to all. A rank that waits also looks at the next one: whether that one lives, and whether it has begun a forward
-pass, or the sums behind a backward pass, that it cannot end alone. Calls that only a partition group makes together
-meet among its ranks.
+`if rank == 0: model.save_pretrained(...)` is right with whole models and a hang with
+sharded ones. So calls like this one meet first, on the board that has the signs of life
+(smp_core/watch/signs.py): the first rank writes where it is, the last one says that all
+are there, and one that is somewhere else (at another such call, at the end of its
+process) says so to all. A rank that waits also looks at the next one: whether that one
+lives, and whether it has begun a forward pass, or the sums behind a backward pass, that
+it cannot end alone. Calls that only a partition group makes together meet among its
+ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from smp_core.watch.signs import Board
 from smp_core.watch.whereabouts import here
 
 _END = "the end of its process"
-# Signs of life of a rank's own without one of the next rank's: far more than a busy machine makes of it.
+# Signs of life of a rank's own without one of the next rank's: far more than a busy
+# machine makes of it.
 _SILENCE = 40
 
 
@@ -25,13 +29,18 @@ class Meetings:
     """The meetings of one rank with others.
 
     Attributes:
-        forwards: calls into models begun that need all of ``peers`` (:func:`smp_core.watch.rank_watch.count_call`).
+        forwards: calls into models begun that need all of ``peers``
+            (:func:`smp_core.watch.rank_watch.count_call`).
         peers: the ranks that make forward passes together with this one.
-        limit: seconds that a rank waits for others that live and do not come; None: forever.
-        rank_0_ended: whether the process that keeps the board has ended, or is about to.
+        limit: seconds that a rank waits for others that live and do not come; None:
+            forever.
+        rank_0_ended: whether the process that keeps the board has ended, or is about
+            to.
     """
 
-    def __init__(self, rank: int, world_size: int, board: Board, interval: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, board: Board, interval: float
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.interval = interval
@@ -47,26 +56,31 @@ class Meetings:
 
     @property
     def windows(self) -> int:
-        """Windows of gradients that this rank has begun to close, which it cannot end without the others."""
+        """Windows of gradients that this rank has begun to close, which it cannot end
+        without the others."""
         return here.windows - self._windows_before
 
     def add_group(self, ranks: Sequence[int]) -> None:
-        """Add a group of ranks, this one among them, that will make calls together: the others learn where this one
-        is."""
+        """Add a group of ranks, this one among them, that will make calls together: the
+        others learn where this one is."""
         if len(ranks) > 1:
             self._held.setdefault(tuple(ranks), 0)
 
-    def meet(self, place: str, ranks: Sequence[int] | None = None, limit: float | None = None) -> None:
+    def meet(
+        self, place: str, ranks: Sequence[int] | None = None, limit: float | None = None
+    ) -> None:
         """Wait until every rank is at ``place``. Collective over ``ranks``.
 
         Args:
-            place: the call as a user types it, ``"model.save_pretrained(...)"``; the same on all ranks.
-            ranks: those that make the call together, this one among them; by default all.
+            place: the call as a user types it, ``"model.save_pretrained(...)"``; the
+                same on all ranks.
+            ranks: those that make the call together, this one among them; by default
+                all.
             limit: seconds to wait for the others; by default :attr:`limit`.
 
         Raises:
-            RuntimeError: a rank is at another place, has ended, was lost or goes on with the training; on all ranks
-                that wait.
+            RuntimeError: a rank is at another place, has ended, was lost or goes on
+                with the training; on all ranks that wait.
         """
         group = tuple(range(self.world_size) if ranks is None else ranks)
         if self._over or len(group) == 1:
@@ -74,22 +88,27 @@ class Meetings:
         self.add_group(group)
         self._held[group] += 1
         try:
-            with here.waiting(place):  # by the stack it would be elsewhere whenever it asks the board
+            # By the stack it would be elsewhere whenever it asks the board.
+            with here.waiting(place):
                 said = "" if self.rank_0_ended else self._arrive(group, place)
-                said = said or self._wait(group, place, self.limit if limit is None else limit)
+                said = said or self._wait(
+                    group, place, self.limit if limit is None else limit
+                )
         except ConnectionError:
-            return  # the board went away with rank 0; the collective that comes next says so
+            # The board went away with rank 0; the collective that comes next says so.
+            return
         if said != "all":
             raise RuntimeError(said)
 
     def meet_in_all_groups(self, place: str) -> None:
-        """Meet at ``place`` in every group of this rank, the smallest first: ranks of a group that wait for this one
-        elsewhere learn where it is."""
+        """Meet at ``place`` in every group of this rank, the smallest first: ranks of a
+        group that wait for this one elsewhere learn where it is."""
         for group in sorted(self._held, key=len):
             self.meet(place, group)
 
     def leave(self) -> None:
-        """Say to those that wait, now or later, that this rank comes to no further meeting. Does not wait."""
+        """Say to those that wait, now or later, that this rank comes to no further
+        meeting. Does not wait."""
         if self._over:
             return
         self._over = True
@@ -101,15 +120,19 @@ class Meetings:
             return  # nobody is left to tell
 
     def _key(self, group: tuple[int, ...], number: int) -> str:
-        return f"meeting/{group[0]}-{group[-1]}-{len(group)}/{number}"  # mesh axes: such ranks are evenly spaced
+        # Mesh axes: such ranks are evenly spaced.
+        return f"meeting/{group[0]}-{group[-1]}-{len(group)}/{number}"
 
     def _arrive(self, group: tuple[int, ...], place: str) -> str:
-        """Write where this rank is. Returns the verdict, if that decides the meeting."""
+        """Write where this rank is. Returns the verdict, if that decides the
+        meeting."""
         key = self._key(group, self._held[group])
         first, rank = self._board.claim(f"{key}/first", [place, self.rank])
         if first != place:
             ours, theirs = (self.rank, place), (rank, first)
-            return self._settle(key, _apart(*ours, *theirs) if first == _END else _apart(*theirs, *ours))
+            return self._settle(
+                key, _apart(*ours, *theirs) if first == _END else _apart(*theirs, *ours)
+            )
         if self._board.add(f"{key}/arrived", 1) < len(group):
             return ""
         before = self._key(group, self._held[group] - 1)  # which everybody has left
@@ -134,9 +157,17 @@ class Meetings:
             pause = min(2 * pause, self.interval / 4)
             ours, theirs = self._board.signs_of([self.rank, neighbour])
             if neighbour in self.peers and theirs["forwards"] > self.forwards:
-                self._settle(key, _apart(self.rank, place, neighbour, "the model's next forward pass"))
+                self._settle(
+                    key,
+                    _apart(
+                        self.rank, place, neighbour, "the model's next forward pass"
+                    ),
+                )
             elif theirs["windows"] > self.windows:
-                self._settle(key, _apart(self.rank, place, neighbour, "the end of a backward pass"))
+                self._settle(
+                    key,
+                    _apart(self.rank, place, neighbour, "the end of a backward pass"),
+                )
             elif theirs["beats"] != before:
                 before, since = theirs["beats"], ours["beats"]
             elif ours["beats"] - since > _SILENCE:
@@ -145,8 +176,11 @@ class Meetings:
             if limit is not None and time.monotonic() - begun > limit:
                 others = ", ".join(str(rank) for rank in group if rank != self.rank)
                 missing = f"not all others ({others}) have come there in {limit:g} s"
-                self._settle(key, f"rank {self.rank} is at {place} and {missing}: {_ALL_OF_THEM}")
-        # Nobody but rank 0 has the board; where it is one of the group, it has just said so to those that wait.
+                self._settle(
+                    key, f"rank {self.rank} is at {place} and {missing}: {_ALL_OF_THEM}"
+                )
+        # Nobody but rank 0 has the board; where it is one of the group, it has just
+        # said so to those that wait.
         return _apart(self.rank, place, 0, _END) if 0 in group else "all"
 
 

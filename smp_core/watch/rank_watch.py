@@ -1,18 +1,22 @@
-"""The watch over the ranks of a process group: which rank was lost, failed, or went elsewhere.
+"""The watch over the ranks of a process group: which rank was lost, failed, or went
+elsewhere.
 
-A collective that fails says that a connection closed, not whose. So every rank writes a counter on two boards
-(:mod:`smp_core.watch.signs`: rank 0's and the last rank's) every ``interval`` seconds from a daemon thread. When a rank
-meets an exception it looks who stopped counting, who reported an error of its own, and who is behind, and one of the
+A collective that fails says that a connection closed, not whose. So every rank writes a
+counter on two boards (:mod:`smp_core.watch.signs`: rank 0's and the last rank's) every
+``interval`` seconds from a daemon thread. When a rank meets an exception it looks who
+stopped counting, who reported an error of its own, and who is behind, and one of the
 survivors says so on stderr. No look waits for a rank that is stopped or cut off.
 
-Collectives with a lost rank may take their whole timeout, and NCCL's raise nothing: the host waits for a device that
-waits for the peer. So the keepers of the boards look by themselves too, and the survivors end when the time that
-collectives have is over; so does a rank that has met the loss and does not come out of what it is in.
+Collectives with a lost rank may take their whole timeout, and NCCL's raise nothing: the
+host waits for a device that waits for the peer. So the keepers of the boards look by
+themselves too, and the survivors end when the time that collectives have is over; so
+does a rank that has met the loss and does not come out of what it is in.
 
-There is one :class:`RankWatch` for each process group, however many accelerators and Trainers stand on it. It outlives
-a run, because what scripts do after one (a prediction on rank 0 alone, another run) needs all ranks as much. What
-nobody catches is printed as ever, and then the watch finds out which rank was lost or failed: a bare loop has no hook
-for exceptions but the interpreter's own.
+There is one :class:`RankWatch` for each process group, however many accelerators and
+Trainers stand on it. It outlives a run, because what scripts do after one (a prediction
+on rank 0 alone, another run) needs all ranks as much. What nobody catches is printed as
+ever, and then the watch finds out which rank was lost or failed: a bare loop has no
+hook for exceptions but the interpreter's own.
 """
 
 from __future__ import annotations
@@ -45,31 +49,40 @@ logger = logging.getLogger("smp")
 
 # What the error of an accelerator says whose own check has failed.
 _DEVICE_STOPPED = "device-side assert"
-# Intervals that a keeper's board stays for ranks that do not notice that the keeper ends.
+# Intervals that a keeper's board stays for ranks that do not notice that the keeper
+# ends.
 _GOODBYES = 20
 _UNEVEN = (
     "a rank that runs out of batches goes on to something else, and the others wait for it. Give every rank the same "
     "number of batches (DistributedSampler, drop_last=True, limit_train_batches), or join them (JoinedLoader under "
     "Lightning, join_uneven_inputs under Accelerate), and let all ranks make the same calls"
 )
-# Intervals between two looks that keepers take by themselves: a rank that gives no sign in between is lost.
+# Intervals between two looks that keepers take by themselves: a rank that gives no sign
+# in between is lost.
 _LOOK_EVERY = 40
-# Seconds that a rank has to end, handlers and a save in flight included, once it has met the loss of another.
+# Seconds that a rank has to end, handlers and a save in flight included, once it has
+# met the loss of another.
 ENDING = 30.0
 
 
 class RankWatch:
-    """Signs of life of all ranks. :meth:`start` is collective over the world; everything else is local.
+    """Signs of life of all ranks. :meth:`start` is collective over the world;
+    everything else is local.
 
     Attributes:
-        step: set by the trainer to the optimizer step it is in; travels with the signs of life.
-        meetings: where all ranks have to be before a collective that scripts make on one rank by mistake. Its ``limit``
-            is also how long a rank goes on once another is known to be lost.
-        between_runs: whether a Trainer's run has ended here and no other has begun; travels too.
+        step: set by the trainer to the optimizer step it is in; travels with the signs
+            of life.
+        meetings: where all ranks have to be before a collective that scripts make on
+            one rank by mistake. Its ``limit`` is also how long a rank goes on once
+            another is known to be lost.
+        between_runs: whether a Trainer's run has ended here and no other has begun;
+            travels too.
         boards: those that this rank still reaches, rank 0's first.
     """
 
-    def __init__(self, rank: int, world_size: int, boards: list[Board], interval: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, boards: list[Board], interval: float
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.interval = interval
@@ -89,7 +102,9 @@ class RankWatch:
         self._ends_at: float | None = None
         self._stopped = threading.Event()
         self._beat()
-        self._thread = threading.Thread(target=self._run, name="smp-rank-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="smp-rank-watch", daemon=True
+        )
         self._thread.start()
 
     @classmethod
@@ -97,8 +112,8 @@ class RankWatch:
         """Begin to watch. None for a single process.
 
         Args:
-            interval: seconds between signs of life; default 0.5, longer for more than 250 ranks so that a board serves
-                at most 500 of them per second.
+            interval: seconds between signs of life; default 0.5, longer for more than
+                250 ranks so that a board serves at most 500 of them per second.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
@@ -107,14 +122,18 @@ class RankWatch:
         boards = open_boards(host)
         if not boards or boards[0].keeper != 0:
             if rank == 0:
-                logger.warning("no watch over the ranks: ports of %s cannot be reached from all of them", host)
+                logger.warning(
+                    "no watch over the ranks: ports of %s cannot be reached from all of them",
+                    host,
+                )
             return None
         watch = cls(rank, world, boards, interval or max(0.5, world / 500))
         dist.barrier()
         return watch
 
     def begin_run(self, call: str) -> None:
-        """Begin a Trainer's run with ``call``, where all ranks meet unless this is the first run. Collective.
+        """Begin a Trainer's run with ``call``, where all ranks meet unless this is the
+        first run. Collective.
 
         Raises:
             RuntimeError: a rank is elsewhere.
@@ -145,29 +164,40 @@ class RankWatch:
         for board in kept if not self._reported else ():
             attempt(self._await_goodbyes, board)
         global _last_boards
-        for board in _last_boards + [board for board in self.boards if board not in kept]:
+        for board in _last_boards + [
+            board for board in self.boards if board not in kept
+        ]:
             board.close()
         _last_boards = kept
 
     def _await_goodbyes(self, board: Board) -> None:
-        """Keep the board, which is in this process, until the others are done with it: they have ended too, or have
-        noticed that this rank has. One that says nothing is not waited for long."""
+        """Keep the board, which is in this process, until the others are done with it:
+        they have ended too, or have noticed that this rank has. One that says nothing
+        is not waited for long."""
         others = set(range(self.world_size)) - {self.rank}
         deadline = time.monotonic() + _GOODBYES * self.interval
         while others and time.monotonic() < deadline:
             signs = self._read(board)
-            others -= {n for n in others if "left" in signs[n] or "failed" in signs[n] or board.get(f"done/{n}")}
+            others -= {
+                n
+                for n in others
+                if "left" in signs[n] or "failed" in signs[n] or board.get(f"done/{n}")
+            }
             time.sleep(0.01 if others else 0.0)
 
     def report(self, error: BaseException) -> str | None:
-        """Find out what happened to the other ranks and write it to stderr (one of the ranks does).
+        """Find out what happened to the other ranks and write it to stderr (one of the
+        ranks does).
 
-        Takes about four intervals, or eight when nobody seems to be lost; longer on a machine too busy for signs of
-        life, and where the keeper of a board does not answer. A rank whose ``error`` did not come from losing others
-        reports itself, so that the others can name it. One that has lost others has half a minute to end.
+        Takes about four intervals, or eight when nobody seems to be lost; longer on a
+        machine too busy for signs of life, and where the keeper of a board does not
+        answer. A rank whose ``error`` did not come from losing others reports itself,
+        so that the others can name it. One that has lost others has half a minute to
+        end.
 
         Returns:
-            what was found; None if this rank is the first to fail or nothing is wrong elsewhere.
+            what was found; None if this rank is the first to fail or nothing is wrong
+            elsewhere.
         """
         self._reported = True
         if not looks_like_a_lost_peer(error):
@@ -215,17 +245,20 @@ class RankWatch:
         )
 
     def _told(self) -> str | None:
-        """Return what another rank has found out in this run: ranks that meet the loss because that one has ended need
-        not look again."""
+        """Return what another rank has found out in this run: ranks that meet the loss
+        because that one has ended need not look again."""
         for board in self.boards:
             if told := attempt(board.get, f"told/{self._runs}"):
                 return str(told["text"])
         return self._heard.get(self._runs)
 
     def _tell(self, found: str) -> str:
-        """Write what was found to stderr and on the boards, unless another rank has. Returns what holds."""
+        """Write what was found to stderr and on the boards, unless another rank has.
+        Returns what holds."""
         own = {"run": self._runs, "rank": self.rank, "text": found}
-        claims = [attempt(board.claim, f"told/{self._runs}", own) for board in self.boards]
+        claims = [
+            attempt(board.claim, f"told/{self._runs}", own) for board in self.boards
+        ]
         told = next((claim for claim in claims if claim is not None), own)
         if told["rank"] == self.rank:
             self._say(found)
@@ -234,14 +267,18 @@ class RankWatch:
     def _say(self, what: str) -> None:
         sys.stderr.write(f"torch-smp, rank {self.rank}: {what}\n")
         sys.stderr.flush()
-        # Not in this thread: a file system that hangs must not keep this rank from signs of life, or from ending.
-        threading.Thread(target=run_log.note, args=("waiting",), kwargs={"text": what}, daemon=True).start()
+        # Not in this thread: a file system that hangs must not keep this rank from
+        # signs of life, or from ending.
+        threading.Thread(
+            target=run_log.note, args=("waiting",), kwargs={"text": what}, daemon=True
+        ).start()
 
     def _compare(self) -> str | None:
-        """Return what two looks, some signs apart, say about the others; None when no board answers.
+        """Return what two looks, some signs apart, say about the others; None when no
+        board answers.
 
-        When nobody seems to be lost there is a third: the last sign of life of a lost rank may come in after the first
-        look.
+        When nobody seems to be lost there is a third: the last sign of life of a lost
+        rank may come in after the first look.
         """
         before = self._look()
         for _ in range(2):
@@ -255,25 +292,48 @@ class RankWatch:
         assert before is not None
         steps = {rank: state["step"] for rank, state in before.items()}
         last = max(steps.values())
-        elsewhere = [rank for rank, state in before.items() if "left" in state or state["between"] > self.between_runs]
-        ended = [f"rank {rank} (after optimizer step {steps[rank]})" for rank in elsewhere]
+        elsewhere = [
+            rank
+            for rank, state in before.items()
+            if "left" in state or state["between"] > self.between_runs
+        ]
+        ended = [
+            f"rank {rank} (after optimizer step {steps[rank]})" for rank in elsewhere
+        ]
         if ended:
             return f"the run ended on {', '.join(ended)}, and goes on elsewhere (step {last}): {_UNEVEN}"
-        behind = [f"rank {rank} (in optimizer step {step} of {last})" for rank, step in steps.items() if step < last]
-        return f"all ranks are alive, but behind are: {', '.join(behind)}: {_UNEVEN}" if behind else ""
+        behind = [
+            f"rank {rank} (in optimizer step {step} of {last})"
+            for rank, step in steps.items()
+            if step < last
+        ]
+        return (
+            f"all ranks are alive, but behind are: {', '.join(behind)}: {_UNEVEN}"
+            if behind
+            else ""
+        )
 
     def _await_signs(self) -> None:
-        """Give every rank that lives the time for a sign: four intervals, and three signs of this rank's own, which has
-        no other way to know that the machine is busy, or stood still, for all of them."""
+        """Give every rank that lives the time for a sign: four intervals, and three
+        signs of this rank's own, which has no other way to know that the machine is
+        busy, or stood still, for all of them."""
         end, enough = time.monotonic() + 4 * self.interval, self._beats + 3
-        while time.monotonic() < end or (self._beats < enough and self._thread.is_alive()):
+        while time.monotonic() < end or (
+            self._beats < enough and self._thread.is_alive()
+        ):
             time.sleep(self.interval / 4)
 
     def _describe(self, before: _Signs, after: _Signs) -> str:
-        parts = [f"rank {r} failed: {state['failed']}" for r, state in after.items() if "failed" in state]
+        parts = [
+            f"rank {r} failed: {state['failed']}"
+            for r, state in after.items()
+            if "failed" in state
+        ]
         silent = _silent(before, after)
         for r in silent[:_NAMED]:
-            parts.append(f"rank {r} was lost: no sign of life any more; it was in optimizer step {after[r]['step']}")
+            parts.append(
+                f"rank {r} was lost: no sign of life any more; it was in optimizer step {after[r]['step']}"
+            )
         if len(silent) > _NAMED:
             parts.append(f"and {len(silent) - _NAMED} more ranks")
         if len(silent) == self.world_size - 1 > 1:
@@ -298,13 +358,16 @@ class RankWatch:
                     attempt(self._waits.look, board, self._read)
             if self._beats % _LOOK_EVERY == 0:
                 self._look_by_itself()
-        elif not self.meetings.rank_0_ended:  # all keepers have ended, or are out of reach
+        elif not self.meetings.rank_0_ended:
+            # All keepers have ended, or are out of reach.
             self._rank_is_lost()
         self._end_in_time()
 
-    def _hear(self, board: Board, sign: Sign | None, told: dict[str, Any] | None) -> None:
-        """Note what was found out about this run, while there is a board, and tell a keeper that ends not to wait for
-        this rank.
+    def _hear(
+        self, board: Board, sign: Sign | None, told: dict[str, Any] | None
+    ) -> None:
+        """Note what was found out about this run, while there is a board, and tell a
+        keeper that ends not to wait for this rank.
 
         Args:
             sign: the keeper's last.
@@ -320,8 +383,9 @@ class RankWatch:
             self._give_up(board)
 
     def _look_by_itself(self) -> None:
-        """Compare, on a keeper, what all say with what they said the last time, and write down who is lost; elsewhere
-        read that, and not everybody's signs: there may be many ranks. Rank 0 speaks, or the other keeper for it."""
+        """Compare, on a keeper, what all say with what they said the last time, and
+        write down who is lost; elsewhere read that, and not everybody's signs: there
+        may be many ranks. Rank 0 speaks, or the other keeper for it."""
         for board in self.boards:
             if board.keeper == self.rank:
                 attempt(self._look_for_all, board)
@@ -336,7 +400,11 @@ class RankWatch:
         if before is None:
             return
         found = self._describe(before, self._seen)
-        speaks = self.rank == 0 or 0 in _silent(before, self._seen) or "left" in self._seen[0]
+        speaks = (
+            self.rank == 0
+            or 0 in _silent(before, self._seen)
+            or "left" in self._seen[0]
+        )
         if not found:
             board.delete("lost")
         elif self._ends_at is None and not board.get("lost"):
@@ -349,18 +417,30 @@ class RankWatch:
             self._ends_at = time.monotonic() + self.meetings.limit
 
     def _end_in_time(self) -> None:
-        """End the process when a run has waited for a lost rank for long enough: what it waits for cannot be called
-        off. (One that has come out of its run waits for nobody.)"""
+        """End the process when a run has waited for a lost rank for long enough: what
+        it waits for cannot be called off. (One that has come out of its run waits for
+        nobody.)"""
         over = self._ends_at is not None and time.monotonic() >= self._ends_at
         if over and not (self.between_runs or self._stopped.is_set()):
-            waited = f"{ENDING:g} s to end" if self._reported else f"timeout={self.meetings.limit:g} seconds"
+            waited = (
+                f"{ENDING:g} s to end"
+                if self._reported
+                else f"timeout={self.meetings.limit:g} seconds"
+            )
             self._say(f"ends: another rank was lost, and {waited} are over")
-            os._exit(1)  # os._exit: the main thread waits for a device or a peer, where no exception reaches it
+            # os._exit: the main thread waits for a device or a peer, where no exception
+            # reaches it.
+            os._exit(1)
 
     def _beat(self, *, waits: bool = True) -> None:
-        """Give a sign of life. The thread does not wait until it is on the boards: beside a keeper that gets a turn now
-        and then, this rank would look at those moments only."""
-        state: dict[str, Any] = {"beats": self._beats, "step": self.step, "between": self.between_runs}
+        """Give a sign of life. The thread does not wait until it is on the boards:
+        beside a keeper that gets a turn now and then, this rank would look at those
+        moments only."""
+        state: dict[str, Any] = {
+            "beats": self._beats,
+            "step": self.step,
+            "between": self.between_runs,
+        }
         state |= {"forwards": self.meetings.forwards, "windows": self.meetings.windows}
         if self._failure is not None:
             state["failed"] = self._failure
@@ -387,7 +467,14 @@ class RankWatch:
 
     def _look(self) -> _Signs | None:
         """Return the state of every rank; None when no board answers."""
-        return next((signs for board in self.boards if (signs := attempt(self._read, board)) is not None), None)
+        return next(
+            (
+                signs
+                for board in self.boards
+                if (signs := attempt(self._read, board)) is not None
+            ),
+            None,
+        )
 
     def _read(self, board: Board) -> _Signs:
         return dict(enumerate(board.signs_of(range(self.world_size))))
@@ -399,23 +486,32 @@ _NAMED = 8
 
 
 def _silent(before: _Signs, after: _Signs) -> list[int]:
-    """List the ranks that have given no sign of life between two looks, and have neither failed nor ended."""
-    going_on = [rank for rank, state in after.items() if "failed" not in state and "left" not in state]
+    """List the ranks that have given no sign of life between two looks, and have
+    neither failed nor ended."""
+    going_on = [
+        rank
+        for rank, state in after.items()
+        if "failed" not in state and "left" not in state
+    ]
     return [rank for rank in going_on if after[rank]["beats"] == before[rank]["beats"]]
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of user code that an error came through, as `` (train.py:12 in training_step)``."""
+    """Return the innermost line of user code that an error came through, as ``
+    (train.py:12 in training_step)``."""
     line = innermost_user_line(traceback.extract_tb(error.__traceback__))
     return f" ({line})" if line else ""
 
 
 def end_within(seconds: float) -> None:
-    """End this process, which nobody can call off any more, if it is still there after so many seconds."""
+    """End this process, which nobody can call off any more, if it is still there after
+    so many seconds."""
 
     def end() -> None:
         time.sleep(seconds)
-        sys.stderr.write(f"torch-smp: this process has not ended within {seconds:g} s of its error, and is ended\n")
+        sys.stderr.write(
+            f"torch-smp: this process has not ended within {seconds:g} s of its error, and is ended\n"
+        )
         sys.stderr.flush()
         os._exit(1)
 
@@ -423,17 +519,35 @@ def end_within(seconds: float) -> None:
 
 
 def looks_like_a_lost_peer(error: BaseException) -> bool:
-    """Return whether an error came from a collective that lost its peer, and not from this rank itself."""
+    """Return whether an error came from a collective that lost its peer, and not from
+    this rank itself."""
     text = str(error).lower()
-    own = ("out of memory", "calloc", "unhandled cuda error", "invalid usage", "peer access", _DEVICE_STOPPED)
+    own = (
+        "out of memory",
+        "calloc",
+        "unhandled cuda error",
+        "invalid usage",
+        "peer access",
+        _DEVICE_STOPPED,
+    )
     if any(sign in text for sign in own):
         return False  # also where NCCL says so
-    signs = ("connection", "timed out", "timeout", "broken pipe", "remote", "nccl", "gloo", "peer")
+    signs = (
+        "connection",
+        "timed out",
+        "timeout",
+        "broken pipe",
+        "remote",
+        "nccl",
+        "gloo",
+        "peer",
+    )
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 _last_boards: list[Board] = []
-"""Those of the last watch that ended, so that a keeper's is there while others look why that rank has ended."""
+"""Those of the last watch that ended, so that a keeper's is there while others look why
+that rank has ended."""
 _watch: RankWatch | None = None
 _watched: weakref.ref[dist.ProcessGroup] | None = None
 _met_behind: tuple[int, int] | None = None  # a watch, and a number of calls into models
@@ -441,10 +555,12 @@ _REPORTED = "_smp_reported"
 
 
 def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
-    """Return the watch over the ranks of the default process group, started if there is none yet. Collective then.
+    """Return the watch over the ranks of the default process group, started if there is
+    none yet. Collective then.
 
     Args:
-        limit: how long a rank waits for others that live and do not come to a call; by default as long as collectives.
+        limit: how long a rank waits for others that live and do not come to a call; by
+            default as long as collectives.
     """
     global _watch, _watched
     if not _is_current():
@@ -462,7 +578,8 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
 
 
 def stop_watching() -> None:
-    """Stop the watch in good order: the other ranks do not take the end of this one for a loss."""
+    """Stop the watch in good order: the other ranks do not take the end of this one for
+    a loss."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -470,42 +587,54 @@ def stop_watching() -> None:
 
 
 def report(error: BaseException) -> None:
-    """Find out, once for an error, what happened to the other ranks, and write it to stderr.
+    """Find out, once for an error, what happened to the other ranks, and write it to
+    stderr.
 
-    A rank that leaves by ``SystemExit`` or Ctrl-C says so to the others, which wait for it.
+    A rank that leaves by ``SystemExit`` or Ctrl-C says so to the others, which wait for
+    it.
     """
-    if _watch is not None and not isinstance(error, Preempted) and not hasattr(error, _REPORTED):
+    if (
+        _watch is not None
+        and not isinstance(error, Preempted)
+        and not hasattr(error, _REPORTED)
+    ):
         setattr(error, _REPORTED, True)
         _watch.report(error)
 
 
 def meet(place: str, ranks: Sequence[int] | None = None) -> None:
-    """Wait until every rank has come to ``place``, a call as a user types it. Collective.
+    """Wait until every rank has come to ``place``, a call as a user types it.
+    Collective.
 
     Args:
         ranks: those who make the call together; by default all.
 
     Raises:
-        RuntimeError: one is elsewhere, e.g. because only the main process makes the call.
+        RuntimeError: one is elsewhere, e.g. because only the main process makes the
+            call.
     """
     if _watch is not None and _is_current():
         _watch.meetings.meet(place, ranks)
 
 
 def meet_between_calls(place: str, ranks: Sequence[int]) -> None:
-    """Meet at ``place``, as :func:`meet` does, if it is the first such place since the last call into a model
-    (:func:`count_call`)."""
+    """Meet at ``place``, as :func:`meet` does, if it is the first such place since the
+    last call into a model (:func:`count_call`)."""
     global _met_behind
-    if _watch is not None and _met_behind != (behind := (id(_watch), _watch.meetings.forwards)):
+    if _watch is not None and _met_behind != (
+        behind := (id(_watch), _watch.meetings.forwards)
+    ):
         meet(place, ranks)
         _met_behind = behind
 
 
 def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
-    """Meet in a script that lets a Trainer run, outside of its runs; inside them nothing waits.
+    """Meet in a script that lets a Trainer run, outside of its runs; inside them
+    nothing waits.
 
     Args:
-        ranks: those who make the call together; by default all, who then are in no call of a part of them either.
+        ranks: those who make the call together; by default all, who then are in no call
+            of a part of them either.
     """
     if _watch is None or not _watch.between_runs or not _is_current():
         return
@@ -522,20 +651,27 @@ def expect_calls(peers: Sequence[int]) -> None:
 
 
 def count_call() -> None:
-    """Count a call into a model: a rank that waits for its peers elsewhere sees by one of them that they stay away."""
+    """Count a call into a model: a rank that waits for its peers elsewhere sees by one
+    of them that they stay away."""
     if _watch is not None:
         _watch.meetings.forwards += 1
 
 
 def _is_current() -> bool:
-    return _watched is not None and _watched() is not None and _watched() is dist.group.WORLD
+    return (
+        _watched is not None
+        and _watched() is not None
+        and _watched() is dist.group.WORLD
+    )
 
 
 def _warn_of_shared_store() -> None:
-    """Warn, on rank 0, where torchrun will start processes anew that meet in the store of the processes before them.
+    """Warn, on rank 0, where torchrun will start processes anew that meet in the store
+    of the processes before them.
 
-    torch (pytorch/pytorch#135712) gives all attempts one store and one set of keys: a rank may read the address that
-    another one had before, and the attempt fails while connecting.
+    torch (pytorch/pytorch#135712) gives all attempts one store and one set of keys: a
+    rank may read the address that another one had before, and the attempt fails while
+    connecting.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
@@ -553,10 +689,17 @@ class _Reporting:
     def __init__(self, before: object) -> None:
         self._before = before
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
         if _watch is not None and _DEVICE_STOPPED in str(error).lower():
-            _watch.show_windows()  # first of all: torch's watchdog over NCCL may end this process any moment
+            # First of all: torch's watchdog over NCCL may end this process any moment.
+            _watch.show_windows()
         self._before(kind, error, trace)  # type: ignore[operator]
         if _watch is not None and looks_like_a_lost_peer(error):
-            end_within(2 * ENDING)  # what runs at the end of a process may wait for the lost rank too
+            # What runs at the end of a process may wait for the lost rank too.
+            end_within(2 * ENDING)
         report(error)

@@ -1,15 +1,18 @@
 """Boards with the signs of life of all ranks, which nobody waits for.
 
-A board is a table of values in the process of one rank, its keeper, apart from the stores of process groups. Rank 0
-keeps one and the last rank, which is on another node where there are several, keeps the other: where one of them is
-stopped, killed or cut off, the other board still answers.
+A board is a table of values in the process of one rank, its keeper, apart from the
+stores of process groups. Rank 0 keeps one and the last rank, which is on another node
+where there are several, keeps the other: where one of them is stopped, killed or cut
+off, the other board still answers.
 
-Every rank has one connection to each keeper, made at the start: the keeper listens on the interface that leads to the
-other ranks, hands its address and a secret to them through the process group, admits who answers its challenge with
-the secret, and stops listening once all are there. From then on there is no port that a stranger could reach.
+Every rank has one connection to each keeper, made at the start: the keeper listens on
+the interface that leads to the other ranks, hands its address and a secret to them
+through the process group, admits who answers its challenge with the secret, and stops
+listening once all are there. From then on there is no port that a stranger could reach.
 
-Requests are lines of JSON, ``[method, argument, ...]``, answered in their order by a line each. Both ends run in the
-event loop of one thread; whoever asks waits for that thread with a limit.
+Requests are lines of JSON, ``[method, argument, ...]``, answered in their order by a
+line each. Both ends run in the event loop of one thread; whoever asks waits for that
+thread with a limit.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ PATIENCE = 10.0
 _START = 60.0
 # Bytes of the longest line: the signs of all ranks.
 _LONGEST = 2**28
-# Connections beyond one for each rank that may wait to be admitted; the oldest goes where there are more.
+# Connections beyond one for each rank that may wait to be admitted; the oldest goes
+# where there are more.
 _STRANGERS = 64
 _WELCOME = b"welcome\n"
 NO_SIGN: Sign = {"beats": 0, "step": 0, "forwards": 0, "windows": 0, "between": False}
@@ -62,7 +66,10 @@ class Invitation(NamedTuple):
     secret: str
 
     def answer_to(self, challenge: bytes) -> bytes:
-        return hmac.digest(self.secret.encode(), challenge, "sha256").hex().encode() + b"\n"
+        return (
+            hmac.digest(self.secret.encode(), challenge, "sha256").hex().encode()
+            + b"\n"
+        )
 
 
 class Table:
@@ -145,12 +152,15 @@ class Keeper:
         except OSError:
             pass  # that rank has ended
         except Exception:
-            logger.exception("a board of signs of life cannot read a request, and closes the connection")
+            logger.exception(
+                "a board of signs of life cannot read a request, and closes the connection"
+            )
         finally:
             writer.close()
 
     async def _admit(self, reader: StreamReader, writer: StreamWriter) -> bool:
-        """Return whether the other end has the secret. One that says nothing is not waited for by anybody else."""
+        """Return whether the other end has the secret. One that says nothing is not
+        waited for by anybody else."""
         assert self.invitation is not None and self._server is not None
         if not self._server.is_serving():
             return False
@@ -177,7 +187,10 @@ class Keeper:
     def _name_once(self, stranger: StreamWriter) -> None:
         if not self._turned_away:
             self._turned_away = True
-            logger.warning("turned away at the port for signs of life: %s", stranger.get_extra_info("peername"))
+            logger.warning(
+                "turned away at the port for signs of life: %s",
+                stranger.get_extra_info("peername"),
+            )
 
 
 class Board:
@@ -191,11 +204,18 @@ class Board:
     Attributes:
         closed: whether this rank is done with it.
 
-    Every request raises ConnectionError where the keeper has ended or cannot be reached any more, and BoardSilent where
-    it does not answer within :data:`PATIENCE` seconds; at once where it has not answered a request before this one.
+    Every request raises ConnectionError where the keeper has ended or cannot be reached
+    any more, and BoardSilent where it does not answer within :data:`PATIENCE` seconds;
+    at once where it has not answered a request before this one.
     """
 
-    def __init__(self, keeper: int, reader: StreamReader, writer: StreamWriter, kept: Keeper | None = None) -> None:
+    def __init__(
+        self,
+        keeper: int,
+        reader: StreamReader,
+        writer: StreamWriter,
+        kept: Keeper | None = None,
+    ) -> None:
         self.keeper = keeper
         self.closed = False
         self._reader = reader
@@ -211,14 +231,18 @@ class Board:
                 self._writer.write(json.dumps([method, *arguments]).encode() + b"\n")
                 answer = await self._reader.readline()
             except OSError as error:
-                raise ConnectionError(f"the board of rank {self.keeper}: {error}") from error
+                raise ConnectionError(
+                    f"the board of rank {self.keeper}: {error}"
+                ) from error
         if not answer.endswith(b"\n"):
             raise ConnectionError(f"rank {self.keeper} has closed its board")
         return json.loads(answer)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         if self.closed:
-            raise ConnectionError(f"this rank is done with the board of rank {self.keeper}")
+            raise ConnectionError(
+                f"this rank is done with the board of rank {self.keeper}"
+            )
         if self._unanswered is not None and not self._unanswered.done():
             raise BoardSilent(f"rank {self.keeper} does not answer")
         asked = _start(self._request(method, arguments))
@@ -229,7 +253,8 @@ class Board:
             raise BoardSilent(f"rank {self.keeper} does not answer") from None
 
     def post(self, method: str, *arguments: Any) -> Any:
-        """Ask without waiting, if the last such request was answered: to a silent keeper they would pile up.
+        """Ask without waiting, if the last such request was answered: to a silent
+        keeper they would pile up.
 
         Returns:
             the answer to the last one; None if there is none.
@@ -252,7 +277,8 @@ class Board:
         return list(self._ask("get", list(keys)))
 
     def signs_of(self, ranks: Iterable[int]) -> list[Sign]:
-        """Return the last sign of life of each of ``ranks``, as it was set for the key ``beat/RANK``."""
+        """Return the last sign of life of each of ``ranks``, as it was set for the key
+        ``beat/RANK``."""
         keys = [f"beat/{rank}" for rank in ranks]
         return [sign or NO_SIGN for sign in self._ask("get", keys)]
 
@@ -289,7 +315,11 @@ def open_boards(host: str) -> list[Board]:
     kept = Keeper(world) if rank in keepers else None
     if kept is not None:
         # Seen from its own machine, a host may have the name of the loopback interface.
-        elsewhere = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+        elsewhere = [
+            address
+            for address in addresses
+            if not ipaddress.ip_address(address).is_loopback
+        ]
         with contextlib.suppress(OSError):
             _await(kept.listen(_own_address(elsewhere[0]) if elsewhere else own))
     invitations = _gathered(kept.invitation if kept is not None else None)
@@ -312,9 +342,12 @@ def open_boards(host: str) -> list[Board]:
 
 
 async def _connect(invitation: Invitation) -> tuple[StreamReader, StreamWriter]:
-    """Connect to a keeper, and again where it turns this rank away: strangers may crowd its port."""
+    """Connect to a keeper, and again where it turns this rank away: strangers may crowd
+    its port."""
     while True:
-        reader, writer = await asyncio.open_connection(invitation.address, invitation.port, limit=_LONGEST)
+        reader, writer = await asyncio.open_connection(
+            invitation.address, invitation.port, limit=_LONGEST
+        )
         with contextlib.suppress(OSError):
             challenge = await reader.readline()
             writer.write(invitation.answer_to(challenge.strip()))
@@ -333,7 +366,9 @@ def _gathered(own: T) -> list[T]:
 def _own_address(host: str) -> str:
     """Return the address of this machine on the network that leads to ``host``."""
     with contextlib.suppress(OSError):
-        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind) as probe:
             probe.connect(there)  # sends nothing
             return str(probe.getsockname()[0])
@@ -360,7 +395,8 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @functools.lru_cache(maxsize=1)
 def _loop_of(process: int) -> asyncio.AbstractEventLoop:
-    """Return the event loop of all boards in this process; a fork begins with one of its own."""
+    """Return the event loop of all boards in this process; a fork begins with one of
+    its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="smp-boards", daemon=True).start()
     return loop

@@ -1,13 +1,16 @@
-"""Where this rank is, and the line that says who waits, in what, for how long, and where the others are.
+"""Where this rank is, and the line that says who waits, in what, for how long, and
+where the others are.
 
-Whoever communicates notes it in :data:`here`; the thread that gives signs of life (:mod:`smp_core.watch.rank_watch`)
-looks whether anything has happened since it last looked, and reads the main thread's stack (``sys._current_frames``,
-the only way to that of another thread) only where nothing has.
+Whoever communicates notes it in :data:`here`; the thread that gives signs of life
+(:mod:`smp_core.watch.rank_watch`) looks whether anything has happened since it last
+looked, and reads the main thread's stack (``sys._current_frames``, the only way to that
+of another thread) only where nothing has.
 
-A rank that stands still shows where with its signs of life, and adds to a count on the boards as long as it has waited
-half as long as it would before it complains. Only while the count grows do keepers of boards read everybody's signs.
-Rank 0 writes the line, or the other keeper where rank 0 itself gives no sign; again when the wait is twice as long, and
-so on. Nobody is ended: that is what the timeout of collectives is for.
+A rank that stands still shows where with its signs of life, and adds to a count on the
+boards as long as it has waited half as long as it would before it complains. Only while
+the count grows do keepers of boards read everybody's signs. Rank 0 writes the line, or
+the other keeper where rank 0 itself gives no sign; again when the wait is twice as
+long, and so on. Nobody is ended: that is what the timeout of collectives is for.
 """
 
 from __future__ import annotations
@@ -30,9 +33,13 @@ if TYPE_CHECKING:  # torch comes with it, and `smp report` does without
 # Parts of file names of code that is not the user's.
 _LIBRARIES = (
     *("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen"),
-    *(os.path.join(os.sep, name, "") for name in ("smp_core", "lightning_smp", "accelerate_smp")),
+    *(
+        os.path.join(os.sep, name, "")
+        for name in ("smp_core", "lightning_smp", "accelerate_smp")
+    ),
 )
-# Parts of file names, and what a rank does there that is not in user code. The innermost frame decides first.
+# Parts of file names, and what a rank does there that is not in user code. The
+# innermost frame decides first.
 _ACTIVITIES = {
     os.path.join("torch", "utils", "data", ""): "data loading",
     os.path.join("smp_core", "checkpoint", ""): "a checkpoint",
@@ -44,8 +51,8 @@ _COMMUNICATION = (
     os.path.join("smp_core", "codecs", ""),
 )
 _MARK = "waiting"
-# Looks, one in each interval, without a new sign of life after which a rank is said to give none, and after which
-# nobody waits any more if the count has not grown.
+# Looks, one in each interval, without a new sign of life after which a rank is said to
+# give none, and after which nobody waits any more if the count has not grown.
 _SILENCE = 8
 # Groups of ranks that are named one by one.
 _NAMED = 8
@@ -57,7 +64,8 @@ ALONE = (
 HINT = "all of them have to call the same units; what some leave out belongs into units={'optional': [...]}"
 
 Signs = dict[int, "Sign"]
-# Numbers of collectives that a rank which waits shows to the others, to find where they went apart.
+# Numbers of collectives that a rank which waits shows to the others, to find where they
+# went apart.
 _SHOWN = 2048
 # Windows that are kept: a device stops in one while its host is in the next.
 _KEPT_WINDOWS = 8
@@ -68,7 +76,8 @@ class Whereabouts:
 
     Attributes:
         least: seconds that nobody is said to wait below.
-        recent: returns what was issued since all ranks last compared, as :mod:`smp_core.comm.issued` keeps it.
+        recent: returns what was issued since all ranks last compared, as
+            :mod:`smp_core.comm.issued` keeps it.
         describe: says in words what one of those numbers means.
         peers: the ranks that issue the same.
         micro_batch: of the present window, from 1.
@@ -77,7 +86,8 @@ class Whereabouts:
         doing: says what this rank waits for; None: for nothing.
         windows: of gradients, begun to be closed.
         window_began: when the first pass of the present window did; None: it has not.
-        compared: the last windows that devices compared, by their number, which is the same on all ranks.
+        compared: the last windows that devices compared, by their number, which is the
+            same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -98,13 +108,15 @@ class Whereabouts:
         self._since = time.monotonic()
 
     def start(self) -> None:
-        """Begin to be watched: what this rank did before is no waiting, and is not compared."""
+        """Begin to be watched: what this rank did before is no waiting, and is not
+        compared."""
         self.events += 1
         self.compared.clear()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Note that this rank waits for others in the lines inside; ``what`` says in what."""
+        """Note that this rank waits for others in the lines inside; ``what`` says in
+        what."""
         outer, self.doing = self.doing, lambda: what
         self.events += 1
         began = perf_counter()
@@ -125,7 +137,8 @@ class Whereabouts:
         self.micro_batch += 1
 
     def end_window(self, measured: bool) -> None:
-        """Note the end of a window, whose time counts for :meth:`patience` if it came to its end."""
+        """Note the end of a window, whose time counts for :meth:`patience` if it came
+        to its end."""
         if measured and self.window_began is not None:
             self._windows.append(time.monotonic() - self.window_began)
         self.window_began, self.micro_batch = None, 1
@@ -137,12 +150,13 @@ class Whereabouts:
         self.compared.pop(number - _KEPT_WINDOWS, None)
 
     def patience(self) -> float:
-        """Return the seconds of waiting after which something is said: ten times the slowest of the last windows."""
+        """Return the seconds of waiting after which something is said: ten times the
+        slowest of the last windows."""
         return max(self.least, 10 * max(self._windows, default=0.0))
 
     def look(self) -> dict[str, Any] | None:
-        """Return where this rank stands still, as JSON; None if anything has happened since the last look. Called by
-        one thread."""
+        """Return where this rank stands still, as JSON; None if anything has happened
+        since the last look. Called by one thread."""
         now = time.monotonic()
         seen = self.events, self.doing
         if seen != self._seen:
@@ -153,9 +167,15 @@ class Whereabouts:
         doing, frames = seen[1], _main_stack()
         waits = doing is not None or _communicates(frames)
         place = f"{doing()}" if doing is not None else place_of(frames, waits)
-        if place != self._place:  # came here without an event, from work of its own: it waits from now on
+        # Came here without an event, from work of its own: it waits from now on.
+        if place != self._place:
             self._place, self._since = place, now
-        found = {"for": now - self._since, "after": self.patience(), "waits": waits, "place": place}
+        found = {
+            "for": now - self._since,
+            "after": self.patience(),
+            "waits": waits,
+            "place": place,
+        }
         found["micro_batch"] = self.micro_batch
         recent = self.recent()
         if len(recent) <= _SHOWN:
@@ -168,8 +188,8 @@ here = Whereabouts()
 
 
 def innermost_user_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Return the innermost line of user code of a stack, outermost frame first, as ``train.py:12 in training_step``;
-    "" if there is none."""
+    """Return the innermost line of user code of a stack, outermost frame first, as
+    ``train.py:12 in training_step``; "" if there is none."""
     for frame in reversed(list(frames)):
         if not any(part in frame.filename for part in _LIBRARIES):
             return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
@@ -179,23 +199,40 @@ def innermost_user_line(frames: Iterable[traceback.FrameSummary]) -> str:
 def place_of(frames: list[traceback.FrameSummary], waits: bool) -> str:
     """Say what a thread with this stack does, and from which line of user code."""
     line = innermost_user_line(frames)
-    kind = next((what for f in reversed(frames) for part, what in _ACTIVITIES.items() if part in f.filename), "")
+    kind = next(
+        (
+            what
+            for f in reversed(frames)
+            for part, what in _ACTIVITIES.items()
+            if part in f.filename
+        ),
+        "",
+    )
     if waits:
         kind = _innermost(frames).name
     if kind and line:
         return f"{kind} ({line})"
     if kind or line:
         return kind or line
-    return f"{frames[-1].name} of {os.path.basename(frames[-1].filename)}" if frames else "no Python code"
+    return (
+        f"{frames[-1].name} of {os.path.basename(frames[-1].filename)}"
+        if frames
+        else "no Python code"
+    )
 
 
 def _communicates(frames: list[traceback.FrameSummary]) -> bool:
-    return bool(frames) and any(part in _innermost(frames).filename for part in _COMMUNICATION)
+    return bool(frames) and any(
+        part in _innermost(frames).filename for part in _COMMUNICATION
+    )
 
 
 def _innermost(frames: list[traceback.FrameSummary]) -> traceback.FrameSummary:
     """Return the innermost frame; of one that waits for a thread, who waits."""
-    return next((frame for frame in reversed(frames) if frame.filename != threading.__file__), frames[-1])
+    return next(
+        (frame for frame in reversed(frames) if frame.filename != threading.__file__),
+        frames[-1],
+    )
 
 
 def _main_stack() -> list[traceback.FrameSummary]:
@@ -203,20 +240,28 @@ def _main_stack() -> list[traceback.FrameSummary]:
     return [] if frame is None else traceback.extract_stack(frame)
 
 
-def went_apart(sequences: Mapping[int, Sequence[int]], describe: Callable[[int | None], str]) -> str:
+def went_apart(
+    sequences: Mapping[int, Sequence[int]], describe: Callable[[int | None], str]
+) -> str:
     """Say where ranks first issued different collectives; "" if nowhere.
 
     Args:
         sequences: the numbers that each rank issued, 0 at the end of a micro-batch.
-        describe: says in words what a number means; None: that a rank issued nothing more.
+        describe: says in words what a number means; None: that a rank issued nothing
+            more.
     """
     for position in range(max(map(len, sequences.values()), default=0)):
         sides: dict[int | None, list[int]] = {}
         for rank, numbers in sequences.items():
-            sides.setdefault(numbers[position] if position < len(numbers) else None, []).append(rank)
+            sides.setdefault(
+                numbers[position] if position < len(numbers) else None, []
+            ).append(rank)
         if len(sides) > 1:
             micro_batch = list(next(iter(sequences.values()))[:position]).count(0) + 1
-            said = "; ".join(f"{ranks_in_words(ranks)}: {describe(number)}" for number, ranks in sides.items())
+            said = "; ".join(
+                f"{ranks_in_words(ranks)}: {describe(number)}"
+                for number, ranks in sides.items()
+            )
             return f"in micro-batch {micro_batch}, {said}"
     return ""
 
@@ -235,7 +280,8 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 class WaitWatch:
-    """Looks for ranks that wait, in the thread of a :class:`smp_core.watch.rank_watch.RankWatch`.
+    """Looks for ranks that wait, in the thread of a
+    :class:`smp_core.watch.rank_watch.RankWatch`.
 
     Args:
         whereabouts: of this rank.
@@ -243,25 +289,35 @@ class WaitWatch:
     """
 
     def __init__(
-        self, rank: int, world_size: int, interval: float, whereabouts: Whereabouts, say: Callable[[str], None]
+        self,
+        rank: int,
+        world_size: int,
+        interval: float,
+        whereabouts: Whereabouts,
+        say: Callable[[str], None],
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.interval = interval
         self._whereabouts, self._say = whereabouts, say
         whereabouts.start()
-        self._marks, self._still = 0, _SILENCE  # what the count was at the last look, and for how many looks
-        self._said_at = 0.0  # seconds that the longest wait had when the last line was written
+        # What the count was at the last look, and for how many looks.
+        self._marks, self._still = 0, _SILENCE
+        # Seconds that the longest wait had when the last line was written.
+        self._said_at = 0.0
         self._looks = 0  # since somebody waits
-        self._beats: dict[int, tuple[int, int]] = {}  # the last sign of each rank, and the look that found it
+        # The last sign of each rank, and the look that found it.
+        self._beats: dict[int, tuple[int, int]] = {}
 
     def shown(self, boards: Sequence[Board]) -> dict[str, Any] | None:
-        """Return what goes with this rank's signs of life; mark the boards if it waits for long."""
+        """Return what goes with this rank's signs of life; mark the boards if it waits
+        for long."""
         at = self._whereabouts.look()
         waits = at is not None and at["waits"] and at["for"] >= at["after"] / 2
         if waits:  # again each time: one that is lost is made up for by the next
             for board in boards:
-                with contextlib.suppress(ConnectionError):  # met again, and handled, by the next sign of life
+                # Met again, and handled, by the next sign of life.
+                with contextlib.suppress(ConnectionError):
                     board.post("add", _MARK, 1)
         return at
 
@@ -281,22 +337,45 @@ class WaitWatch:
         for rank, state in signs.items():
             if self._beats.get(rank, (-1, 0))[0] != state["beats"]:
                 self._beats[rank] = state["beats"], self._looks
-        silent = {rank for rank, (_, since) in self._beats.items() if self._looks - since >= _SILENCE}
-        unknown = {rank for rank, (_, since) in self._beats.items() if since == 1} - silent
-        waiting = {rank: at for rank, state in signs.items() if (at := state.get("at")) and at["waits"]}
+        silent = {
+            rank
+            for rank, (_, since) in self._beats.items()
+            if self._looks - since >= _SILENCE
+        }
+        unknown = {
+            rank for rank, (_, since) in self._beats.items() if since == 1
+        } - silent
+        waiting = {
+            rank: at
+            for rank, state in signs.items()
+            if (at := state.get("at")) and at["waits"]
+        }
         # A line once a rank has waited for long, and again at twice the time.
-        late = [at["for"] for rank, at in waiting.items() if at["for"] >= at["after"] and rank not in silent]
-        if not late or unknown or max(late) < 2 * self._said_at or not (self.rank == 0 or 0 in silent):
+        late = [
+            at["for"]
+            for rank, at in waiting.items()
+            if at["for"] >= at["after"] and rank not in silent
+        ]
+        if (
+            not late
+            or unknown
+            or max(late) < 2 * self._said_at
+            or not (self.rank == 0 or 0 in silent)
+        ):
             return
         self._said_at = max(late)
         self._say(line_about(signs, silent, self._whereabouts.describe))
 
 
-def line_about(signs: Signs, silent: set[int], describe: Callable[[int | None], str]) -> str:
-    """Return the line: those that wait, those that are elsewhere, and where ranks that share parameters went apart.
+def line_about(
+    signs: Signs, silent: set[int], describe: Callable[[int | None], str]
+) -> str:
+    """Return the line: those that wait, those that are elsewhere, and where ranks that
+    share parameters went apart.
 
     Args:
-        signs: of all ranks; "at" is what :meth:`Whereabouts.look` returned, where a rank stands still.
+        signs: of all ranks; "at" is what :meth:`Whereabouts.look` returned, where a
+            rank stands still.
         silent: ranks that give no sign of life.
     """
     waiting: dict[str, list[int]] = {}
@@ -306,7 +385,9 @@ def line_about(signs: Signs, silent: set[int], describe: Callable[[int | None], 
     for rank, state in signs.items():
         at, step = state.get("at"), f"step {state['step'] + 1}"
         if rank in silent:
-            elsewhere.setdefault("no sign of life: stopped, swapped out or lost", []).append(rank)
+            elsewhere.setdefault(
+                "no sign of life: stopped, swapped out or lost", []
+            ).append(rank)
         elif "left" in state:
             elsewhere.setdefault("ended in good order", []).append(rank)
         elif at is None:
@@ -317,27 +398,36 @@ def line_about(signs: Signs, silent: set[int], describe: Callable[[int | None], 
             seconds[where] = max(seconds.get(where, 0.0), at["for"])
     # In words.
     parts = [
-        f"{ranks_in_words(found)} {seconds[where]:.0f} s in {where}" for where, found in list(waiting.items())[:_NAMED]
+        f"{ranks_in_words(found)} {seconds[where]:.0f} s in {where}"
+        for where, found in list(waiting.items())[:_NAMED]
     ]
     line = f"waiting: {'; '.join(parts)}"
     if elsewhere:
-        others = [f"{ranks_in_words(found)}: {where}" for where, found in list(elsewhere.items())[:_NAMED]]
+        others = [
+            f"{ranks_in_words(found)}: {where}"
+            for where, found in list(elsewhere.items())[:_NAMED]
+        ]
         line += f" | elsewhere: {'; '.join(others)}"
-    apart = _apart({rank: state["at"] for rank, state in signs.items() if state.get("at")}, describe)
+    apart = _apart(
+        {rank: state["at"] for rank, state in signs.items() if state.get("at")},
+        describe,
+    )
     if apart:
         return f"{line} | went apart: {apart} ({HINT})"
     return f"{line} | {ALONE}" if len(waiting) > 1 else line
 
 
 def _apart(at: dict[int, dict[str, Any]], describe: Callable[[int | None], str]) -> str:
-    """Say where ranks with the same peers first issued different collectives; "" if none did. One that is only behind
-    has not gone apart."""
+    """Say where ranks with the same peers first issued different collectives; "" if
+    none did. One that is only behind has not gone apart."""
     by_peers: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for rank, shown in at.items():
         if "recent" in shown:
             by_peers.setdefault(tuple(shown["peers"]), {})[rank] = shown["recent"]
     for sequences in by_peers.values():
         shortest = min(map(len, sequences.values()))
-        if found := went_apart({rank: numbers[:shortest] for rank, numbers in sequences.items()}, describe):
+        if found := went_apart(
+            {rank: numbers[:shortest] for rank, numbers in sequences.items()}, describe
+        ):
             return found
     return ""

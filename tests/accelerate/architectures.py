@@ -1,6 +1,8 @@
-"""Architectures of Transformers that no other test names, tiny and at random, and a training of each on two ranks.
+"""Architectures of Transformers that no other test names, tiny and at random, and a
+training of each on two ranks.
 
-Numbers are float64; casts to float32 in the models are left out (:class:`tests.core.tensor_parallel.model_cases.Wide`).
+Numbers are float64; casts to float32 in the models are left out
+(:class:`tests.core.tensor_parallel.model_cases.Wide`).
 """
 
 from __future__ import annotations
@@ -27,27 +29,72 @@ MODES: dict[str, dict[str, Any]] = {
     "context": {"context_parallel_degree": 2, "shard_degree": 2},
 }
 
-_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-_WORDS: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_TEXT: dict[str, Any] = {**_SIZES, **_WORDS, "max_position_embeddings": 64, "use_cache": False}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+_WORDS: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TEXT: dict[str, Any] = {
+    **_SIZES,
+    **_WORDS,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+}
 _GROUPED = {**_TEXT, "num_key_value_heads": 2, "head_dim": 8}
-_MLA = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+_MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 _LATENT = {**_TEXT, **_MLA, "num_key_value_heads": 4, "head_dim": 4}
-_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+_EXPERTS = dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4
+)
 _EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
-_BOTH: dict[str, Any] = {"d_model": 32, "encoder_layers": 4, "decoder_layers": 4, "max_position_embeddings": 64}
-_BOTH |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+_BOTH: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "max_position_embeddings": 64,
+}
+_BOTH |= {
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 _BOTH |= {**_WORDS, "decoder_start_token_id": 1, "use_cache": False}
 _PICTURE = {**_SIZES, "image_size": 16, "patch_size": 4, "num_labels": LABELS}
-_WAVES = {**_SIZES, "num_labels": LABELS, "layerdrop": 0.0, "mask_time_prob": 0.0, "classifier_proj_size": 16}
-_WAVES |= {"conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (4, 4), "num_feat_extract_layers": 2}
+_WAVES = {
+    **_SIZES,
+    "num_labels": LABELS,
+    "layerdrop": 0.0,
+    "mask_time_prob": 0.0,
+    "classifier_proj_size": 16,
+}
+_WAVES |= {
+    "conv_dim": (16, 16),
+    "conv_stride": (4, 4),
+    "conv_kernel": (4, 4),
+    "num_feat_extract_layers": 2,
+}
 _WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One architecture: the model's class, its configuration's, and what a row of its batch is."""
+    """One architecture: the model's class, its configuration's, and what a row of its
+    batch is."""
 
     model: str
     config: str
@@ -64,7 +111,8 @@ def _encoder(name: str, **options: Any) -> Kind:
 
 
 KINDS: dict[str, Kind] = {
-    # Decoders: windows, capped scores, biases beside attention, several streams, convolutions, states.
+    # Decoders: windows, capped scores, biases beside attention, several streams,
+    # convolutions, states.
     "Exaone4": _decoder("Exaone4", {**_GROUPED, "sliding_window": 5, "sliding_window_pattern": 4}),
     "Cohere2": _decoder("Cohere2", {**_GROUPED, "sliding_window": 5}),
     "DiffLlama": _decoder("DiffLlama", _GROUPED),
@@ -178,7 +226,10 @@ KINDS: dict[str, Kind] = {
 
 
 def _row(
-    kind: str, number: int, words: Callable[[], torch.Tensor], noise: Callable[..., torch.Tensor]
+    kind: str,
+    number: int,
+    words: Callable[[], torch.Tensor],
+    noise: Callable[..., torch.Tensor],
 ) -> dict[str, Any]:
     tokens = words()
     picture = {"pixel_values": noise(3, 16, 16)}
@@ -203,14 +254,18 @@ def rows(name: str) -> list[dict[str, Any]]:
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    return [_row(KINDS[name].row, number, words, noise) for number in range(STEPS * SAMPLES)]
+    return [
+        _row(KINDS[name].row, number, words, noise) for number in range(STEPS * SAMPLES)
+    ]
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """The model with numbers at random in all of its parameters, and without dropout."""
+    """The model with numbers at random in all of its parameters, and without
+    dropout."""
     kind = KINDS[name]
     config = _without_dropout(getattr(transformers, kind.config)(**kind.options))
-    config._experts_implementation = "eager"  # products of groups are not there in float64
+    # Products of groups are not there in float64.
+    config._experts_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, kind.model)(config).double().train()
     for module in model.modules():
@@ -240,7 +295,10 @@ def alone(name: str, micro_batches: int) -> Training:
     seen, model = Training(), build(name)
     optimizer = optimizer_of(model)
     for number, batch in enumerate(DataLoader(rows(name), batch_size=SAMPLES)):
-        parts = [{key: value.chunk(micro_batches)[n] for key, value in batch.items()} for n in range(micro_batches)]
+        parts = [
+            {key: value.chunk(micro_batches)[n] for key, value in batch.items()}
+            for n in range(micro_batches)
+        ]
         total = 0.0
         for part in parts:
             with Wide():
@@ -258,7 +316,11 @@ def alone(name: str, micro_batches: int) -> Training:
 
 def _not_zero(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without those of parameters that nothing came of, which may as well be None."""
-    return {name: gradient for name, gradient in gradients.items() if gradient.count_nonzero()}
+    return {
+        name: gradient
+        for name, gradient in gradients.items()
+        if gradient.count_nonzero()
+    }
 
 
 def together(name: str, mode: str) -> Training:
@@ -288,8 +350,12 @@ def together(name: str, mode: str) -> Training:
         dist.all_reduce(mean)
         seen.losses.append(mean.item() / dist.get_world_size())
         seen.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-        gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        seen.gradients |= {f"{number} {name}": gradient for name, gradient in gradients.items()}
+        gradients = whole(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
+        seen.gradients |= {
+            f"{number} {name}": gradient for name, gradient in gradients.items()
+        }
         optimizer.step()
         optimizer.zero_grad()
     seen.weights = whole(dict(model.named_parameters()))
@@ -298,7 +364,8 @@ def together(name: str, mode: str) -> Training:
 
 
 def outcomes(runs: list[tuple[str, str]]) -> list[Training | str]:
-    """What each training came to, or the words in which it was refused before its first step."""
+    """What each training came to, or the words in which it was refused before its first
+    step."""
     found: list[Training | str] = []
     for name, mode in runs:
         try:

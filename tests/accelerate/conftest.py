@@ -1,4 +1,5 @@
-"""Every test of this folder finds Accelerate as a new process has it, whatever ran before: its state is in classes."""
+"""Every test of this folder finds Accelerate as a new process has it, whatever ran
+before: its state is in classes."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ def nothing_of_the_test_before() -> None:
 
 @pytest.fixture(autouse=True)
 def variables_as_before() -> Iterator[None]:
-    """TrainingArguments of Transformers 4.57 set ACCELERATE_MIXED_PRECISION for the rest of the process."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    """TrainingArguments of Transformers 4.57 set ACCELERATE_MIXED_PRECISION for the
+    rest of the process."""
+    before = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("ACCELERATE_")
+    }
     yield
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]

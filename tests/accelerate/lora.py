@@ -17,18 +17,28 @@ def adapted(seed: int = 0) -> Any:
     torch.manual_seed(0)
     base = make_model(0)
     torch.manual_seed(seed)
-    return get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True))
+    return get_peft_model(
+        base,
+        LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True),
+    )
 
 
 def split_adapter(knobs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """A bare loop's step on rows with other numbers of targets; loss over all ranks and the adapter's gradients."""
+    """A bare loop's step on rows with other numbers of targets; loss over all ranks and
+    the adapter's gradients."""
     accelerator = fresh_accelerator(**knobs)
     model = accelerator.prepare(adapted())
     ranks, degree = accelerator.num_processes, accelerator.context_degree
-    data = accelerator.prepare(DataLoader(make_dataset(8), batch_size=8 * degree // ranks))
+    data = accelerator.prepare(
+        DataLoader(make_dataset(8), batch_size=8 * degree // ranks)
+    )
     for batch in data:
         loss = model(**batch).loss
         accelerator.backward(loss)
     accelerator.parallel.window.close()
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.full_tensor()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return accelerator.reduce(loss.detach(), "mean").item(), gradients

@@ -39,12 +39,23 @@ def difference(ours: Any, theirs: Any, where: str = "") -> str | None:
         if ours.keys() != theirs.keys():
             return f"{where}: names {sorted(map(str, ours))} against {sorted(map(str, theirs))}"
         pairs = [(f"{where}/{name}", ours[name], theirs[name]) for name in theirs]
-        return next(filter(None, (difference(a, b, place) for place, a, b in pairs)), None)
+        return next(
+            filter(None, (difference(a, b, place) for place, a, b in pairs)), None
+        )
     if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
         if len(ours) != len(theirs):
-            return f"{where}: {len(ours)} against {len(theirs)}: {ours} against {theirs}"[:2000]
-        pairs = [(f"{where}/{place}", a, b) for place, (a, b) in enumerate(zip(ours, theirs, strict=True))]
-        return next(filter(None, (difference(a, b, place) for place, a, b in pairs)), None)
+            return (
+                f"{where}: {len(ours)} against {len(theirs)}: {ours} against {theirs}"[
+                    :2000
+                ]
+            )
+        pairs = [
+            (f"{where}/{place}", a, b)
+            for place, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        ]
+        return next(
+            filter(None, (difference(a, b, place) for place, a, b in pairs)), None
+        )
     if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
         if ours.shape != theirs.shape:
             return f"{where}: shapes {tuple(ours.shape)} against {tuple(theirs.shape)}"
@@ -53,16 +64,21 @@ def difference(ours: Any, theirs: Any, where: str = "") -> str | None:
             return None
         return f"{where}: off by {(a - b).abs().max().item()}"
     if isinstance(theirs, (int, float)) and isinstance(ours, (int, float)):
-        tolerance = LOGGED_TOLERANCE if where.rpartition("/")[2] in LOGGED else TOLERANCE
+        tolerance = (
+            LOGGED_TOLERANCE if where.rpartition("/")[2] in LOGGED else TOLERANCE
+        )
         same = (
-            ours == theirs or abs(ours - theirs) <= tolerance * (1 + abs(theirs)) or (ours != ours and theirs != theirs)
+            ours == theirs
+            or abs(ours - theirs) <= tolerance * (1 + abs(theirs))
+            or (ours != ours and theirs != theirs)
         )
         return None if same else f"{where}: {ours} against {theirs}"
     return None if ours == theirs else f"{where}: {ours} against {theirs}"
 
 
 def problem(program: Program, ours: Sequence[Found], theirs: Found) -> str | None:
-    """What is wrong with what the ranks found; "refused" if they refused the program in words."""
+    """What is wrong with what the ranks found; "refused" if they refused the program in
+    words."""
     words = [each for each in ours if isinstance(each, str)]
     if words and (len(words) < len(ours) or not isinstance(theirs, str)):
         last = words[0].strip().splitlines()
@@ -89,14 +105,25 @@ def problem(program: Program, ours: Sequence[Found], theirs: Found) -> str | Non
 
 
 def _without_padding(found: Any) -> Any:
-    """Trainer's count of operations counts padded tokens, of which a longer batch has more."""
+    """Trainer's count of operations counts padded tokens, of which a longer batch has
+    more."""
     if isinstance(found, dict):
-        return {name: _without_padding(value) for name, value in found.items() if name not in ("flos", "total_flos")}
-    return [_without_padding(each) for each in found] if isinstance(found, list) else found
+        return {
+            name: _without_padding(value)
+            for name, value in found.items()
+            if name not in ("flos", "total_flos")
+        }
+    return (
+        [_without_padding(each) for each in found] if isinstance(found, list) else found
+    )
 
 
 def _by_ranks(
-    programs: Sequence[Program], ranks_of: Callable[[Program], int], folder: Path, how: str, resume: bool
+    programs: Sequence[Program],
+    ranks_of: Callable[[Program], int],
+    folder: Path,
+    how: str,
+    resume: bool,
 ) -> dict[int, list[Found]]:
     """What each rank found, by seed."""
     found: dict[int, list[Found]] = {}
@@ -105,24 +132,35 @@ def _by_ranks(
         if not some:
             continue
         limit = 120.0 + 40 * len(some)
-        of_ranks = run_ranks(play_all, world, some, folder, how, resume, ranks_per_node=2, timeout=limit)
+        of_ranks = run_ranks(
+            play_all, world, some, folder, how, resume, ranks_per_node=2, timeout=limit
+        )
         for number, program in enumerate(some):
             found[program["seed"]] = [each[number] for each in of_ranks]
     return found
 
 
-def _expected(programs: Sequence[Program], folder: Path, resume: bool) -> dict[int, Found]:
-    """What stock Trainer finds: in one process, or on the ranks that read different samples."""
+def _expected(
+    programs: Sequence[Program], folder: Path, resume: bool
+) -> dict[int, Found]:
+    """What stock Trainer finds: in one process, or on the ranks that read different
+    samples."""
 
     def readers(program: Program) -> int:
         if program["by"] == "one process":
             return 1
         return program["resume"]["world"] if resume else samples_ranks(program)
 
-    found = {seed: each[0] for seed, each in _by_ranks(programs, readers, folder, "stock", resume).items()}
+    found = {
+        seed: each[0]
+        for seed, each in _by_ranks(programs, readers, folder, "stock", resume).items()
+    }
     alone = [program for program in programs if readers(program) == 1]
     found |= {
-        program["seed"]: one for program, one in zip(alone, play_all(alone, folder, "alone", resume), strict=True)
+        program["seed"]: one
+        for program, one in zip(
+            alone, play_all(alone, folder, "alone", resume), strict=True
+        )
     }
     return found
 
@@ -133,7 +171,10 @@ def problems(programs: Sequence[Program], folder: Path) -> dict[int, str | None]
     expected = _expected(programs, theirs_in, False)
     ours = _by_ranks(programs, lambda program: program["world"], ours_in, "smp", False)
     found = {
-        program["seed"]: problem(program, ours[program["seed"]], expected[program["seed"]]) for program in programs
+        program["seed"]: problem(
+            program, ours[program["seed"]], expected[program["seed"]]
+        )
+        for program in programs
     }
     # Resumptions of those that are right, on another layout.
     resumed = []
@@ -153,17 +194,25 @@ def problems(programs: Sequence[Program], folder: Path) -> dict[int, str | None]
         resumed.append(program)
     if resumed:
         expected = _expected(resumed, theirs_in, True)
-        ours = _by_ranks(resumed, lambda program: program["resume"]["world"], ours_in, "smp", True)
+        ours = _by_ranks(
+            resumed, lambda program: program["resume"]["world"], ours_in, "smp", True
+        )
         for program in resumed:
             wrong = problem(program, ours[program["seed"]], expected[program["seed"]])
-            found[program["seed"]] = wrong if wrong in (None, "refused") else f"resumed, {wrong}"
+            found[program["seed"]] = (
+                wrong if wrong in (None, "refused") else f"resumed, {wrong}"
+            )
     return found
 
 
 def loop_problems(drawn: Sequence[loops.Loop], folder: Path) -> dict[int, str | None]:
     """What is wrong with each bare loop, by seed; "refused"; None."""
     theirs = dict(
-        zip((loop["seed"] for loop in drawn), loops.play_all(list(drawn), folder / "alone", True), strict=True)
+        zip(
+            (loop["seed"] for loop in drawn),
+            loops.play_all(list(drawn), folder / "alone", True),
+            strict=True,
+        )
     )
     found: dict[int, str | None] = {}
     for loop, ours in _loops_by_ranks(drawn, lambda loop: loop["world"], folder, False):
@@ -171,24 +220,45 @@ def loop_problems(drawn: Sequence[loops.Loop], folder: Path) -> dict[int, str | 
     resumed = []
     for loop in drawn:
         one = theirs[loop["seed"]]
-        if loop["resume"] is not None and found[loop["seed"]] is None and isinstance(one, dict) and "saved in" in one:
+        if (
+            loop["resume"] is not None
+            and found[loop["seed"]] is None
+            and isinstance(one, dict)
+            and "saved in" in one
+        ):
             resumed.append(loop)
-    for loop, ours in _loops_by_ranks(resumed, lambda loop: loop["resume"]["world"], folder, True):
+    for loop, ours in _loops_by_ranks(
+        resumed, lambda loop: loop["resume"]["world"], folder, True
+    ):
         one = theirs[loop["seed"]]
         assert isinstance(one, dict)
         wrong = _loop_problem(loop, ours, _rest(one, ours[0]))
-        found[loop["seed"]] = wrong if wrong in (None, "refused") else f"resumed, {wrong}"
+        found[loop["seed"]] = (
+            wrong if wrong in (None, "refused") else f"resumed, {wrong}"
+        )
     return found
 
 
-def _loops_by_ranks(drawn: Sequence[loops.Loop], ranks_of: Callable[..., int], folder: Path, resume: bool) -> Any:
+def _loops_by_ranks(
+    drawn: Sequence[loops.Loop],
+    ranks_of: Callable[..., int],
+    folder: Path,
+    resume: bool,
+) -> Any:
     for world in (2, 4):
         some = [loop for loop in drawn if ranks_of(loop) == world]
         if not some:
             continue
         limit = 120.0 + 20 * len(some)
         of_ranks = run_ranks(
-            loops.play_all, world, some, folder / "ranks", False, resume, ranks_per_node=2, timeout=limit
+            loops.play_all,
+            world,
+            some,
+            folder / "ranks",
+            False,
+            resume,
+            ranks_per_node=2,
+            timeout=limit,
         )
         for number, loop in enumerate(some):
             yield loop, [each[number] for each in of_ranks]
@@ -216,15 +286,23 @@ def _rest(theirs: dict[str, Any], ours: Found) -> dict[str, Any]:
     for name, value in theirs.items():
         if name == "saved in":
             continue
-        is_series = isinstance(value, list) and name not in ("weights", "states", "files")
+        is_series = isinstance(value, list) and name not in (
+            "weights",
+            "states",
+            "files",
+        )
         if is_series and name not in ours:
             continue  # nothing was left to train
-        rest[name] = value[len(value) - len(ours.get(name, [])) :] if is_series else value
+        rest[name] = (
+            value[len(value) - len(ours.get(name, [])) :] if is_series else value
+        )
     return rest
 
 
 def report(found: dict[int, str | None], programs: Sequence[Program]) -> str:
     """The programs that are wrong, with what is wrong about them."""
     by_seed = {program["seed"]: program for program in programs}
-    wrong = {seed: each for seed, each in found.items() if each not in (None, "refused")}
+    wrong = {
+        seed: each for seed, each in found.items() if each not in (None, "refused")
+    }
     return "\n\n".join(f"{each}\n{by_seed[seed]}" for seed, each in wrong.items())

@@ -1,4 +1,5 @@
-"""What random programs of Trainer are made of: tiny models, data sets, collators, callbacks and overridden methods."""
+"""What random programs of Trainer are made of: tiny models, data sets, collators,
+callbacks and overridden methods."""
 
 from __future__ import annotations
 
@@ -32,8 +33,18 @@ MORE_KNOBS: list[dict[str, Any]] = [
 
 # Models
 
-_TEXT: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TEXT: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
@@ -50,13 +61,31 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": (
         "BertForSequenceClassification",
         "BertConfig",
-        {**_TEXT, **_SIZES, **_NO_DROPOUT, "num_labels": CLASSES, "max_position_embeddings": 32},
+        {
+            **_TEXT,
+            **_SIZES,
+            **_NO_DROPOUT,
+            "num_labels": CLASSES,
+            "max_position_embeddings": 32,
+        },
     ),
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
-        {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2},
+        {
+            "vocab_size": WORDS,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_heads": 2,
+        }
+        | {
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+        },
     ),
 }
 DECODERS = ("gpt2", "llama")
@@ -72,7 +101,8 @@ class Answer(ModelOutput):
 
 
 class Own(nn.Module):
-    """A perceptron with tied layers, a scalar and a frozen weight, that returns its loss in one of several ways."""
+    """A perceptron with tied layers, a scalar and a frozen weight, that returns its
+    loss in one of several ways."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -104,9 +134,12 @@ class Own(nn.Module):
 
 
 class Counting(Own):
-    """An own model that takes the number of items of the whole step, as Transformers' language models do."""
+    """An own model that takes the number of items of the whole step, as Transformers'
+    language models do."""
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
         return self.answer(x, labels, kwargs.get("num_items_in_batch"))
 
 
@@ -123,14 +156,17 @@ def make_model(kind: str, seed: int) -> nn.Module:
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.2)
     if kind == "t5":
-        model.accepts_loss_kwargs = False  # its loss is a mean over a rank's own targets
+        # Its loss is a mean over a rank's own targets.
+        model.accepts_loss_kwargs = False
     return model
 
 
 def with_lora(model: Any) -> nn.Module:
     """Adapters in float64, of which both matrices matter."""
     targets = ["c_attn"] if hasattr(model, "transformer") else ["q_proj", "v_proj"]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0)).double()
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0)
+    ).double()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -141,8 +177,11 @@ def with_lora(model: Any) -> nn.Module:
 # Data
 
 
-def make_rows(kind: str, samples: int, lengths: str, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Samples; some targets of language models are left out, so that ranks hold different numbers of them."""
+def make_rows(
+    kind: str, samples: int, lengths: str, seed: int
+) -> list[dict[str, torch.Tensor]]:
+    """Samples; some targets of language models are left out, so that ranks hold
+    different numbers of them."""
     draw = torch.Generator().manual_seed(seed)
     rows = []
     for number in range(samples):
@@ -150,7 +189,11 @@ def make_rows(kind: str, samples: int, lengths: str, seed: int) -> list[dict[str
             x = torch.randn(FEATURES, generator=draw, dtype=torch.float64)
             rows.append({"x": x, "labels": torch.randint(CLASSES, (), generator=draw)})
             continue
-        length = LENGTH if lengths == "fixed" else int(torch.randint(3, LENGTH + 1, (), generator=draw))
+        length = (
+            LENGTH
+            if lengths == "fixed"
+            else int(torch.randint(3, LENGTH + 1, (), generator=draw))
+        )
         tokens = torch.randint(3, WORDS, (length,), generator=draw)
         row = {"input_ids": tokens}
         if lengths != "fixed":
@@ -165,7 +208,8 @@ def make_rows(kind: str, samples: int, lengths: str, seed: int) -> list[dict[str
 
 
 class Stream(IterableDataset):
-    """Samples without a length; ``extra`` of the first ones follow, with which ranks would fill a last batch."""
+    """Samples without a length; ``extra`` of the first ones follow, with which ranks
+    would fill a last batch."""
 
     def __init__(self, rows: list[dict[str, torch.Tensor]], extra: int = 0) -> None:
         self.rows, self.extra = rows, extra
@@ -178,7 +222,9 @@ class Stream(IterableDataset):
 def as_arrow(rows: list[dict[str, torch.Tensor]]) -> Any:
     """A data set of Hugging Face's, with a column that no model takes."""
     columns = {name: [row[name].tolist() for row in rows] for name in rows[0]}
-    return datasets.Dataset.from_dict({**columns, "source": ["a"] * len(rows)}).with_format("torch")
+    return datasets.Dataset.from_dict(
+        {**columns, "source": ["a"] * len(rows)}
+    ).with_format("torch")
 
 
 def padding(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -188,7 +234,9 @@ def padding(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         values = [row[name] for row in rows]
         fill = -100 if name == "labels" else 0
         if values[0].ndim:
-            batch[name] = nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
+            batch[name] = nn.utils.rnn.pad_sequence(
+                values, batch_first=True, padding_value=fill
+            )
         else:
             batch[name] = torch.stack(values)
     return batch
@@ -242,7 +290,8 @@ class Aging(list):  # type: ignore[type-arg]
 
 
 class Filled(BatchSampler):
-    """Batches of one process of which the last is filled from the first, as Accelerate fills those of several."""
+    """Batches of one process of which the last is filled from the first, as Accelerate
+    fills those of several."""
 
     def __iter__(self) -> Iterator[list[int]]:
         first: list[int] = []
@@ -254,7 +303,10 @@ class Filled(BatchSampler):
 
 
 def filled(loader: DataLoader) -> DataLoader:
-    if type(loader.batch_sampler) is BatchSampler and not loader.batch_sampler.drop_last:
+    if (
+        type(loader.batch_sampler) is BatchSampler
+        and not loader.batch_sampler.drop_last
+    ):
         loader.batch_sampler.__class__ = Filled
     return loader
 
@@ -268,16 +320,24 @@ class Metrics:
     def __init__(self, by_batch: bool) -> None:
         self.by_batch, self.seen = by_batch, []
 
-    def __call__(self, prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
-        logits, labels = (_arrays(part) for part in (prediction.predictions, prediction.label_ids))
+    def __call__(
+        self, prediction: EvalPrediction, compute_result: bool = True
+    ) -> dict[str, float]:
+        logits, labels = (
+            _arrays(part) for part in (prediction.predictions, prediction.label_ids)
+        )
         kept = [_without_padding(*pair) for pair in zip(logits, labels, strict=True)]
         found = {
             "rows": sum(len(part) for part in labels),
             "logits": sum(float(part.sum()) for part in kept),
             "targets": sum(int((part != -100).sum()) for part in labels),
         }
-        if prediction.inputs is not None and not self.by_batch:  # by batch they are this rank's, also in stock Trainer
-            found["inputs"] = sum(float(np.where(part == -100, 0, part).sum()) for part in _arrays(prediction.inputs))
+        # By batch they are this rank's, also in stock Trainer.
+        if prediction.inputs is not None and not self.by_batch:
+            found["inputs"] = sum(
+                float(np.where(part == -100, 0, part).sum())
+                for part in _arrays(prediction.inputs)
+            )
         self.seen.append(found)
         if not self.by_batch:
             self.seen = []
@@ -285,21 +345,28 @@ class Metrics:
         if not compute_result:
             return {}
         seen, self.seen = self.seen, []
-        return {name: sum(each[name] for each in seen) for name in found} | {"batches": len(seen)}
+        return {name: sum(each[name] for each in seen) for name in found} | {
+            "batches": len(seen)
+        }
 
 
 def _without_padding(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Zero logits of tokens without a label, and what Trainer fills up with."""
     if logits.shape[: labels.ndim] == labels.shape:
-        of_label = (labels == -100).reshape(labels.shape + (1,) * (logits.ndim - labels.ndim))
+        of_label = (labels == -100).reshape(
+            labels.shape + (1,) * (logits.ndim - labels.ndim)
+        )
         logits = np.where(of_label, 0, logits)
     return np.where(logits == -100, 0, logits)
 
 
 def _arrays(values: Any) -> list[np.ndarray]:
-    """The first of several outputs, as arrays; not concatenated ones are several of them."""
+    """The first of several outputs, as arrays; not concatenated ones are several of
+    them."""
     values = values[0] if isinstance(values, tuple) else values
-    return [np.asarray(part) for part in (values if isinstance(values, list) else [values])]
+    return [
+        np.asarray(part) for part in (values if isinstance(values, list) else [values])
+    ]
 
 
 def largest(logits: Any, labels: Any) -> torch.Tensor:
@@ -351,7 +418,15 @@ class Writes(TrainerCallback):
 
 
 class WeightNorms(Writes):
-    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        logs: Any = None,
+        **_: Any,
+    ) -> None:
         squares = sum(float(whole(p).square().sum()) for p in model.parameters())
         self.recorder.note("weight norm", squares**0.5)
 
@@ -359,10 +434,16 @@ class WeightNorms(Writes):
 class PlainNorms(Writes):
     """Norms as a script for one process takes them."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.recorder.note("plain norm", sum(p.norm().item() ** 2 for p in model.parameters()) ** 0.5)
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        self.recorder.note(
+            "plain norm", sum(p.norm().item() ** 2 for p in model.parameters()) ** 0.5
+        )
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         norms = [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
         self.recorder.note("gradient norm", sum(norm**2 for norm in norms) ** 0.5)
 
@@ -388,7 +469,9 @@ class StopsTraining(Writes):
 
 
 class Rates(Writes):
-    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
+    ) -> None:
         if state.global_step == 2:
             for group in optimizer.param_groups:
                 group["weight_decay"] = 0.3
@@ -399,13 +482,17 @@ class Halves(Writes):
     """Writes into weights, as a projection after each step does."""
 
     @torch.no_grad()
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         for parameter in model.parameters():
             parameter.clamp_(-0.3, 0.3)
 
 
 class Generates(Writes):
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         was_training = model.training
         model.eval()
         with torch.no_grad():
@@ -439,8 +526,12 @@ def _logits_of(outputs: Any) -> torch.Tensor:
 
 def two_losses(base: type) -> type:
     class TwoLosses(base):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+        ) -> Any:
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, **kwargs
+            )
             loss = loss + 0.01 * _logits_of(outputs).square().mean()
             return (loss, outputs) if return_outputs else loss
 
@@ -451,7 +542,9 @@ def plain_loss(base: type) -> type:
     class PlainLoss(base):
         """The model's own loss, without the number of items."""
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
             outputs = model(**inputs)
             loss = _loss_of(outputs)
             return (loss, outputs) if return_outputs else loss
@@ -464,7 +557,11 @@ def own_sum(base: type) -> type:
         """A loss of the user's own, over all items of the step on all ranks."""
 
         def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            self,
+            model: Any,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
         ) -> Any:
             labels = inputs["labels"]
             outputs = model(**inputs)
@@ -485,9 +582,18 @@ def groups(base: type) -> type:
     class Groups(base):
         def create_optimizer(self, *_: Any, **__: Any) -> Any:
             if self.optimizer is None:
-                weights = [p for p in self.model.parameters() if p.ndim > 1 and p.requires_grad]
-                others = [p for p in self.model.parameters() if p.ndim <= 1 and p.requires_grad]
-                settings = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}]
+                weights = [
+                    p for p in self.model.parameters() if p.ndim > 1 and p.requires_grad
+                ]
+                others = [
+                    p
+                    for p in self.model.parameters()
+                    if p.ndim <= 1 and p.requires_grad
+                ]
+                settings = [
+                    {"params": weights, "weight_decay": 0.1},
+                    {"params": others, "lr": 1e-3},
+                ]
                 self.optimizer = torch.optim.AdamW(settings, lr=self.args.learning_rate)
             return self.optimizer
 
@@ -533,7 +639,9 @@ def own_loader(base: type) -> type:
 
 def own_schedule(base: type) -> type:
     class OwnSchedule(base):
-        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        def create_scheduler(
+            self, num_training_steps: int, optimizer: Any = None
+        ) -> Any:
             if self.lr_scheduler is None:
                 stepped = self.optimizer if optimizer is None else optimizer
                 self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -545,8 +653,11 @@ def own_schedule(base: type) -> type:
     return OwnSchedule
 
 
-def per_item(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A ``compute_loss_func``: a sum over this rank's items, divided by those of the whole step."""
+def per_item(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """A ``compute_loss_func``: a sum over this rank's items, divided by those of the
+    whole step."""
     logits = _logits_of(outputs)
     if logits.ndim == 3:
         logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()

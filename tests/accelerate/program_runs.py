@@ -1,5 +1,6 @@
-"""Random programs of transformers' Trainer, played by SmpTrainer on ranks, by the stock Trainer in one process that
-sees the same global batches, or by the stock Trainer on ranks (DDP)."""
+"""Random programs of transformers' Trainer, played by SmpTrainer on ranks, by the stock
+Trainer in one process that sees the same global batches, or by the stock Trainer on
+ranks (DDP)."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def reset() -> None:
 
 
 class _Alone:
-    """In front of the stock Trainer in one process: its last batch is filled as on several that read."""
+    """In front of the stock Trainer in one process: its last batch is filled as on
+    several that read."""
 
     fills: bool
 
@@ -66,8 +68,8 @@ class _Alone:
 
 
 class _OnRanks:
-    """In front of the stock Trainer on ranks: the loss of a training, to which it adds this rank's losses of the steps
-    after the last logged one, is that of all."""
+    """In front of the stock Trainer on ranks: the loss of a training, to which it adds
+    this rank's losses of the steps after the last logged one, is that of all."""
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "train_loss" in logs:
@@ -82,7 +84,8 @@ class _OnRanks:
 
 
 def trainer_class(program: Program, how: str, readers: int) -> type:
-    """``how``: "smp", "stock" (on ranks) or "alone"; ``readers``: the ranks that read different samples."""
+    """``how``: "smp", "stock" (on ranks) or "alone"; ``readers``: the ranks that read
+    different samples."""
     bases: dict[str, tuple[type, ...]] = {
         "smp": (SmpTrainer,),
         "stock": (_OnRanks, Trainer),
@@ -100,10 +103,15 @@ def trainer_class(program: Program, how: str, readers: int) -> type:
     return kind
 
 
-def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any], world: int) -> Trainer:
-    """``how``: as of :func:`trainer_class`; ``world``: ours, also for the stock Trainer."""
+def make_trainer(
+    program: Program, folder: Path, how: str, knobs: dict[str, Any], world: int
+) -> Trainer:
+    """``how``: as of :func:`trainer_class`; ``world``: ours, also for the stock
+    Trainer."""
     readers = samples_ranks({"knobs": knobs}, world)
-    is_whole = how == "alone" or program["accelerator_config"].get("split_batches", False)
+    is_whole = how == "alone" or program["accelerator_config"].get(
+        "split_batches", False
+    )
     batch = program["batch"] if is_whole else program["batch"] // readers
     arguments = dict(program["arguments"])
     if program["data"] in ("group_by_length", "sequential", "batch_rebalance"):
@@ -125,14 +133,24 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
         eval_use_gather_object="inputs by object" in program["extras"],
         **arguments,
     )
-    rows = make_rows(program["model"], program["samples"], program["lengths"], program["seed"])
+    rows = make_rows(
+        program["model"], program["samples"], program["lengths"], program["seed"]
+    )
     extra = 0
     if how == "alone" and 1 < readers < world and not args.dataloader_drop_last:
-        extra = -len(rows) % program["batch"]  # ranks that share a batch read the stream, and fill its last one
+        # Ranks that share a batch read the stream, and fill its last one.
+        extra = -len(rows) % program["batch"]
     evals = {}
     for name, samples in zip("ab", program["eval_samples"], strict=False):
-        evaluated = make_rows(program["model"], samples, program["lengths"], program["seed"] + 100 + samples)
-        evals[name] = Stream(evaluated) if program["eval_data"] == "stream" else evaluated
+        evaluated = make_rows(
+            program["model"],
+            samples,
+            program["lengths"],
+            program["seed"] + 100 + samples,
+        )
+        evals[name] = (
+            Stream(evaluated) if program["eval_data"] == "stream" else evaluated
+        )
     data: Any = Stream(rows, extra) if program["data"] == "stream" else rows
     if program["data"] == "arrow":
         data = as_arrow(rows)
@@ -140,8 +158,13 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
     tokens = torch.arange(3, 9).remainder(WORDS).view(2, 3)
     callbacks: list[Any] = [recorder]
     for name in program["callbacks"]:
-        callbacks.append(EarlyStoppingCallback(1) if name == "early stopping" else CALLBACKS[name](recorder, tokens))
-    # The first rank's weights are everyone's. What Trainer calls again seeds the order of samples too.
+        callbacks.append(
+            EarlyStoppingCallback(1)
+            if name == "early stopping"
+            else CALLBACKS[name](recorder, tokens)
+        )
+    # The first rank's weights are everyone's. What Trainer calls again seeds the order
+    # of samples too.
     is_apart = how == "smp" and "model init" not in program["extras"]
     seed = program["seed"] + (dist.get_rank() if is_apart else 0)
     options: dict[str, Any] = {"smp_config": knobs} if how == "smp" else {}
@@ -151,14 +174,21 @@ def make_trainer(program: Program, folder: Path, how: str, knobs: dict[str, Any]
         if program["model"] in FAMILIES:
             wide_when_computed_again(made)
         if "frozen" in program["extras"]:
-            next(parameter for parameter in made.parameters() if parameter.ndim > 1).requires_grad_(False)
+            next(
+                parameter for parameter in made.parameters() if parameter.ndim > 1
+            ).requires_grad_(False)
         return with_lora(made) if "lora" in program["extras"] else made
 
     model = None if "model init" in program["extras"] else make()
     if "given optimizer" in program["extras"]:
         assert model is not None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)
-        options["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=args.learning_rate, weight_decay=0.1
+        )
+        options["optimizers"] = (
+            optimizer,
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+        )
     if "loss function" in program["extras"]:
         options["compute_loss_func"] = per_item
     kind = trainer_class(program, how, readers)
@@ -187,13 +217,19 @@ def _metrics(program: Program, args: TrainingArguments) -> Any:
     return lambda prediction: metrics(prediction)
 
 
-def play(program: Program, folder: Path, how: str, resume: bool = False) -> dict[str, Any]:
-    """Run the script of the program, or its resumption from a checkpoint in ``folder``; what a user sees of it."""
+def play(
+    program: Program, folder: Path, how: str, resume: bool = False
+) -> dict[str, Any]:
+    """Run the script of the program, or its resumption from a checkpoint in ``folder``;
+    what a user sees of it."""
     knobs, world = program["knobs"], program["world"]
     if resume:
         knobs, world = program["resume"]["knobs"], program["resume"]["world"]
         program = {**program, "script": ["resume"]}
-        program["arguments"] = {**program["arguments"], "ignore_data_skip": program["resume"]["ignore_data_skip"]}
+        program["arguments"] = {
+            **program["arguments"],
+            "ignore_data_skip": program["resume"]["ignore_data_skip"],
+        }
     reset()
     trainer = make_trainer(program, folder, how, knobs, world)
     found: dict[str, Any] = {"calls": []}
@@ -204,7 +240,9 @@ def play(program: Program, folder: Path, how: str, resume: bool = False) -> dict
     found["log"] = [_timeless(entry) for entry in trainer.state.log_history]
     found["events"] = trainer.recorder.events
     found["numbers"] = trainer.recorder.numbers
-    found["weights"] = {name: value.clone() for name, value in whole_weights(trainer.model).items()}
+    found["weights"] = {
+        name: value.clone() for name, value in whole_weights(trainer.model).items()
+    }
     found["files"] = _files(trainer, program, folder)
     found["arguments"] = {"accumulation": trainer.args.gradient_accumulation_steps}
     return found
@@ -215,15 +253,29 @@ def _call(trainer: Trainer, program: Program, call: str, folder: Path) -> Any:
     if call == "evaluate":
         return _timeless(trainer.evaluate())
     if call == "evaluate two":
-        more = {name: make_rows(program["model"], 8, program["lengths"], seed) for name, seed in (("c", 5), ("d", 6))}
+        more = {
+            name: make_rows(program["model"], 8, program["lengths"], seed)
+            for name, seed in (("c", 5), ("d", 6))
+        }
         return _timeless(trainer.evaluate(more, metric_key_prefix="own"))
     if call == "predict":
         samples = program["eval_samples"][0]
-        rows = make_rows(program["model"], samples, program["lengths"], program["seed"] + 55)
+        rows = make_rows(
+            program["model"], samples, program["lengths"], program["seed"] + 55
+        )
         if "unlabelled" in program["extras"]:
-            rows = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
-        predicted = trainer.predict(Stream(rows) if program["eval_data"] == "stream" else rows)
-        return [_tensors(predicted.predictions), _tensors(predicted.label_ids), _timeless(predicted.metrics)]
+            rows = [
+                {name: value for name, value in row.items() if name != "labels"}
+                for row in rows
+            ]
+        predicted = trainer.predict(
+            Stream(rows) if program["eval_data"] == "stream" else rows
+        )
+        return [
+            _tensors(predicted.predictions),
+            _tensors(predicted.label_ids),
+            _timeless(predicted.metrics),
+        ]
     if call == "save":
         trainer.save_model(str(folder / "final"))
         return None
@@ -232,13 +284,25 @@ def _call(trainer: Trainer, program: Program, call: str, folder: Path) -> Any:
         checkpoint = True
     elif call == "resume":
         saved = _checkpoints(folder)
-        checkpoint = str(saved[{"first": 0, "middle": len(saved) // 2, "last": -1}[program["resume"]["which"]]])
+        checkpoint = str(
+            saved[
+                {"first": 0, "middle": len(saved) // 2, "last": -1}[
+                    program["resume"]["which"]
+                ]
+            ]
+        )
     output = trainer.train(resume_from_checkpoint=checkpoint)
-    return [output.global_step, {"train_loss": output.training_loss}, _timeless(output.metrics)]
+    return [
+        output.global_step,
+        {"train_loss": output.training_loss},
+        _timeless(output.metrics),
+    ]
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return sorted(
+        folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])
+    )
 
 
 def _tensors(value: Any) -> Any:
@@ -251,7 +315,11 @@ _TIMES = ("runtime", "per_second", "preparation_time")
 
 
 def _timeless(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not any(word in name for word in _TIMES)}
+    return {
+        name: value
+        for name, value in entry.items()
+        if not any(word in name for word in _TIMES)
+    }
 
 
 def _state(state: TrainerState) -> dict[str, Any]:
@@ -269,7 +337,8 @@ def _state(state: TrainerState) -> dict[str, Any]:
 
 
 def _files(trainer: Trainer, program: Program, folder: Path) -> dict[str, Any]:
-    """What plain Transformers loads from the checkpoints that are left, on the first rank."""
+    """What plain Transformers loads from the checkpoints that are left, on the first
+    rank."""
     trainer.accelerator.wait_for_everyone()
     if not trainer.is_world_process_zero():
         return {}
@@ -278,7 +347,9 @@ def _files(trainer: Trainer, program: Program, folder: Path) -> dict[str, Any]:
         if not path.is_dir():
             continue
         if "lora" in program["extras"]:
-            found[path.name] = {"weights": load_file(path / "adapter_model.safetensors")}
+            found[path.name] = {
+                "weights": load_file(path / "adapter_model.safetensors")
+            }
         elif program["model"] in FAMILIES:
             kind = type(make_model(program["model"], 0))
             loaded: nn.Module = kind.from_pretrained(path, dtype=torch.float64)
@@ -286,12 +357,17 @@ def _files(trainer: Trainer, program: Program, folder: Path) -> dict[str, Any]:
         else:
             found[path.name] = {"weights": load_file(path / "model.safetensors")}
         if (path / "trainer_state.json").exists():
-            found[path.name]["state"] = _state(TrainerState.load_from_json(str(path / "trainer_state.json")))
+            found[path.name]["state"] = _state(
+                TrainerState.load_from_json(str(path / "trainer_state.json"))
+            )
     return found
 
 
-def play_all(programs: list[Program], folder: Path, how: str, resume: bool = False) -> list[dict[str, Any] | str]:
-    """Play several, each in a folder of its own; an error becomes its words. On ranks these raise together or not."""
+def play_all(
+    programs: list[Program], folder: Path, how: str, resume: bool = False
+) -> list[dict[str, Any] | str]:
+    """Play several, each in a folder of its own; an error becomes its words. On ranks
+    these raise together or not."""
     warnings.filterwarnings("ignore")
     found: list[dict[str, Any] | str] = []
     for program in programs:

@@ -1,4 +1,5 @@
-"""The bare loop of the tests in this folder: under SmpAccelerator on ranks of the pool, and in plain torch alone."""
+"""The bare loop of the tests in this folder: under SmpAccelerator on ranks of the pool,
+and in plain torch alone."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ STEPS, SAMPLES, MAX_NORM = 4, 8, 0.1
 
 
 def fresh_accelerator(**arguments: Any) -> SmpAccelerator:
-    """Accelerate keeps its state in class attributes; the ranks of the pool live from case to case."""
+    """Accelerate keeps its state in class attributes; the ranks of the pool live from
+    case to case."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     return SmpAccelerator(**arguments)
@@ -25,7 +27,9 @@ def fresh_accelerator(**arguments: Any) -> SmpAccelerator:
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        name: (value.full_tensor() if isinstance(value, DTensor) else value)
+        .detach()
+        .clone()
         for name, value in model.state_dict().items()
     }
 
@@ -33,8 +37,12 @@ def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def make_optimizer(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2
+    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.9**step
+    )
 
 
 def make_loader(steps: int, micro_batches: int, batch_size: int) -> DataLoader:
@@ -42,7 +50,9 @@ def make_loader(steps: int, micro_batches: int, batch_size: int) -> DataLoader:
     return DataLoader([{"tokens": sample} for sample in tokens], batch_size=batch_size)
 
 
-def train_alone(dtype: torch.dtype, micro_batches: int, steps: int = STEPS) -> Trajectory:
+def train_alone(
+    dtype: torch.dtype, micro_batches: int, steps: int = STEPS
+) -> Trajectory:
     """One process, whole global batches, plain torch."""
     torch.manual_seed(0)
     model = TroubledModel().to(dtype)
@@ -65,8 +75,14 @@ def train_alone(dtype: torch.dtype, micro_batches: int, steps: int = STEPS) -> T
     return seen
 
 
-def prepared(dtype: torch.dtype, micro_batches: int, steps: int = STEPS, **arguments: Any) -> tuple[Any, ...]:
-    arguments = {"gradient_accumulation_steps": micro_batches, "schedule_in_optimizer_steps": True, **arguments}
+def prepared(
+    dtype: torch.dtype, micro_batches: int, steps: int = STEPS, **arguments: Any
+) -> tuple[Any, ...]:
+    arguments = {
+        "gradient_accumulation_steps": micro_batches,
+        "schedule_in_optimizer_steps": True,
+        **arguments,
+    }
     accelerator = fresh_accelerator(**arguments)
     torch.manual_seed(accelerator.process_index)
     model = TroubledModel().to(dtype)
@@ -77,7 +93,12 @@ def prepared(dtype: torch.dtype, micro_batches: int, steps: int = STEPS, **argum
 
 
 def train(
-    accelerator: Any, optimizer: Any, model: Any, loader: Any, scheduler: Any, max_norm: float = 0.1
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    loader: Any,
+    scheduler: Any,
+    max_norm: float = 0.1,
 ) -> Trajectory:
     """The loop as Accelerate's documentation writes it."""
     seen = Trajectory()
@@ -86,7 +107,10 @@ def train(
         with accelerator.accumulate(model):
             loss = loss_of(model, batch["tokens"])
             accelerator.backward(loss)
-            total += accelerator.reduce(loss.detach().double(), "mean") / accelerator.gradient_accumulation_steps
+            total += (
+                accelerator.reduce(loss.detach().double(), "mean")
+                / accelerator.gradient_accumulation_steps
+            )
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 assert not isinstance(norm, DTensor) and norm.ndim == 0
@@ -100,7 +124,9 @@ def train(
     return seen
 
 
-def train_together(dtype: torch.dtype, micro_batches: int, **arguments: Any) -> Trajectory:
+def train_together(
+    dtype: torch.dtype, micro_batches: int, **arguments: Any
+) -> Trajectory:
     seen = train(*prepared(dtype, micro_batches, **arguments))
     dist.barrier()
     return seen

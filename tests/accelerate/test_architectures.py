@@ -1,5 +1,6 @@
-"""Architectures of Transformers that no other test names, over tensor ranks, stages and shared sequences: one process's
-numbers, or refused on all ranks in words that name the knob."""
+"""Architectures of Transformers that no other test names, over tensor ranks, stages and
+shared sequences: one process's numbers, or refused on all ranks in words that name the
+knob."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ REFUSED: dict[str, dict[str, str]] = {
 
 
 def why(name: str, mode: str) -> str | None:
-    return next((words for words, names in REFUSED[mode].items() if name in names.split()), None)
+    return next(
+        (words for words, names in REFUSED[mode].items() if name in names.split()), None
+    )
 
 
 @functools.cache
@@ -61,16 +64,27 @@ def require(runs: list[tuple[str, str]]) -> None:
             words, where = why(name, mode), f"{name}, {mode}, rank {rank}: {seen}"
             if words is None:
                 assert isinstance(seen, Training), where
-                assert differences(seen, in_one_process(name, 2 if mode == "pipeline" else 1)) == [], where
+                assert (
+                    differences(
+                        seen, in_one_process(name, 2 if mode == "pipeline" else 1)
+                    )
+                    == []
+                ), where
             else:
-                assert isinstance(seen, str) and words in seen and KNOB[mode] in seen, where
+                assert isinstance(seen, str) and words in seen and KNOB[mode] in seen, (
+                    where
+                )
 
 
-@pytest.mark.parametrize("part", [slice(1, None), pytest.param(slice(1), marks=pytest.mark.slow)], ids=["some", "more"])
+@pytest.mark.parametrize(
+    "part",
+    [slice(1, None), pytest.param(slice(1), marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
 def test_some_architectures(part: slice) -> None:
-    """A bias beside the heads; state spaces and attention in one stack; a decoder that wants tokens of its own; a
-    model of speech, which has no embedding and always shows its hidden states; a mask that is drawn before the blocks
-    and read behind them."""
+    """A bias beside the heads; state spaces and attention in one stack; a decoder that
+    wants tokens of its own; a model of speech, which has no embedding and always shows
+    its hidden states; a mask that is drawn before the blocks and read behind them."""
     inspected = [(name, "infer") for name in ("GPTNeoXJapanese", "WavLM")]
     in_stages = [(name, "pipeline") for name in ("Jamba", "Pegasus", "ViTMAE")]
     require([*inspected[part], *in_stages[part]])

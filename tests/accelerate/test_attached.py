@@ -1,4 +1,5 @@
-"""Adapters attached to a prepared model, under SmpAccelerator: PEFT's second one, and one that only a rank has."""
+"""Adapters attached to a prepared model, under SmpAccelerator: PEFT's second one, and
+one that only a rank has."""
 
 from __future__ import annotations
 
@@ -20,14 +21,21 @@ EXACT = 1e-12
 
 def on_one_rank(case: str, degree: int) -> str:
     """Train an adapter; rank 1 attaches another one."""
-    accelerator, model = fresh_accelerator(smp_config={"shard_degree": degree, "units": ["Block"]}), net()
+    accelerator, model = (
+        fresh_accelerator(smp_config={"shard_degree": degree, "units": ["Block"]}),
+        net(),
+    )
     attach(model, 0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
     if dist.get_rank() == 1:
         attach(model, 0, names=["late"])
         if case == "in a group":
-            late = [parameter for name, parameter in model.named_parameters() if "late" in name]
+            late = [
+                parameter
+                for name, parameter in model.named_parameters()
+                if "late" in name
+            ]
             optimizer.add_param_group({"params": late})
     with pytest.raises(RanksDiverged) as caught:
         for _ in range(2):
@@ -52,7 +60,10 @@ def test_an_adapter_of_one_rank_is_refused_on_all(degree: int) -> None:
 def test_a_rank_that_adds_a_group_alone_does_not_wait(degree: int, there: str) -> None:
     """Which would end with collectives, and other words."""
     group = r"optimizer\.add_param_group\(blocks\.0\.late\.0\.weight, blocks\.0\.late\.0\.bias, \.\.\.\)"
-    with pytest.raises(RanksFailed, match=f"rank 1 is at {group} and rank 0 at {there}: every rank has to make"):
+    with pytest.raises(
+        RanksFailed,
+        match=f"rank 1 is at {group} and rank 0 at {there}: every rank has to make",
+    ):
         run_ranks(on_one_rank, 2, "in a group", degree)
 
 
@@ -67,19 +78,34 @@ def other_order() -> str:
 
 def test_adapters_in_another_order_before_prepare_are_refused_by_name() -> None:
     for said in run_ranks(other_order, 2):
-        assert "number 2 ('blocks.0.adapter.0.weight [2, 16] torch.float64' on rank 0; 'blocks.0.other.0.weight" in said
+        assert (
+            "number 2 ('blocks.0.adapter.0.weight [2, 16] torch.float64' on rank 0; 'blocks.0.other.0.weight"
+            in said
+        )
 
 
-def second_adapter(taken_in: str, knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Train PEFT's first adapter, then its second one, which each rank makes of other values."""
+def second_adapter(
+    taken_in: str, knobs: dict[str, Any] | None
+) -> dict[str, torch.Tensor]:
+    """Train PEFT's first adapter, then its second one, which each rank makes of other
+    values."""
     from peft import LoraConfig
 
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if knobs is not None else (0, 1)
+    rank, ranks = (
+        (dist.get_rank(), dist.get_world_size()) if knobs is not None else (0, 1)
+    )
     model: Any = make_model(0).double()
-    options = LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="gaussian")
+    options = LoraConfig(
+        r=3,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
+        init_lora_weights="gaussian",
+    )
     torch.manual_seed(rank)
     model.add_adapter(options, "first")
-    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
     if knobs is not None:
         accelerator = fresh_accelerator(smp_config=knobs)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -93,14 +119,20 @@ def second_adapter(taken_in: str, knobs: dict[str, Any] | None) -> dict[str, tor
                 optimizer.add_param_group({"params": late})
             else:
                 optimizer = torch.optim.AdamW(late, lr=1e-2)
-                optimizer = optimizer if knobs is None else accelerator.prepare(optimizer)
+                optimizer = (
+                    optimizer if knobs is None else accelerator.prepare(optimizer)
+                )
         rows = make_dataset()[8 * step + 8 // ranks * rank :][: 8 // ranks]
-        inputs, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+        inputs, labels = (
+            torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")
+        )
         loss = model(input_ids=inputs, labels=labels).loss
         loss.backward() if knobs is None else accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value for name, value in whole_weights(model).items() if "lora" in name}
+    return {
+        name: value for name, value in whole_weights(model).items() if "lora" in name
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,11 +141,17 @@ def second_adapter(taken_in: str, knobs: dict[str, Any] | None) -> dict[str, tor
         ("in a group", {"shard_degree": 2}),
         ("by a new optimizer", {"shard_degree": 1, "optimizer_shard": "world"}),
         pytest.param("by a new optimizer", {"shard_degree": 2}, marks=pytest.mark.slow),
-        pytest.param("in a group", {"shard_degree": 2, "state_offload": "optimizer"}, marks=pytest.mark.slow),
+        pytest.param(
+            "in a group",
+            {"shard_degree": 2, "state_offload": "optimizer"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
-def test_pefts_second_adapter_trains_as_in_one_process(taken_in: str, knobs: dict[str, Any]) -> None:
+def test_pefts_second_adapter_trains_as_in_one_process(
+    taken_in: str, knobs: dict[str, Any]
+) -> None:
     pytest.importorskip("peft")
     expected = second_adapter(taken_in, None)
     for seen in run_ranks(second_adapter, 2, taken_in, knobs):

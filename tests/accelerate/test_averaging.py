@@ -1,5 +1,5 @@
-"""An average of the weights beside Trainer is torch's AveragedModel in one process, through checkpoints, at any
-layout."""
+"""An average of the weights beside Trainer is torch's AveragedModel in one process,
+through checkpoints, at any layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ FLAGS: dict[str, Any] = {"max_steps": STEPS, "max_grad_norm": 1e9}
 class Alone(TrainerCallback):
     """torch's average of a model in one process."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         self.average = AveragedModel(model, avg_fn=get_ema_avg_fn(DECAY))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         if state.global_step >= FIRST and (state.global_step - FIRST) % EVERY == 0:
             self.average.update_parameters(model)
 
@@ -33,7 +37,9 @@ class Alone(TrainerCallback):
 Weights = dict[str, torch.Tensor]
 
 
-def alone(folder: Path, batch: int = 8, micro_batches: int = 1) -> tuple[Weights, Weights, float]:
+def alone(
+    folder: Path, batch: int = 8, micro_batches: int = 1
+) -> tuple[Weights, Weights, float]:
     """The average, the weights, and the loss of the average."""
     trainer, _ = make_trainer(folder, batch, micro_batches, **FLAGS)
     callback = Alone()
@@ -45,7 +51,9 @@ def alone(folder: Path, batch: int = 8, micro_batches: int = 1) -> tuple[Weights
     return average, weights, trainer.evaluate()["eval_loss"]
 
 
-def in_two_fits(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> tuple[Weights, Weights, float]:
+def in_two_fits(
+    folder: Path, first: dict[str, Any], second: dict[str, Any]
+) -> tuple[Weights, Weights, float]:
     """Train to the middle, save, and go on at another layout."""
     options = {"every_n_steps": EVERY, "start_step": FIRST, "take_at_end": False}
     saving = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
@@ -75,25 +83,45 @@ class _StopAt(TrainerCallback):
     ("first", "second"),
     [
         ({"shard_degree": 4}, {"shard_degree": 2}),
-        pytest.param({"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 4}, marks=pytest.mark.slow),
-        pytest.param({"shard_degree": 4}, {"shard_degree": 1, "optimizer_shard": "world"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"shard_degree": 2, "optimizer_shard": "world"},
+            {"shard_degree": 4},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"shard_degree": 4},
+            {"shard_degree": 1, "optimizer_shard": "world"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
-def test_averages_as_torch_does_in_one_process(tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """To 5 times what one process differs from itself by when it adds up in another order, as all runs in float32."""
+def test_averages_as_torch_does_in_one_process(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """To 5 times what one process differs from itself by when it adds up in another
+    order, as all runs in float32."""
     average, weights, loss = alone(tmp_path / "alone")
     assert apart(average, weights) > 1e-3
-    other_average, other_weights, _ = alone(tmp_path / "other", batch=4, micro_batches=2)
+    other_average, other_weights, _ = alone(
+        tmp_path / "other", batch=4, micro_batches=2
+    )
     noise = max(apart(average, other_average), apart(weights, other_weights))
     assert noise < 1e-5
-    for seen_average, seen_weights, seen_loss in run_ranks(in_two_fits, 4, tmp_path / "ranks", first, second):
-        assert apart(seen_average, average) <= 5 * noise and apart(seen_weights, weights) <= 5 * noise
+    for seen_average, seen_weights, seen_loss in run_ranks(
+        in_two_fits, 4, tmp_path / "ranks", first, second
+    ):
+        assert (
+            apart(seen_average, average) <= 5 * noise
+            and apart(seen_weights, weights) <= 5 * noise
+        )
         assert abs(seen_loss - loss) <= 2e-6
 
 
 def apart(seen: Weights, expected: Weights) -> float:
-    return max((seen[name] - value).abs().max().item() for name, value in expected.items())
+    return max(
+        (seen[name] - value).abs().max().item() for name, value in expected.items()
+    )
 
 
 def taken_at_end(folder: Path) -> float:
@@ -112,13 +140,20 @@ def test_the_average_is_taken_when_training_ends(tmp_path: Path) -> None:
 
 
 def test_wrong_options_and_whole_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="decay=1: allowed are numbers from 0 to below 1"):
+    with pytest.raises(
+        ValueError, match="decay=1: allowed are numbers from 0 to below 1"
+    ):
         SmpAveragingCallback(1)
     with pytest.raises(ValueError, match="every_n_steps=0: must be at least 1"):
         SmpAveragingCallback(every_n_steps=0)
-    with pytest.raises(ValueError, match="no step has been averaged yet"), SmpAveragingCallback().averaged():
+    with (
+        pytest.raises(ValueError, match="no step has been averaged yet"),
+        SmpAveragingCallback().averaged(),
+    ):
         pass
     trainer, _ = make_trainer(tmp_path, 8, 1, **FLAGS)
     trainer.add_callback(SmpAveragingCallback())
-    with pytest.raises(ValueError, match=r"use SmpTrainer, or torch\.optim.swa_utils\.AveragedModel"):
+    with pytest.raises(
+        ValueError, match=r"use SmpTrainer, or torch\.optim.swa_utils\.AveragedModel"
+    ):
         trainer.train()

@@ -1,4 +1,5 @@
-"""Compiled models under SmpAccelerator: equal losses, as many gathers, and nothing compiled after the second step."""
+"""Compiled models under SmpAccelerator: equal losses, as many gathers, and nothing
+compiled after the second step."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from tests.accelerate.trainers import fit
 from tests.harness import run_ranks
 
 BLOCKS, STEPS = 3, 4
-WAYS = ("not compiled", "blocks", "knob", "Accelerate's plugin", "Accelerate's plugin, by region")
+WAYS = (
+    "not compiled",
+    "blocks",
+    "knob",
+    "Accelerate's plugin",
+    "Accelerate's plugin, by region",
+)
 
 
 class Block(nn.Module):
@@ -48,13 +55,17 @@ def trained(way: str) -> tuple[list[float], list[float], list[int]]:
     model, asked = Chain(), {}
     if way.startswith("Accelerate"):
         by_region = way.endswith("region")
-        asked["dynamo_plugin"] = TorchDynamoPlugin(backend="eager", use_regional_compilation=by_region)
+        asked["dynamo_plugin"] = TorchDynamoPlugin(
+            backend="eager", use_regional_compilation=by_region
+        )
     if way == "blocks":
         for block in model.blocks:
             block.compile(backend="eager")
     if way == "knob":
         asked["compile"] = {"backend": "eager", "fullgraph": True}
-    accelerator: Any = SmpAccelerator(cpu=True, shard_degree=2, activations="full", **asked)
+    accelerator: Any = SmpAccelerator(
+        cpu=True, shard_degree=2, activations="full", **asked
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     losses, gathers, graphs = [], [], []
@@ -94,10 +105,14 @@ def trainer_losses(folder: str, **flags: Any) -> tuple[list[float], int]:
     return run.losses, counters["stats"]["unique_graphs"]
 
 
-def test_trainers_torch_compile_compiles_blocks_and_changes_no_loss(tmp_path: Path) -> None:
+def test_trainers_torch_compile_compiles_blocks_and_changes_no_loss(
+    tmp_path: Path,
+) -> None:
     flags = {"torch_compile": True, "torch_compile_backend": "eager"}
     plain = run_ranks(trainer_losses, 2, str(tmp_path / "plain"))
     for (expected, none), (losses, graphs) in zip(
-        plain, run_ranks(trainer_losses, 2, str(tmp_path / "compiled"), **flags), strict=True
+        plain,
+        run_ranks(trainer_losses, 2, str(tmp_path / "compiled"), **flags),
+        strict=True,
     ):
         assert losses == expected and none == 0 < graphs

@@ -1,5 +1,6 @@
-"""Copies of weights that a script makes before `prepare` (averages, teachers, first weights) meet sharded parameters,
-and terms of the loss are made of both: one process's numbers, in float64."""
+"""Copies of weights that a script makes before `prepare` (averages, teachers, first
+weights) meet sharded parameters, and terms of the loss are made of both: one process's
+numbers, in float64."""
 
 from __future__ import annotations
 
@@ -15,17 +16,30 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_multi_avg_fn,
+)
 
 from smp_core.sharding import operands
-from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader
+from tests.accelerate.running import (
+    SAMPLES,
+    fresh_accelerator,
+    full_weights,
+    make_loader,
+)
 from tests.core.models import WIDTH, TroubledModel, loss_of
 from tests.harness import run_ranks
 
 STEPS, DECAY = 3, 0.7
 TENSOR = {
     "tensor_parallel_degree": 2,
-    "tensor_parallel": {"plan": {"*.up": "column", "*.down": "row"}, "sequence_parallel": False},
+    "tensor_parallel": {
+        "plan": {"*.up": "column", "*.down": "row"},
+        "sequence_parallel": False,
+    },
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shard": {"shard_degree": 2},
@@ -65,7 +79,9 @@ def loop_assigned(model: nn.Module, kept: dict[str, Any]) -> Update:
 
 
 def shadow_dict(model: nn.Module, kept: dict[str, Any]) -> Update:
-    shadow = kept["shadow"] = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
+    shadow = kept["shadow"] = {
+        name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad
+    }
 
     def update(student: nn.Module) -> None:
         for name, p in student.named_parameters():
@@ -91,8 +107,12 @@ def lists_at_once(model: nn.Module, kept: dict[str, Any]) -> Update:
 
     @torch.no_grad()
     def update(student: nn.Module) -> None:
-        pairs = zip(teacher.state_dict().values(), student.state_dict().values(), strict=True)
-        mine, its = zip(*((a, b) for a, b in pairs if a.is_floating_point()), strict=True)
+        pairs = zip(
+            teacher.state_dict().values(), student.state_dict().values(), strict=True
+        )
+        mine, its = zip(
+            *((a, b) for a, b in pairs if a.is_floating_point()), strict=True
+        )
         torch._foreach_lerp_(list(mine), list(its), weight=1 - DECAY)
 
     return update
@@ -120,14 +140,17 @@ def part_of_it(model: nn.Module, kept: dict[str, Any]) -> Update:
 
     @torch.no_grad()
     def update(student: nn.Module) -> None:
-        for mine, its in zip(encoder.parameters(), student.blocks[0].parameters(), strict=True):
+        for mine, its in zip(
+            encoder.parameters(), student.blocks[0].parameters(), strict=True
+        ):
             mine.lerp_(its, 1 - DECAY)
 
     return update
 
 
 def swapped_in(model: nn.Module, kept: dict[str, Any]) -> Update:
-    """The average is evaluated in the model, which then goes on with its own weights."""
+    """The average is evaluated in the model, which then goes on with its own
+    weights."""
     shadow = [p.detach().clone() for p in model.parameters()]
     losses = kept["losses"] = []
 
@@ -167,7 +190,9 @@ def compared(model: nn.Module, kept: dict[str, Any]) -> Update:
         distances.append(torch.stack([F.mse_loss(b, a) for a, b in pairs]))
         distances.append(torch.tensor([float(torch.dist(a, b)) for a, b in pairs]))
         distances.append(torch.tensor([torch.equal(a, b) for a, b in pairs]))
-        distances.append(torch.tensor([torch.allclose(b, a, atol=0.05) for a, b in pairs]))
+        distances.append(
+            torch.tensor([torch.allclose(b, a, atol=0.05) for a, b in pairs])
+        )
 
     return update
 
@@ -180,7 +205,9 @@ UPDATES: dict[str, Callable[[nn.Module, dict[str, Any]], Update]] = {
     "lists at once": lists_at_once,
     "mean": averaged(),
     "own function": averaged(avg_fn=get_ema_avg_fn(DECAY)),
-    "many tensors": averaged(multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True),
+    "many tensors": averaged(
+        multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True
+    ),
     "many tensors' mean": averaged(multi_avg_fn=get_swa_multi_avg_fn()),
     "loaded": loaded,
     "part of it": part_of_it,
@@ -197,7 +224,9 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def pairs(model: nn.Module, first: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def pairs(
+    model: nn.Module, first: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(trained(model), first, strict=True))
 
 
@@ -217,7 +246,9 @@ def near_first(model: Any, tokens: torch.Tensor, first: list[torch.Tensor]) -> A
     return 0.5 * sum(((p - p0) ** 2).sum() for p, p0 in pairs(model, first))
 
 
-def near_first_by_weight(model: Any, tokens: torch.Tensor, first: list[torch.Tensor]) -> Any:
+def near_first_by_weight(
+    model: Any, tokens: torch.Tensor, first: list[torch.Tensor]
+) -> Any:
     return sum((p0.abs() * (p - p0).pow(2)).sum() for p, p0 in pairs(model, first))
 
 
@@ -233,7 +264,10 @@ def lookups(model: Any, tokens: torch.Tensor, first: list[torch.Tensor]) -> Any:
 def scaled_by_data(model: Any, tokens: torch.Tensor, first: list[torch.Tensor]) -> Any:
     """Factors that differ by rank."""
     factor = loss_of(model, tokens)
-    return factor * model.blocks[0].up.weight.square().mean() + factor.detach() * model.embed.weight.norm()
+    return (
+        factor * model.blocks[0].up.weight.square().mean()
+        + factor.detach() * model.embed.weight.norm()
+    )
 
 
 def product(model: Any, tokens: torch.Tensor, first: list[torch.Tensor]) -> Any:
@@ -270,7 +304,11 @@ class Drawn:
         self.optimizer = draw.choice(["SGD", "AdamW"])
         self.max_norm = draw.choice([None, 0.1])
         # With optimizer_shard="world" gradients are those of masters.
-        self.masks = "none" if "world" in self.layout else draw.choice(["none", "in place", "assigned"])
+        self.masks = (
+            "none"
+            if "world" in self.layout
+            else draw.choice(["none", "in place", "assigned"])
+        )
 
     def run(self) -> dict[str, Any]:
         # What a script makes of its model before it is prepared.
@@ -283,12 +321,18 @@ class Drawn:
         masks = [torch.rand_like(p).round() for p in first]
         optimizer = getattr(torch.optim, self.optimizer)(model.parameters(), lr=1e-2)
 
-        data_ranks = dist.get_world_size() // (2 if self.layout == "tensor" else 1) if together else 1
+        data_ranks = (
+            dist.get_world_size() // (2 if self.layout == "tensor" else 1)
+            if together
+            else 1
+        )
         loader: Any = make_loader(STEPS, self.micro_batches, SAMPLES // data_ranks)
         accelerator: Any = None
         if together:
             knobs = LAYOUTS[self.layout]
-            accelerator = fresh_accelerator(gradient_accumulation_steps=self.micro_batches, smp_config=knobs)
+            accelerator = fresh_accelerator(
+                gradient_accumulation_steps=self.micro_batches, smp_config=knobs
+            )
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for number, batch in enumerate(loader, 1):
             tokens = batch["tokens"]
@@ -301,13 +345,20 @@ class Drawn:
             if number % self.micro_batches == 0:
                 self.mask(model, masks)
                 if self.max_norm is not None:
-                    clip = torch.nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+                    clip = (
+                        torch.nn.utils.clip_grad_norm_
+                        if accelerator is None
+                        else accelerator.clip_grad_norm_
+                    )
                     clip(model.parameters(), self.max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
                 for update in updates:
                     update(model)
-        return {"model": full_weights(model), **{name: plain(value) for name, value in kept.items()}}
+        return {
+            "model": full_weights(model),
+            **{name: plain(value) for name, value in kept.items()},
+        }
 
     def model(self) -> nn.Module:
         model = TroubledModel()
@@ -318,7 +369,11 @@ class Drawn:
         return model.double()
 
     def mask(self, model: nn.Module, masks: Sequence[torch.Tensor]) -> None:
-        with_gradients = [(p, mask) for p, mask in zip(trained(model), masks, strict=True) if p.grad is not None]
+        with_gradients = [
+            (p, mask)
+            for p, mask in zip(trained(model), masks, strict=True)
+            if p.grad is not None
+        ]
         for p, mask in with_gradients:
             if self.masks == "in place":
                 p.grad.mul_(mask)  # type: ignore[union-attr]
@@ -337,24 +392,36 @@ def run_drawn(numbers: Sequence[int]) -> list[Any]:
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Return whether values are those of one process, to 1e-11, and plain where copies are."""
+    """Return whether values are those of one process, to 1e-11, and plain where copies
+    are."""
     if isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[name], value) for name, value in theirs.items())
+        return ours.keys() == theirs.keys() and all(
+            same(ours[name], value) for name, value in theirs.items()
+        )
     if isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return torch.allclose(ours.double(), theirs.double(), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("numbers", [range(2), pytest.param(range(2, 204), marks=pytest.mark.slow)], ids=str)
-def test_drawn_copies_of_before_prepare_have_one_processs_numbers(numbers: Sequence[int]) -> None:
-    of_ranks = run_ranks(run_drawn, 4, numbers, ranks_per_node=2, timeout=240 + 10 * len(numbers))
+@pytest.mark.parametrize(
+    "numbers", [range(2), pytest.param(range(2, 204), marks=pytest.mark.slow)], ids=str
+)
+def test_drawn_copies_of_before_prepare_have_one_processs_numbers(
+    numbers: Sequence[int],
+) -> None:
+    of_ranks = run_ranks(
+        run_drawn, 4, numbers, ranks_per_node=2, timeout=240 + 10 * len(numbers)
+    )
     for number, *runs in zip(numbers, *of_ranks, strict=True):
         expected = Drawn(number).run()
-        assert all(same(run, expected) for run in runs), f"case {number}, {vars(Drawn(number))}"
+        assert all(same(run, expected) for run in runs), (
+            f"case {number}, {vars(Drawn(number))}"
+        )
 
 
 def updated_by_rank_0() -> tuple[str, list[str]]:
-    """What the rank that is alone is told, and what is said of copies that differ between ranks."""
+    """What the rank that is alone is told, and what is said of copies that differ
+    between ranks."""
     accelerator = fresh_accelerator(smp_config={"shard_degree": 2})
     torch.manual_seed(accelerator.process_index)
     model: Any = TroubledModel()
@@ -379,8 +446,17 @@ def updated_by_rank_0() -> tuple[str, list[str]]:
     return words, [call.args[0] for call in warning.call_args_list]
 
 
-def test_an_update_of_one_rank_alone_is_an_error_and_different_copies_are_warned_of() -> None:
+def test_an_update_of_one_rank_alone_is_an_error_and_different_copies_are_warned_of() -> (
+    None
+):
     (words, warnings), (of_others, _) = run_ranks(updated_by_rank_0, 2)
-    assert "rank 0 is at lerp_ of a sharded parameter and an unsharded tensor and rank 1 at the model's next" in words
+    assert (
+        "rank 0 is at lerp_ of a sharded parameter and an unsharded tensor and rank 1 at the model's next"
+        in words
+    )
     assert "take it out of `if rank == 0:`" in words and of_others == ""
-    assert len(warnings) == 1 and "differs between ranks" in warnings[0] and "seed all ranks alike" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "differs between ranks" in warnings[0]
+        and "seed all ranks alike" in warnings[0]
+    )

@@ -1,5 +1,6 @@
-"""Ranks that take different ways through a model under SmpAccelerator: an error before the step, or one process's
-numbers (1e-12 in float64) where the branches are optional units."""
+"""Ranks that take different ways through a model under SmpAccelerator: an error before
+the step, or one process's numbers (1e-12 in float64) where the branches are optional
+units."""
 
 from __future__ import annotations
 
@@ -17,12 +18,18 @@ from tests.harness import run_ranks
 
 
 def stopped() -> dict[str, Any]:
-    """Two optimizer steps of two micro-batches; in the last of them every rank goes its own way."""
+    """Two optimizer steps of two micro-batches; in the last of them every rank goes its
+    own way."""
     rank = dist.get_rank()
-    accelerator = fresh_accelerator(smp_config={"shard_degree": 2, "units": ["Block"]}, gradient_accumulation_steps=2)
+    accelerator = fresh_accelerator(
+        smp_config={"shard_degree": 2, "units": ["Block"]},
+        gradient_accumulation_steps=2,
+    )
     torch.manual_seed(0)
     model = Branching()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    )
     start = full_weights(model)
     with pytest.raises(RanksDiverged) as error:
         for index in range(4):
@@ -48,16 +55,23 @@ def test_ranks_that_go_apart_stop_before_the_step() -> None:
 
 
 def train(micro_batches: int, knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Three steps: on a rank with its own branches, or without knobs in one process with those of both ranks."""
+    """Three steps: on a rank with its own branches, or without knobs in one process
+    with those of both ranks."""
     torch.manual_seed(0)
     model = Branching()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if knobs is not None:
-        accelerator = fresh_accelerator(smp_config=knobs, gradient_accumulation_steps=micro_batches)
+        accelerator = fresh_accelerator(
+            smp_config=knobs, gradient_accumulation_steps=micro_batches
+        )
         model, optimizer = accelerator.prepare(model, optimizer)
     for index in range(3 * micro_batches):
         ways = WAYS[index % len(WAYS)].split(" ")
-        losses = [loss_of(model, batch_of(rank, 0, index), way) for rank, way in enumerate(ways) if knobs is None]
+        losses = [
+            loss_of(model, batch_of(rank, 0, index), way)
+            for rank, way in enumerate(ways)
+            if knobs is None
+        ]
         if knobs is None:
             (sum(losses) / 2 / micro_batches).backward()
             if (index + 1) % micro_batches == 0:
@@ -73,7 +87,8 @@ def train(micro_batches: int, knobs: dict[str, Any] | None) -> dict[str, torch.T
 
 
 def train_with_pictures(knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Six optimizer steps of a model with a vision tower, which ranks without a picture do not call."""
+    """Six optimizer steps of a model with a vision tower, which ranks without a picture
+    do not call."""
     model = small_llava()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if knobs is not None:
@@ -84,14 +99,19 @@ def train_with_pictures(knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]
         if knobs is not None:
             accelerator.backward(pictured_loss(model, dist.get_rank(), index))
         else:
-            ((pictured_loss(model, 0, index) + pictured_loss(model, 1, index)) / 2).backward()
+            (
+                (pictured_loss(model, 0, index) + pictured_loss(model, 1, index)) / 2
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return full_weights(model)
 
 
 def optional() -> list[dict[str, torch.Tensor]]:
-    knobs: dict[str, Any] = {"shard_degree": 2, "units": {"modules": ["Block"], "optional": ["left", "right"]}}
+    knobs: dict[str, Any] = {
+        "shard_degree": 2,
+        "units": {"modules": ["Block"], "optional": ["left", "right"]},
+    }
     found = train_with_pictures({"shard_degree": 2, "units": {"optional": "auto"}})
     return [train(3, {**knobs, "activations": "full"}), train(1, knobs), found]
 
@@ -100,4 +120,7 @@ def test_optional_units_may_be_left_out_by_any_rank() -> None:
     expected = [train(3, None), train(1, None), train_with_pictures(None)]
     for runs in run_ranks(optional, 2):
         for ours, theirs in zip(runs, expected, strict=True):
-            assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+            assert all(
+                torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-12)
+                for name in theirs
+            )

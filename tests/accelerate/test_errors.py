@@ -25,11 +25,23 @@ from tests.harness import run_ranks
     ("arguments", "words"),
     [
         ({"shard_degre": 2}, ["shard_degre", "shard_degree"]),
-        ({"mixed_precison": "bf16"}, ["unknown argument 'mixed_precison'; did you mean 'mixed_precision'?"]),
+        (
+            {"mixed_precison": "bf16"},
+            ["unknown argument 'mixed_precison'; did you mean 'mixed_precision'?"],
+        ),
         ({"smp_config": {"colectives": {}}}, ["colectives", "collectives"]),
-        ({"smp_config": {"shard_degree": 2}, "shard_degree": 4}, ["smp_config", "shard_degree"]),
+        (
+            {"smp_config": {"shard_degree": 2}, "shard_degree": 4},
+            ["smp_config", "shard_degree"],
+        ),
         ({"mixed_precision": "fp8"}, ["FP8 plugin", "bf16"]),
-        ({"parallelism_config": ParallelismConfig(dp_shard_size=2), "shard_degree": 4}, ["shard_degree=4", "=2"]),
+        (
+            {
+                "parallelism_config": ParallelismConfig(dp_shard_size=2),
+                "shard_degree": 4,
+            },
+            ["shard_degree=4", "=2"],
+        ),
     ],
     ids=[
         "unknown",
@@ -48,22 +60,35 @@ def test_bad_arguments(arguments: dict[str, Any], words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
-def test_another_engine_is_refused_by_name(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As plain `accelerate launch` asks for it, which is lost in silence where there is no GPU."""
+def test_another_engine_is_refused_by_name(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As plain `accelerate launch` asks for it, which is lost in silence where there is
+    no GPU."""
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(ValueError, match=rf"distributed_type: {engine}.*MULTI_GPU"):
         SmpAccelerator()
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="fp16 runs on this machine")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="fp16 runs on this machine"
+)
 def test_fp16_on_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fp16.*cannot run on CPU; write 'bf16'"):
         SmpAccelerator(mixed_precision="fp16")
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="Trainer sets fp16 up for the device of this machine")
-def test_fp16_of_training_arguments_on_cpu_is_refused_in_their_words(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"fp16=True.*cannot run on CPU; allowed there: bf16=True.*write"):
+@pytest.mark.skipif(
+    torch.accelerator.is_available(),
+    reason="Trainer sets fp16 up for the device of this machine",
+)
+def test_fp16_of_training_arguments_on_cpu_is_refused_in_their_words(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"fp16=True.*cannot run on CPU; allowed there: bf16=True.*write",
+    ):
         make_trainer(tmp_path, 8, 1, {}, fp16=True)
 
 
@@ -71,15 +96,21 @@ def test_smoothed_labels_are_refused_where_trainer_does_not_count_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accelerate_smp.transformers_names.SMOOTHS_BY_COUNT", False)
-    with pytest.raises(ValueError, match=r"label_smoothing_factor=0.1: .*write 0, or type: pip install"):
+    with pytest.raises(
+        ValueError, match=r"label_smoothing_factor=0.1: .*write 0, or type: pip install"
+    ):
         make_trainer(tmp_path, 8, 1, {}, label_smoothing_factor=0.1)
 
 
 def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plugins and the variables of `accelerate launch`."""
-    config = resolve_config(None, {}, ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), None)
+    config = resolve_config(
+        None, {}, ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), None
+    )
     assert config.shard_degree == 4
-    config = resolve_config(None, {}, ParallelismConfig(dp_shard_size=2, tp_size=4), None)
+    config = resolve_config(
+        None, {}, ParallelismConfig(dp_shard_size=2, tp_size=4), None
+    )
     assert (config.shard_degree, config.tensor_parallel_degree) == (2, 4)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -90,7 +121,11 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
         cpu_offload=True,
     )
     config = resolve_config(None, {}, None, plugin)
-    assert (config.shard_degree, config.reshard_after_forward, config.units.modules) == ("world", False, ("Block",))
+    assert (
+        config.shard_degree,
+        config.reshard_after_forward,
+        config.units.modules,
+    ) == ("world", False, ("Block",))
     assert (config.activations.checkpoint, config.state_offload) == ("full", "all")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
@@ -104,11 +139,16 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"ignored_modules": ["head"]}, ["ignored_modules", "leave it out"]),
         ({"param_init_fn": torch.nn.init.zeros_}, ["param_init_fn", "leave it out"]),
-        ({"auto_wrap_policy": lambda *a, **k: False}, ["auto_wrap_policy", "write units="]),
+        (
+            {"auto_wrap_policy": lambda *a, **k: False},
+            ["auto_wrap_policy", "write units="],
+        ),
     ],
     ids=["ignored", "init", "wrap"],
 )
-def test_fsdp_settings_without_counterpart_are_refused(settings: dict[str, Any], words: list[str]) -> None:
+def test_fsdp_settings_without_counterpart_are_refused(
+    settings: dict[str, Any], words: list[str]
+) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **settings)
     with pytest.raises(ValueError) as refused:
         resolve_config(None, {}, None, plugin)
@@ -117,8 +157,8 @@ def test_fsdp_settings_without_counterpart_are_refused(settings: dict[str, Any],
 
 
 def test_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where `accelerate launch` says it by variables, of which Accelerate's plugin would make an error of torch's
-    on a CPU."""
+    """Also where `accelerate launch` says it by variables, of which Accelerate's plugin
+    would make an error of torch's on a CPU."""
     with pytest.raises(ValueError, match=r"fsdp_version=1.*write fsdp_version: 2"):
         resolve_config(None, {}, None, FullyShardedDataParallelPlugin(fsdp_version=1))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -146,31 +186,57 @@ def refusals() -> dict[str, str]:
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     refused("stranger", lambda: accelerator.prepare(model, stranger))
     model = TroubledModel()
-    forgotten, listed = torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters())
+    forgotten, listed = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        list(model.parameters()),
+    )
     accelerator.prepare(model)
     refused("forgotten", forgotten.step)
     refused("made of a list", torch.optim.SGD(listed, lr=0.1).step)
     accelerator.prepare(forgotten).step()
-    refused("before its model", lambda: accelerator.prepare(torch.optim.SGD(TroubledModel().parameters(), lr=0.1)))
+    refused(
+        "before its model",
+        lambda: accelerator.prepare(
+            torch.optim.SGD(TroubledModel().parameters(), lr=0.1)
+        ),
+    )
     accelerator.prepare(make_loader(1, 1, 2))
     with accelerator.join_uneven_inputs([model]):
         dist.barrier()
     accelerator.even_batches = False
-    refused("one batch more", lambda: accelerator.prepare(DataLoader(range(9), batch_size=1)))
-    accelerator.prepare(DataLoader(range(8), batch_size=1), DataLoader(range(9), batch_size=2, drop_last=True))
+    refused(
+        "one batch more",
+        lambda: accelerator.prepare(DataLoader(range(9), batch_size=1)),
+    )
+    accelerator.prepare(
+        DataLoader(range(8), batch_size=1),
+        DataLoader(range(9), batch_size=2, drop_last=True),
+    )
     return said
 
 
 def test_refusals_on_ranks() -> None:
     for said in run_ranks(refusals, 4, ranks_per_node=2):
-        assert "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes" in said["product"]
+        assert (
+            "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes"
+            in said["product"]
+        )
         assert "shard_degree=3 does not divide the world of 4 ranks" in said["degree"]
         assert "1 parameters of no prepared model" in said["stranger"]
         assert "of no prepared model" in said["before its model"]
         for name in ("forgotten", "made of a list"):
-            assert "TroubledModel had before it was sharded" in said[name] and "accelerator.prepare(" in said[name]
-        assert "even_batches=False deals 9 batches out to 4 ranks: 1 of them would" in said["one batch more"]
-        assert "'cuda:nccl' sends nothing from cpu; allowed there: 'gloo', 'mpi'; write" in said["backend"]
+            assert (
+                "TroubledModel had before it was sharded" in said[name]
+                and "accelerator.prepare(" in said[name]
+            )
+        assert (
+            "even_batches=False deals 9 batches out to 4 ranks: 1 of them would"
+            in said["one batch more"]
+        )
+        assert (
+            "'cuda:nccl' sends nothing from cpu; allowed there: 'gloo', 'mpi'; write"
+            in said["backend"]
+        )
 
 
 def train_beyond_positions(folder: str, knobs: dict[str, Any]) -> str:
@@ -183,9 +249,21 @@ def train_beyond_positions(folder: str, knobs: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, {"context_parallel_degree": 2}], ids=["usual", "context"])
-def test_sequences_beyond_learned_positions_are_refused_with_the_limit(knobs: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "knobs",
+    [{"shard_degree": 2}, {"context_parallel_degree": 2}],
+    ids=["usual", "context"],
+)
+def test_sequences_beyond_learned_positions_are_refused_with_the_limit(
+    knobs: dict[str, Any], tmp_path: Path
+) -> None:
     """Also where each rank's part would fit."""
     for message in run_ranks(train_beyond_positions, 2, str(tmp_path), knobs):
-        assert f"sequences of {LENGTH} tokens: GPT2LMHeadModel has learned {LENGTH - 1} positions" in message
-        assert f"max_position_embeddings={LENGTH}" in message and "context_parallel_degree=1" not in message
+        assert (
+            f"sequences of {LENGTH} tokens: GPT2LMHeadModel has learned {LENGTH - 1} positions"
+            in message
+        )
+        assert (
+            f"max_position_embeddings={LENGTH}" in message
+            and "context_parallel_degree=1" not in message
+        )

@@ -79,10 +79,16 @@ def fit(
         use_cpu=knobs is None,
     )
     recorder = Recorder()
-    rows = [{"input_ids": row, "labels": row} for row in batches(1, STEPS).flatten(0, 2)]
+    rows = [
+        {"input_ids": row, "labels": row} for row in batches(1, STEPS).flatten(0, 2)
+    ]
     options: dict[str, Any] = {} if knobs is None else {"smp_config": knobs}
     trainer = (Trainer if knobs is None else SmpTrainer)(
-        model=build(kind).float(), args=arguments, train_dataset=rows, callbacks=[recorder], **options
+        model=build(kind).float(),
+        args=arguments,
+        train_dataset=rows,
+        callbacks=[recorder],
+        **options,
     )
     trainer.train(resume_from_checkpoint=resume)
     recorder.run.weights = whole_weights(trainer.model)
@@ -95,22 +101,38 @@ STAGES = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 1}}
 
 @pytest.mark.parametrize(
     "knobs, batch",
-    [pytest.param({"router_balance": "global"}, BATCH // 4, marks=pytest.mark.slow), (STAGES, BATCH // 2)],
+    [
+        pytest.param({"router_balance": "global"}, BATCH // 4, marks=pytest.mark.slow),
+        (STAGES, BATCH // 2),
+    ],
 )
-def test_trainer_equals_one_process(knobs: dict[str, Any], batch: int, tmp_path: Path) -> None:
-    """float32: losses and norms to 2e-5, weights to 1e-4, which Adam's steps make of rounding. Auxiliary losses too."""
+def test_trainer_equals_one_process(
+    knobs: dict[str, Any], batch: int, tmp_path: Path
+) -> None:
+    """float32: losses and norms to 2e-5, weights to 1e-4, which Adam's steps make of
+    rounding. Auxiliary losses too."""
     expected = fit(tmp_path / "alone", BATCH, kind="balanced in float32")
     ranks = (tmp_path / "ranks", batch, {**EXPERTS, **knobs}, "balanced in float32")
     for seen in run_ranks(fit, 4, *ranks, ranks_per_node=2):
         assert len(seen.losses) == STEPS
-        assert max(abs(a - b) for a, b in zip(seen.losses, expected.losses, strict=True)) < 2e-5
-        assert max(abs(a - b) for a, b in zip(seen.norms, expected.norms, strict=True)) < 2e-5
+        assert (
+            max(abs(a - b) for a, b in zip(seen.losses, expected.losses, strict=True))
+            < 2e-5
+        )
+        assert (
+            max(abs(a - b) for a, b in zip(seen.norms, expected.norms, strict=True))
+            < 2e-5
+        )
         assert seen.weights.keys() == expected.weights.keys()
-        assert all((seen.weights[name] - value).abs().max() < 1e-4 for name, value in expected.weights.items())
+        assert all(
+            (seen.weights[name] - value).abs().max() < 1e-4
+            for name, value in expected.weights.items()
+        )
 
 
 def whole_and_resumed(folder: Path) -> tuple[Run, Run]:
-    """A run, and one that goes on from its save behind the second of three steps, in the middle of the epoch."""
+    """A run, and one that goes on from its save behind the second of three steps, in
+    the middle of the epoch."""
     knobs = {"shard_degree": 4, "expert_parallel_degree": 2}
     whole = fit(folder, 2, knobs)
     return whole, fit(folder, 2, knobs, resume=str(folder / "checkpoint-2"))
@@ -118,6 +140,11 @@ def whole_and_resumed(folder: Path) -> tuple[Run, Run]:
 
 @pytest.mark.slow  # in the normal run: tests/core/expert_parallel/test_checkpoints.py
 def test_a_resumed_trainer_has_the_same_bits(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(whole_and_resumed, 4, tmp_path, ranks_per_node=4, timeout=300):
+    for whole, resumed in run_ranks(
+        whole_and_resumed, 4, tmp_path, ranks_per_node=4, timeout=300
+    ):
         assert resumed.losses == whole.losses[2:]
-        assert all((resumed.weights[name] == value).all() for name, value in whole.weights.items())
+        assert all(
+            (resumed.weights[name] == value).all()
+            for name, value in whole.weights.items()
+        )

@@ -1,4 +1,5 @@
-"""Errors of other libraries about a sharded model: what they mean, and what to type, stands under them."""
+"""Errors of other libraries about a sharded model: what they mean, and what to type,
+stands under them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def explained() -> dict[str, str]:
         torch.tensor([parameter.norm() for parameter in model.parameters()])
 
     def peer_gone() -> None:
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49052.")
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49052."
+        )
 
     cases = {
         "peer": peer_gone,
@@ -95,12 +98,18 @@ def explained_logits(knobs: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-@pytest.mark.parametrize("knobs", [SHARED["tensor"], {"chunked_cross_entropy": 3}], ids=["tensor", "chunks"])
-def test_logits_that_are_not_there_beside_a_loss_are_said(knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "knobs", [SHARED["tensor"], {"chunked_cross_entropy": 3}], ids=["tensor", "chunks"]
+)
+def test_logits_that_are_not_there_beside_a_loss_are_said(
+    knobs: dict[str, Any],
+) -> None:
     for said in run_ranks(explained_logits, 2, {**knobs, "shard_degree": 1}):
         assert "inputs.pop('labels')" in said["logits"]
         assert said["as said"] == "nothing was raised"
-        assert "NoneType" in said["elsewhere"] and "torch-smp: " not in said["elsewhere"]
+        assert (
+            "NoneType" in said["elsewhere"] and "torch-smp: " not in said["elsewhere"]
+        )
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
@@ -108,8 +117,13 @@ def test_errors_that_are_not_ours_say_what_to_type() -> None:
     for said in run_ranks(explained, 2):
         assert "Every rank has to make each call" in said["peer"]
         # From 2.15 on torch writes into shards through a mask.
-        assert said["mixed"] == "nothing was raised" or "parallel.call(" in said["mixed"]
+        assert (
+            said["mixed"] == "nothing was raised" or "parallel.call(" in said["mixed"]
+        )
         assert "write float(x) for each x" in said["norms"]
         assert "before it is prepared" in said["copy"]
         assert "read parameter.grad" in said["gradients"]
-        assert "accelerator.no_sync(model)" in said["LocalSGD"] and "LocalSGD" in said["LocalSGD"]
+        assert (
+            "accelerator.no_sync(model)" in said["LocalSGD"]
+            and "LocalSGD" in said["LocalSGD"]
+        )

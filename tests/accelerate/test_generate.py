@@ -1,4 +1,5 @@
-"""`generate` of a sharded model gives each rank what one process would, however long the others' sequences are."""
+"""`generate` of a sharded model gives each rank what one process would, however long
+the others' sequences are."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.accelerate.running import fresh_accelerator
 from tests.harness import run_ranks
@@ -15,7 +21,12 @@ SIZES: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 2}
 
 
 def causal() -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes))
 
 
@@ -23,12 +34,21 @@ def adapted() -> Any:
     """PEFT's generate calls the adapted model, past the root."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(causal(), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    return get_peft_model(
+        causal(), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
 
 
 def encoder_decoder() -> Any:
     """Transformers' generate calls the encoder, past the root."""
-    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    sizes = {
+        "d_model": 32,
+        "d_ff": 48,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
     return T5ForConditionalGeneration(T5Config(**SIZES, **sizes))
 
 
@@ -36,19 +56,28 @@ MODELS = {"causal": causal, "lora": adapted, "encoder and decoder": encoder_deco
 
 
 def generated(kind: str) -> tuple[list[list[int]], list[list[int]], bool]:
-    """What this rank generates, sharded and whole, and whether a step follows as ever."""
+    """What this rank generates, sharded and whole, and whether a step follows as
+    ever."""
     torch.manual_seed(0)
     whole = MODELS[kind]().eval()
     accelerator = fresh_accelerator(shard_degree=2)
     torch.manual_seed(0)
     model = MODELS[kind]()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=1.0
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
     prompt = torch.tensor([[5, 9, 11 + accelerator.process_index]])
-    own = {"do_sample": False, "max_new_tokens": 3 + 4 * accelerator.process_index, "eos_token_id": None}
+    own = {
+        "do_sample": False,
+        "max_new_tokens": 3 + 4 * accelerator.process_index,
+        "eos_token_id": None,
+    }
     model.eval()
     with torch.no_grad():
-        ours = accelerator.unwrap_model(model).generate(input_ids=prompt, **own).tolist()
+        ours = (
+            accelerator.unwrap_model(model).generate(input_ids=prompt, **own).tolist()
+        )
         theirs = whole.generate(input_ids=prompt, **own).tolist()
     model.train()
     accelerator.backward(model(input_ids=prompt, labels=prompt).loss)
@@ -63,4 +92,6 @@ def test_each_rank_generates_what_one_process_would(kind: str) -> None:
         pytest.importorskip("peft")
     results = run_ranks(generated, 2, kind)
     assert all(ours == theirs and moved for ours, theirs, moved in results)
-    assert len({len(ours[0]) for ours, _, _ in results}) == 2, "the ranks' sequences are of different lengths"
+    assert len({len(ours[0]) for ours, _, _ in results}) == 2, (
+        "the ranks' sequences are of different lengths"
+    )

@@ -1,4 +1,5 @@
-"""Runs of Trainer and of a bare loop that lost processes, or a node, go on from shared memory to the last bit."""
+"""Runs of Trainer and of a bare loop that lost processes, or a node, go on from shared
+memory to the last bit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 from smp_core.checkpoint import CheckpointError
 from smp_core.checkpoint.memory.slots import SharedSlots
 from smp_core.checkpoint.memory.tier import MemoryTier
-from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader, make_optimizer, prepared
+from tests.accelerate.running import (
+    SAMPLES,
+    fresh_accelerator,
+    full_weights,
+    make_loader,
+    make_optimizer,
+    prepared,
+)
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
 from tests.core.checkpoint.states import step_in
 from tests.core.models import TroubledModel, loss_of
@@ -31,7 +39,8 @@ STEPS, LOST_IN, SAVED_AT = 7, 5, 4
 
 
 class Loses(TrainerCallback):
-    """Ends the run in a step; watches the disk until the first step of a resumed run begins."""
+    """Ends the run in a step; watches the disk until the first step of a resumed run
+    begins."""
 
     def __init__(self, trainer: Any, ends_in: int | None, watch: Watch | None) -> None:
         self.trainer, self.ends_in, self.watch = trainer, ends_in, watch
@@ -40,11 +49,14 @@ class Loses(TrainerCallback):
         if self.watch is not None:
             self.watch.is_on = False
         if state.global_step == self.ends_in:
-            self.trainer.accelerator.memory._saver.wait()  # what would have been committed at some time
+            # What would have been committed at some time.
+            self.trainer.accelerator.memory._saver.wait()
             raise Lost
 
 
-def with_trainer(folder: Path, case: dict[str, Any], resume: bool = False, ends_in: int | None = None) -> Run:
+def with_trainer(
+    folder: Path, case: dict[str, Any], resume: bool = False, ends_in: int | None = None
+) -> Run:
     """Dropout draws from each rank's generator; an evaluation follows step 4."""
     model = make_model(dist.get_rank())
     for module in model.modules():
@@ -71,12 +83,18 @@ def with_trainer(folder: Path, case: dict[str, Any], resume: bool = False, ends_
     except Lost:
         run.extra["ended"] = "lost"
     run.weights = whole_weights(trainer.model)
-    logged = [entry["step"] for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+    logged = [
+        entry["step"]
+        for entry in trainer.state.log_history
+        if "loss" in entry or "eval_loss" in entry
+    ]
     run.extra |= {"opened": [] if watch is None else watch.opened, "logged": logged}
     return run
 
 
-def with_loop(folder: Path, case: dict[str, Any], resume: bool = False, ends_in: int | None = None) -> Run:
+def with_loop(
+    folder: Path, case: dict[str, Any], resume: bool = False, ends_in: int | None = None
+) -> Run:
     """Windows of two batches, and numbers of each rank's own generator in the loss."""
     checkpoint = {"memory_every_n_steps": case["every"]}
     accelerator, optimizer, model, loader, scheduler = prepared(
@@ -89,7 +107,9 @@ def with_loop(folder: Path, case: dict[str, Any], resume: bool = False, ends_in:
         watch.is_on = False
     run, done = Run(), accelerator.optimizer_steps
     run.extra["opened"] = [] if watch is None else watch.opened
-    for number, batch in enumerate(accelerator.skip_first_batches(loader, 2 * done), 2 * done):
+    for number, batch in enumerate(
+        accelerator.skip_first_batches(loader, 2 * done), 2 * done
+    ):
         if number == 2 * LOST_IN and ends_in is not None:
             accelerator.memory._saver.wait()
             run.extra["ended"] = "lost"
@@ -106,7 +126,8 @@ def with_loop(folder: Path, case: dict[str, Any], resume: bool = False, ends_in:
         if number == 2 * SAVED_AT - 1:
             accelerator.save_state(str(folder / f"step-{SAVED_AT:08d}"))
         accelerator.keep_state()
-    with mock.patch.object(PartialState, "destroy_process_group"):  # the next run is in this process
+    # The next run is in this process.
+    with mock.patch.object(PartialState, "destroy_process_group"):
         accelerator.end_training()
     run.weights = full_weights(model)
     return run
@@ -115,7 +136,9 @@ def with_loop(folder: Path, case: dict[str, Any], resume: bool = False, ends_in:
 RUNS = {"trainer": with_trainer, "loop": with_loop}
 
 
-def lose_and_resume(kind: str, folder: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run, Run, list[str]]]:
+def lose_and_resume(
+    kind: str, folder: str, cases: list[dict[str, Any]]
+) -> list[tuple[Run, Run, Run, list[str]]]:
     train, seen = RUNS[kind], []
     for number, case in enumerate(cases):
         top = Path(folder, str(number))
@@ -133,19 +156,32 @@ def lose_and_resume(kind: str, folder: str, cases: list[dict[str, Any]]) -> list
         dist.barrier()
         resumed = train(top / "run", case, resume=True)
         dist.barrier()
-        seen.append((plain, ended, resumed, [str(path) for path in top.glob("torch-smp-*/*")]))
+        seen.append(
+            (plain, ended, resumed, [str(path) for path in top.glob("torch-smp-*/*")])
+        )
     return seen
 
 
 @pytest.mark.parametrize(
-    ("kind", "shard"), [("trainer", "node"), pytest.param("loop", "world", marks=pytest.mark.slow)]
+    ("kind", "shard"),
+    [("trainer", "node"), pytest.param("loop", "world", marks=pytest.mark.slow)],
 )
-def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(kind: str, shard: str, tmp_path: Path) -> None:
-    """Two nodes of two ranks. A node is lost, whose shards the other one has (replicas, or copies): nobody opens a
-    checkpoint on disk. And a state that is older than the newest one on disk."""
-    cases = [{"shard": shard, "every": 1, "lost": [1]}, {"shard": shard, "every": 3, "lost": []}]
-    for seen in run_ranks(lose_and_resume, 4, kind, str(tmp_path), cases, ranks_per_node=2):
-        for (plain, ended, resumed, left), resumed_at in zip(seen, (LOST_IN, SAVED_AT), strict=True):
+def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(
+    kind: str, shard: str, tmp_path: Path
+) -> None:
+    """Two nodes of two ranks. A node is lost, whose shards the other one has (replicas,
+    or copies): nobody opens a checkpoint on disk. And a state that is older than the
+    newest one on disk."""
+    cases = [
+        {"shard": shard, "every": 1, "lost": [1]},
+        {"shard": shard, "every": 3, "lost": []},
+    ]
+    for seen in run_ranks(
+        lose_and_resume, 4, kind, str(tmp_path), cases, ranks_per_node=2
+    ):
+        for (plain, ended, resumed, left), resumed_at in zip(
+            seen, (LOST_IN, SAVED_AT), strict=True
+        ):
             assert ended.extra["ended"] == "lost"
             assert len(plain.losses) == STEPS
             assert ended.losses[:resumed_at] + resumed.losses == plain.losses
@@ -168,13 +204,24 @@ def begin_beside(folder: str) -> list[str]:
     return said
 
 
-def test_a_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_the_folder_of_one_that_lives_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SMP_MEMORY_FOLDER", str(tmp_path / "memory"))
     (tmp_path / "memory").mkdir()
-    live = [MemoryTier(1, f"{tmp_path}/run", [[0]], posed=False, layout="", by=by) for by in ("trainer", "loop")]
+    live = [
+        MemoryTier(1, f"{tmp_path}/run", [[0]], posed=False, layout="", by=by)
+        for by in ("trainer", "loop")
+    ]
     for said in run_ranks(begin_beside, 2, str(tmp_path)):
-        assert [f"process {os.getpid()} on this machine" in each for each in said] == [True, True]
-        assert "output_dir=...) another folder" in said[0] and "load_newest_state(...) with another folder" in said[1]
+        assert [f"process {os.getpid()} on this machine" in each for each in said] == [
+            True,
+            True,
+        ]
+        assert (
+            "output_dir=...) another folder" in said[0]
+            and "load_newest_state(...) with another folder" in said[1]
+        )
     for each in live:
         each.close(ended_well=True)
 
@@ -183,8 +230,11 @@ def test_a_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path, monkey
 
 
 def train_in_phases(folder: Path) -> list[tuple[int, list[int], list[str]]]:
-    """Of each phase of a script: the step it begins at, its steps, and the states in memory at its end."""
-    accelerator = fresh_accelerator(schedule_in_optimizer_steps=True, checkpoint={"memory_every_n_steps": 1})
+    """Of each phase of a script: the step it begins at, its steps, and the states in
+    memory at its end."""
+    accelerator = fresh_accelerator(
+        schedule_in_optimizer_steps=True, checkpoint={"memory_every_n_steps": 1}
+    )
     seen = []
     for phase, steps in enumerate((6, 3, 2)):
         model = TroubledModel()
@@ -201,7 +251,9 @@ def train_in_phases(folder: Path) -> list[tuple[int, list[int], list[str]]]:
             counted.append(accelerator.optimizer_steps)
         accelerator.memory._saver.wait()
         dist.barrier()
-        manifests = folder.glob(f"memory/torch-smp-*/phase-{phase}-*/rank-{dist.get_rank():05d}-*/manifest.json")
+        manifests = folder.glob(
+            f"memory/torch-smp-*/phase-{phase}-*/rank-{dist.get_rank():05d}-*/manifest.json"
+        )
         seen.append((begin, counted, sorted(map(step_in, manifests))))
         if phase == 0:
             accelerator.free_memory()  # the phase after it does without
@@ -218,21 +270,33 @@ class Trials:
     def run(self, trainer: Any, trials: int, direction: str) -> BestRun:
         for number in range(trials):
             with contextlib.suppress(Lost):
-                trainer.train(trial=SimpleNamespace(number=number, params={"learning_rate": 1e-3 * (number + 1)}))
+                trainer.train(
+                    trial=SimpleNamespace(
+                        number=number, params={"learning_rate": 1e-3 * (number + 1)}
+                    )
+                )
         return BestRun("0", 0.0, {})
 
 
 def search(folder: Path) -> tuple[list[str], list[str]]:
-    """A search whose first trial is lost in step 3: states in memory then, and at the end."""
+    """A search whose first trial is lost in step 3: states in memory then, and at the
+    end."""
     knobs = {"shard_degree": "world", "checkpoint": {"memory_every_n_steps": 1}}
-    trainer, _ = make_trainer(folder / "run", 4, 1, knobs, max_steps=4, optim="adamw_torch")
+    trainer, _ = make_trainer(
+        folder / "run", 4, 1, knobs, max_steps=4, optim="adamw_torch"
+    )
     trainer.model_init = lambda trial: make_model()
     then: list[str] = []
 
     def in_memory() -> list[str]:
         dist.barrier()
-        found = folder.glob(f"memory/torch-smp-*/run-*/rank-{dist.get_rank():05d}-*/manifest.json")
-        return sorted(f"{path.parents[1].name.rpartition('-')[0]} {step_in(path)}" for path in found)
+        found = folder.glob(
+            f"memory/torch-smp-*/run-*/rank-{dist.get_rank():05d}-*/manifest.json"
+        )
+        return sorted(
+            f"{path.parents[1].name.rpartition('-')[0]} {step_in(path)}"
+            for path in found
+        )
 
     class Loses(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -244,11 +308,16 @@ def search(folder: Path) -> tuple[list[str], list[str]]:
 
     trainer.add_callback(Loses())
     with (
-        mock.patch.dict(trainer_module.ALL_HYPERPARAMETER_SEARCH_BACKENDS, {HPSearchBackend.OPTUNA: Trials}),
+        mock.patch.dict(
+            trainer_module.ALL_HYPERPARAMETER_SEARCH_BACKENDS,
+            {HPSearchBackend.OPTUNA: Trials},
+        ),
         mock.patch.object(integrations, "hp_params", lambda trial: trial.params),
         mock.patch.object(SharedSlots, "copy_rest", copy_slowly),
     ):
-        trainer.hyperparameter_search(lambda trial: trial.params, n_trials=2, backend="optuna")
+        trainer.hyperparameter_search(
+            lambda trial: trial.params, n_trials=2, backend="optuna"
+        )
     return then, in_memory()
 
 
@@ -264,15 +333,23 @@ def train_twice(folder: str) -> tuple[Any, Any]:
     return (phases, left), search(Path(folder))
 
 
-def test_trainings_of_one_process_count_and_keep_their_own_steps(tmp_path: Path) -> None:
-    """Phases of a script begin at step 0, and free all memory together. Trials have a folder each; of each, optimizers
-    wait for the copy (a state that changes meanwhile is given up), and the memory is freed; what they save is in it."""
+def test_trainings_of_one_process_count_and_keep_their_own_steps(
+    tmp_path: Path,
+) -> None:
+    """Phases of a script begin at step 0, and free all memory together. Trials have a
+    folder each; of each, optimizers wait for the copy (a state that changes meanwhile
+    is given up), and the memory is freed; what they save is in it."""
     for (phases, left), (then, in_the_end) in run_ranks(train_twice, 2, str(tmp_path)):
         steps = [list(range(1, count + 1)) for count in (6, 3, 2)]
         kept = [counted[-2:] for counted in steps]
-        assert phases == [(0, counted, names) for counted, names in zip(steps, kept, strict=True)]
+        assert phases == [
+            (0, counted, names) for counted, names in zip(steps, kept, strict=True)
+        ]
         assert left == []
         assert then == ["run-0-trainer 2", "run-0-trainer 3"]
         assert in_the_end == then, "for a run that goes on with it"
-    saved = [path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.glob("run/**/smp_state")]
+    saved = [
+        path.parent.relative_to(tmp_path).as_posix()
+        for path in tmp_path.glob("run/**/smp_state")
+    ]
     assert sorted(saved) == ["run/run-0/checkpoint-3"]

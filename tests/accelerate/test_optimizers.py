@@ -1,4 +1,5 @@
-"""Optimizers as scripts bring them to ``prepare``: with states from a constructor, over two models, a second time."""
+"""Optimizers as scripts bring them to ``prepare``: with states from a constructor, over
+two models, a second time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def models() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Linear(5, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()]
+    return [
+        nn.Linear(5, 3).double(),
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
+    ]
 
 
 def adagrad(parts: list[nn.Module]) -> torch.optim.Optimizer:
@@ -31,14 +35,20 @@ def adagrad(parts: list[nn.Module]) -> torch.optim.Optimizer:
 
 
 class Again(torch.optim.SGD):
-    """Its step calls that of its base: torch calls the hooks of steps around each of both."""
+    """Its step calls that of its base: torch calls the hooks of steps around each of
+    both."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
 def rows(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        4,
+        5,
+        generator=torch.Generator().manual_seed(10 * step + rank),
+        dtype=torch.float64,
+    )
 
 
 def alone(world: int) -> list[dict[str, torch.Tensor]]:
@@ -60,19 +70,25 @@ def together(knobs: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], int]
     first, second, optimizer = accelerator.prepare(*parts, bare)
     accelerator.prepare(bare)
     assert accelerator._watch is not None
-    before = accelerator._watch.step  # it is the process's, which has trained other layouts
+    # It is the process's, which has trained other layouts.
+    before = accelerator._watch.step
     for step in range(STEPS):
         optimizer.zero_grad()
-        accelerator.backward(second(first(rows(step, accelerator.process_index))).square().mean())
+        accelerator.backward(
+            second(first(rows(step, accelerator.process_index))).square().mean()
+        )
         optimizer.step()
-    return [full_weights(part) for part in (first, second)], accelerator._watch.step - before
+    return [
+        full_weights(part) for part in (first, second)
+    ], accelerator._watch.step - before
 
 
 def counted() -> tuple[int, int, float]:
     """What watch, accelerator and schedule counted, after ``STEPS`` optimizer steps."""
     accelerator = fresh_accelerator(shard_degree=2)
     model = models()[0]
-    torch.optim.SGD(model.parameters(), lr=0.1)  # torch hooks the steps of the classes that were made
+    # Torch hooks the steps of the classes that were made.
+    torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = Again(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -80,13 +96,21 @@ def counted() -> tuple[int, int, float]:
     before = accelerator._watch.step
     for step in range(STEPS):
         optimizer.zero_grad()
-        accelerator.backward(model(rows(step, accelerator.process_index)).square().mean())
+        accelerator.backward(
+            model(rows(step, accelerator.process_index)).square().mean()
+        )
         optimizer.step()
         schedule.step()
-    return accelerator._watch.step - before, accelerator.optimizer_steps, schedule.get_last_lr()[0]
+    return (
+        accelerator._watch.step - before,
+        accelerator.optimizer_steps,
+        schedule.get_last_lr()[0],
+    )
 
 
-def all_together() -> tuple[list[tuple[list[dict[str, torch.Tensor]], int]], tuple[int, int, float]]:
+def all_together() -> tuple[
+    list[tuple[list[dict[str, torch.Tensor]], int]], tuple[int, int, float]
+]:
     return [together(knobs) for knobs in LAYOUTS], counted()
 
 
@@ -97,9 +121,14 @@ def test_one_adagrad_over_two_models_prepared_twice_trains_as_in_one_process() -
             for ours, theirs in zip(seen, expected, strict=True):
                 for name, value in theirs.items():
                     torch.testing.assert_close(ours[name], value, atol=1e-12, rtol=0)
-            assert steps == STEPS, "neither two models nor a second prepare counts a step twice"
-        # Each step uses up a batch of each of the two ranks, and the schedule counts batches.
-        assert nested == (STEPS, STEPS, 2.0 * STEPS), "a step that calls that of its base is one step"
+            assert steps == STEPS, (
+                "neither two models nor a second prepare counts a step twice"
+            )
+        # Each step uses up a batch of each of the two ranks, and the schedule counts
+        # batches.
+        assert nested == (STEPS, STEPS, 2.0 * STEPS), (
+            "a step that calls that of its base is one step"
+        )
 
 
 def test_steps_of_phases_are_added_up_and_begin_anew_with_free_memory() -> None:
@@ -107,7 +136,9 @@ def test_steps_of_phases_are_added_up_and_begin_anew_with_free_memory() -> None:
     counts = []
     for phase in range(3):
         model = nn.Linear(2, 1)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         for _ in range(STEPS):
             accelerator.backward(model(torch.ones(1, 2)).sum())
             optimizer.step()
@@ -118,14 +149,19 @@ def test_steps_of_phases_are_added_up_and_begin_anew_with_free_memory() -> None:
     assert counts == [STEPS, 2 * STEPS, STEPS]
 
 
-def halves(moves: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> list[dict[str, torch.Tensor]]:
-    """Weights that `get_state_dict` gives of a bfloat16 model after two steps on one layout and one on another."""
+def halves(
+    moves: list[tuple[dict[str, Any], dict[str, Any]]], folder: str
+) -> list[dict[str, torch.Tensor]]:
+    """Weights that `get_state_dict` gives of a bfloat16 model after two steps on one
+    layout and one on another."""
     found = []
     for number, layouts in enumerate(moves):
         for turn, knobs in enumerate(layouts):
             accelerator = fresh_accelerator(**knobs)
             model = models()[0].bfloat16()
-            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+            model, optimizer = accelerator.prepare(
+                model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+            )
             if turn == 1:
                 accelerator.load_state(f"{folder}/{number}")
             for step in (0, 1) if turn == 0 else (2,):
@@ -139,12 +175,21 @@ def halves(moves: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> l
     return found
 
 
-def test_masters_of_a_bfloat16_model_are_saved_and_go_on_at_other_layouts(tmp_path: Path) -> None:
-    """AdamW moves each weight by about 1e-4 in each step, a fifth of what bfloat16 can show of most.
-    Gradients are rounded to bfloat16 before they are added up: 1 % of the way is allowed."""
-    stored, world = {"shard_degree": 2, "master_dtype": "float32"}, {"shard_degree": 1, "optimizer_shard": "world"}
+def test_masters_of_a_bfloat16_model_are_saved_and_go_on_at_other_layouts(
+    tmp_path: Path,
+) -> None:
+    """AdamW moves each weight by about 1e-4 in each step, a fifth of what bfloat16 can
+    show of most. Gradients are rounded to bfloat16 before they are added up: 1 % of the
+    way is allowed."""
+    stored, world = (
+        {"shard_degree": 2, "master_dtype": "float32"},
+        {"shard_degree": 1, "optimizer_shard": "world"},
+    )
     host = {"shard_degree": 1, "state_offload": "optimizer"}
-    start = {name: value.bfloat16().float() for name, value in models()[0].state_dict().items()}
+    start = {
+        name: value.bfloat16().float()
+        for name, value in models()[0].state_dict().items()
+    }
     moves = [(stored, stored), (stored, world), (world, host), (host, stored)]
     first, *others = run_ranks(halves, 2, moves, str(tmp_path))[0]
     for name, value in first.items():

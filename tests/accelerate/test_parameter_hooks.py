@@ -1,5 +1,5 @@
-"""Hooks that a script registers before `prepare`, or a model brings to SmpTrainer, see and change one process's
-gradients; float64, to 1e-12."""
+"""Hooks that a script registers before `prepare`, or a model brings to SmpTrainer, see
+and change one process's gradients; float64, to 1e-12."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from tests.accelerate import trainers
-from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader
+from tests.accelerate.running import (
+    SAMPLES,
+    fresh_accelerator,
+    full_weights,
+    make_loader,
+)
 from tests.core.models import TroubledModel, loss_of
 from tests.harness import run_ranks
 
@@ -20,7 +25,9 @@ STEPS, MICRO_BATCHES = 3, 2
 
 
 def _registered(model: torch.nn.Module, norms: list[float]) -> None:
-    first, *_, last, _ = (p for p in model.parameters() if p.requires_grad and p.ndim > 1)
+    first, *_, last, _ = (
+        p for p in model.parameters() if p.requires_grad and p.ndim > 1
+    )
     trained = torch.ones(len(first), 1)
     trained[::2] = 0
     first.register_hook(lambda gradient: gradient * trained)
@@ -54,13 +61,17 @@ def looped(knobs: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], list[
     return full_weights(model), norms
 
 
-def trained(folder: str, knobs: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained(
+    folder: str, knobs: dict[str, Any] | None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """transformers' Trainer, and SmpTrainer on ranks."""
     norms: list[float] = []
     model = trainers.make_model().double()
     _registered(model, norms)
     trainer: Trainer
-    trainer, _ = trainers.make_trainer(folder, 8, 2, knobs, model=model, max_steps=3, max_grad_norm=0.0)
+    trainer, _ = trainers.make_trainer(
+        folder, 8, 2, knobs, model=model, max_steps=3, max_grad_norm=0.0
+    )
     trainer.train()
     return trainers.whole_weights(trainer.model), norms
 
@@ -71,7 +82,9 @@ def together(folder: str) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
 
 
 @pytest.mark.slow  # in the normal run: tests/core/sharding/test_parameter_hooks.py
-def test_hooks_of_before_prepare_see_and_change_one_processs_gradients(tmp_path: Path) -> None:
+def test_hooks_of_before_prepare_see_and_change_one_processs_gradients(
+    tmp_path: Path,
+) -> None:
     loop = looped(None)
     expected = [loop, loop, trained(str(tmp_path / "alone"), None)]
     for by_case in run_ranks(together, 4, str(tmp_path / "ranks"), ranks_per_node=2):

@@ -1,5 +1,5 @@
-"""LoRA adapters and TRL's SFTTrainer, where peft and trl are installed: what one process trains, and an adapter saved
-whole."""
+"""LoRA adapters and TRL's SFTTrainer, where peft and trl are installed: what one
+process trains, and an adapter saved whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from transformers import Trainer, TrainingArguments
 from accelerate_smp.trainer import SmpTrainer, SmpTrainerMixin
 from tests.accelerate.lora import adapted, split_adapter
 from tests.accelerate.running import fresh_accelerator
-from tests.accelerate.trainers import Recorder, Run, make_dataset, make_model, whole_weights
+from tests.accelerate.trainers import (
+    Recorder,
+    Run,
+    make_dataset,
+    make_model,
+    whole_weights,
+)
 from tests.harness import RanksFailed, run_ranks
 
 pytest.importorskip("peft")
@@ -45,28 +51,43 @@ def lora(folder: str, knobs: dict[str, Any] | None) -> Run:
         "train_dataset": make_dataset(),
         "callbacks": [recorder],
     }
-    trainer = Trainer(**options) if knobs is None else SmpTrainer(**options, smp_config=knobs)
+    trainer = (
+        Trainer(**options) if knobs is None else SmpTrainer(**options, smp_config=knobs)
+    )
     trainer.train()
     trainer.save_model(folder)
-    recorder.run.weights = {name: value for name, value in whole_weights(model).items() if "lora" in name}
+    recorder.run.weights = {
+        name: value for name, value in whole_weights(model).items() if "lora" in name
+    }
     return recorder.run
 
 
 @pytest.mark.slow
-def test_lora_trains_like_one_process_and_its_adapter_is_saved_whole(tmp_path: Path) -> None:
+def test_lora_trains_like_one_process_and_its_adapter_is_saved_whole(
+    tmp_path: Path,
+) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file
 
     expected = lora(str(tmp_path / "alone"), None)
-    results = run_ranks(lora, 2, str(tmp_path / "ranks"), {"shard_degree": 2}, ranks_per_node=2)
+    results = run_ranks(
+        lora, 2, str(tmp_path / "ranks"), {"shard_degree": 2}, ranks_per_node=2
+    )
     for seen in results:
         assert len(seen.losses) == len(expected.losses) == 6
-        for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
+        for step, (ours, theirs) in enumerate(
+            zip(seen.losses, expected.losses, strict=True)
+        ):
             assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
-        for step, (ours, theirs) in enumerate(zip(seen.norms, expected.norms, strict=True)):
+        for step, (ours, theirs) in enumerate(
+            zip(seen.norms, expected.norms, strict=True)
+        ):
             assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
     saved = load_file(tmp_path / "ranks" / "adapter_model.safetensors")
-    trained = {name.replace(".default", ""): value for name, value in results[0].weights.items()}
+    trained = {
+        name.replace(".default", ""): value
+        for name, value in results[0].weights.items()
+    }
     assert saved.keys() == trained.keys() and saved
     assert all(torch.equal(saved[name], value) for name, value in trained.items())
     PeftModel.from_pretrained(make_model(0), tmp_path / "ranks")
@@ -80,7 +101,10 @@ def supervised(folder: str, knobs: dict[str, Any] | None) -> Run:
     recorder = Recorder()
     rows = [{"input_ids": row["input_ids"].tolist()} for row in make_dataset()]
     arguments = SFTConfig(
-        **common(folder, ranks), dataset_kwargs={"skip_prepare_dataset": True}, max_length=None, bf16=False
+        **common(folder, ranks),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+        bf16=False,
     )
     options: dict[str, Any] = {
         "model": make_model(dist.get_rank() if ranks > 1 else 0),
@@ -107,7 +131,9 @@ def tokenizer() -> Any:
 
     words = {str(number): number for number in range(61)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "0")), pad_token="0", eos_token="0"
+        tokenizer_object=Tokenizer(models.WordLevel(words, "0")),
+        pad_token="0",
+        eos_token="0",
     )
 
 
@@ -115,20 +141,33 @@ def tokenizer() -> Any:
 def test_trls_sft_trainer_through_the_mixin(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     expected = supervised(str(tmp_path / "alone"), None)
-    for seen in run_ranks(supervised, 4, str(tmp_path / "ranks"), {"shard_degree": 4}, ranks_per_node=2):
+    for seen in run_ranks(
+        supervised, 4, str(tmp_path / "ranks"), {"shard_degree": 4}, ranks_per_node=2
+    ):
         assert len(seen.losses) == len(expected.losses) == 6
-        for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
+        for step, (ours, theirs) in enumerate(
+            zip(seen.losses, expected.losses, strict=True)
+        ):
             assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
 
 
 @pytest.mark.slow
-def test_an_adapter_over_split_sequences_has_the_loss_and_gradients_of_one_process() -> None:
+def test_an_adapter_over_split_sequences_has_the_loss_and_gradients_of_one_process() -> (
+    None
+):
     """float32: 1e-6. With the loss in chunks."""
     model = adapted()
-    rows = {key: torch.stack([row[key] for row in make_dataset(8)]) for key in ("input_ids", "labels")}
+    rows = {
+        key: torch.stack([row[key] for row in make_dataset(8)])
+        for key in ("input_ids", "labels")
+    }
     expected = model(**rows).loss
     expected.backward()
-    knobs = {"shard_degree": 2, "context_parallel_degree": 2, "chunked_cross_entropy": 3}
+    knobs = {
+        "shard_degree": 2,
+        "context_parallel_degree": 2,
+        "chunked_cross_entropy": 3,
+    }
     for loss, gradients in run_ranks(split_adapter, 4, knobs, ranks_per_node=2):
         assert abs(loss - expected.item()) <= 1e-6
         for name, parameter in model.named_parameters():
@@ -137,47 +176,69 @@ def test_an_adapter_over_split_sequences_has_the_loss_and_gradients_of_one_proce
 
 
 def expert_adapter(base: str, knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Two micro-batches a step in float64, with adapters on fused experts, which PEFT parametrizes in each forward."""
+    """Two micro-batches a step in float64, with adapters on fused experts, which PEFT
+    parametrizes in each forward."""
     from peft import LoraConfig, get_peft_model
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = MixtralConfig(
-        vocab_size=61, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager", **sizes
+        vocab_size=61,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        experts_implementation="eager",
+        **sizes,
     )
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapters = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts)
     model = get_peft_model(MixtralForCausalLM(config), adapters).double()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)  # begins at 0, where it hides lora_A
+            # Begins at 0, where it hides lora_A.
+            torch.nn.init.normal_(parameter, std=0.1)
         if base == "trained" and "experts" in name:
             parameter.requires_grad_(True)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1
+    )
     ranks = dist.get_world_size() if knobs is not None else 1
     rank = dist.get_rank() if ranks > 1 else 0
     if knobs is not None:
         accelerator = fresh_accelerator(gradient_accumulation_steps=2, **knobs)
         model, optimizer = accelerator.prepare(model, optimizer)
-    rows = torch.stack([row["input_ids"] for row in make_dataset(16)]).view(2, 2, ranks, 4 // ranks, -1)
+    rows = torch.stack([row["input_ids"] for row in make_dataset(16)]).view(
+        2, 2, ranks, 4 // ranks, -1
+    )
     for step in rows:
         for micro_batch in step[:, rank]:
             if knobs is None:
                 (model(input_ids=micro_batch, labels=micro_batch).loss / 2).backward()
                 continue
             with accelerator.accumulate(model):
-                accelerator.backward(model(input_ids=micro_batch, labels=micro_batch).loss)
+                accelerator.backward(
+                    model(input_ids=micro_batch, labels=micro_batch).loss
+                )
         optimizer.step()
         optimizer.zero_grad()
     return whole_weights(model)
 
 
-EXPERTS = [("frozen", {"shard_degree": 2}), ("trained", {"shard_degree": 1, "optimizer_shard": "world"})]
+EXPERTS = [
+    ("frozen", {"shard_degree": 2}),
+    ("trained", {"shard_degree": 1, "optimizer_shard": "world"}),
+]
 
 
 @pytest.mark.parametrize(("base", "knobs"), EXPERTS, ids=["frozen", "trained"])
-def test_adapters_on_fused_experts_train_as_in_one_process(base: str, knobs: dict[str, Any]) -> None:
+def test_adapters_on_fused_experts_train_as_in_one_process(
+    base: str, knobs: dict[str, Any]
+) -> None:
     expected = expert_adapter(base, None)
     for seen in run_ranks(expert_adapter, 2, base, knobs, ranks_per_node=2):
         for name, value in seen.items():
@@ -206,15 +267,27 @@ def quantized_base() -> str:
 def test_a_quantized_base_is_refused_by_name() -> None:
     pytest.importorskip("torchao")
     for said in run_ranks(quantized_base, 2):
-        assert said.startswith("0.weight is a Int8Tensor of torchao") and "frozen_storage=" in said
+        assert (
+            said.startswith("0.weight is a Int8Tensor of torchao")
+            and "frozen_storage=" in said
+        )
 
 
 def attached(order: str) -> dict[str, torch.Tensor]:
     """Adapters that differ on each rank at first, after three steps of a bare loop."""
     from peft import LoraConfig, get_peft_model
 
-    rank, accelerator, model = dist.get_rank(), fresh_accelerator(smp_config={"shard_degree": 2}), make_model(0)
-    options = LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="gaussian")
+    rank, accelerator, model = (
+        dist.get_rank(),
+        fresh_accelerator(smp_config={"shard_degree": 2}),
+        make_model(0),
+    )
+    options = LoraConfig(
+        r=3,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
+        init_lora_weights="gaussian",
+    )
     torch.manual_seed(rank)
     if order == "before":
         model = accelerator.prepare(get_peft_model(model, options))
@@ -227,17 +300,24 @@ def attached(order: str) -> dict[str, torch.Tensor]:
     optimizer = accelerator.prepare(torch.optim.AdamW(trained, lr=1e-2))
     for step in range(3):
         rows = make_dataset()[8 * step + 4 * rank :][:4]
-        inputs, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+        inputs, labels = (
+            torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")
+        )
         accelerator.backward(model(input_ids=inputs, labels=labels).loss)
         optimizer.step()
         optimizer.zero_grad()
     weights = whole_weights(model)
-    return {name.removeprefix("base_model.model."): value for name, value in weights.items() if "lora" in name}
+    return {
+        name.removeprefix("base_model.model."): value
+        for name, value in weights.items()
+        if "lora" in name
+    }
 
 
 @pytest.mark.slow
 def test_adapters_train_alike_whenever_peft_attaches_them() -> None:
-    """To float32's last digits: gradients of sharded ones are added up in another order."""
+    """To float32's last digits: gradients of sharded ones are added up in another
+    order."""
     expected = run_ranks(attached, 2, "before")[0]
     for order in ("after", "add_adapter"):
         for seen in run_ranks(attached, 2, order):

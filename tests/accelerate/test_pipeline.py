@@ -16,7 +16,15 @@ from transformers import GPT2LMHeadModel
 from accelerate_smp.callbacks import SmpMonitorCallback
 from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
 from tests.accelerate.running import fresh_accelerator
-from tests.accelerate.trainers import VOCABULARY, Run, assert_close, fit, life, make_trainer, noise_between
+from tests.accelerate.trainers import (
+    VOCABULARY,
+    Run,
+    assert_close,
+    fit,
+    life,
+    make_trainer,
+    noise_between,
+)
 from tests.core.pipeline.cases import example_of, of_all_stages
 from tests.core.tensor_parallel.model_cases import (
     Training,
@@ -34,20 +42,28 @@ from tests.harness import run_ranks
 BATCH = 8
 
 
-def bare_loop(kind: str, micro_batches: int, samples: int, scale: float = 0.0, **knobs: Any) -> tuple[Training, int]:
-    """``samples`` of a batch for each rank that reads its own; ``scale``: of a gradient scaler."""
+def bare_loop(
+    kind: str, micro_batches: int, samples: int, scale: float = 0.0, **knobs: Any
+) -> tuple[Training, int]:
+    """``samples`` of a batch for each rank that reads its own; ``scale``: of a gradient
+    scaler."""
     seen, called = Training(), 0
     knobs = {"shard_degree": 1, "pipeline_parallel_degree": 2, **knobs}
-    accelerator = fresh_accelerator(gradient_accumulation_steps=micro_batches, cpu=True, **knobs)
+    accelerator = fresh_accelerator(
+        gradient_accumulation_steps=micro_batches, cpu=True, **knobs
+    )
     if scale:  # of mixed_precision="fp16", which is refused on CPU
         accelerator.scaler = ShardedGradScaler("cpu", init_scale=scale)
     rows = batches(micro_batches).flatten(0, 2)
     with nullcontext() if scale else Wide():  # a scaler casts its own numbers
         model: Any = example_of(build(kind, seed=dist.get_rank()))
         loader = DataLoader([{"tokens": row} for row in rows], batch_size=samples)
-        model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer_of(model), loader
+        )
         if scale:
-            accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"  # gradients are unscaled then
+            # Gradients are unscaled then.
+            accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
         total = torch.zeros((), dtype=torch.float64)
 
         @accelerator.pipeline_step
@@ -63,37 +79,65 @@ def bare_loop(kind: str, micro_batches: int, samples: int, scale: float = 0.0, *
                 loss = returned["loss"]
                 assert returned["twice"] == 2 * loss.detach()
                 accelerator.backward(loss)
-                total += accelerator.gather_for_metrics(loss.detach()[None]).mean() / micro_batches
+                total += (
+                    accelerator.gather_for_metrics(loss.detach()[None]).mean()
+                    / micro_batches
+                )
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     if len(seen.losses) in (0, STEPS - 1):
-                        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+                        found = {
+                            name: p.grad
+                            for name, p in model.named_parameters()
+                            if p.grad is not None
+                        }
                         gradients = of_all_stages(accelerator.parallel, found)
-                        seen.gradients |= {f"{len(seen.losses)} {name}": g for name, g in gradients.items()}
+                        seen.gradients |= {
+                            f"{len(seen.losses)} {name}": g
+                            for name, g in gradients.items()
+                        }
                     seen.losses.append(total.item())
                     seen.norms.append(norm.item())
                     total.zero_()
                 optimizer.step()
                 optimizer.zero_grad()
-        seen.weights = of_all_stages(accelerator.parallel, dict(model.named_parameters()))
+        seen.weights = of_all_stages(
+            accelerator.parallel, dict(model.named_parameters())
+        )
         if scale:
-            assert accelerator.scaler.get_scale() == scale and not accelerator.optimizer_step_was_skipped
+            assert (
+                accelerator.scaler.get_scale() == scale
+                and not accelerator.optimizer_step_was_skipped
+            )
             with accelerator.accumulate(model):
                 accelerator.backward(step(batch, 1.0)["loss"])
                 if dist.get_rank() == 0:
-                    next(p for p in model.parameters() if p.grad is not None).grad.fill_(torch.inf)
+                    next(
+                        p for p in model.parameters() if p.grad is not None
+                    ).grad.fill_(torch.inf)
                 optimizer.step()
-            assert accelerator.optimizer_step_was_skipped and accelerator.scaler.get_scale() == scale / 2
+            assert (
+                accelerator.optimizer_step_was_skipped
+                and accelerator.scaler.get_scale() == scale / 2
+            )
             after = of_all_stages(accelerator.parallel, dict(model.named_parameters()))
-            assert all(torch.equal(after[name], value) for name, value in seen.weights.items())
+            assert all(
+                torch.equal(after[name], value) for name, value in seen.weights.items()
+            )
     return seen, called
 
 
-def assert_loop(results: list[tuple[Training, int]], kind: str, micro_batches: int, calls: int) -> None:
+def assert_loop(
+    results: list[tuple[Training, int]], kind: str, micro_batches: int, calls: int
+) -> None:
     whole = one_process(kind, micro_batches)
-    names = {name.partition(" ")[2] for name in whole.gradients}  # tied names are one parameter on ranks
+    # Tied names are one parameter on ranks.
+    names = {name.partition(" ")[2] for name in whole.gradients}
     expected = Training(
-        whole.losses, whole.norms, whole.gradients, {n: w for n, w in whole.weights.items() if n in names}
+        whole.losses,
+        whole.norms,
+        whole.gradients,
+        {n: w for n, w in whole.weights.items() if n in names},
     )
     for seen, called in results:
         assert differences(seen, expected) == []
@@ -107,16 +151,29 @@ def test_a_bare_loop_equals_one_process() -> None:
 
 
 def test_a_gradient_scaler_in_a_bare_loop() -> None:
-    """The scale is a power of two. An inf on the first stage alone skips the step on all."""
-    results = run_ranks(bare_loop, 2, "plain", 1, 8, 2.0**14, pipeline={"microbatches": 2})
+    """The scale is a power of two. An inf on the first stage alone skips the step on
+    all."""
+    results = run_ranks(
+        bare_loop, 2, "plain", 1, 8, 2.0**14, pipeline={"microbatches": 2}
+    )
     assert_loop(results, "plain", 1, 2 * (STEPS + 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, {"shard_degree": 1}, {"tensor_parallel_degree": 2}])
+@pytest.mark.parametrize(
+    "knobs", [{"shard_degree": 2}, {"shard_degree": 1}, {"tensor_parallel_degree": 2}]
+)
 def test_a_bare_loop_on_four_ranks(knobs: dict[str, Any]) -> None:
     samples = 8 if "tensor_parallel_degree" in knobs else 4
-    results = run_ranks(bare_loop, 4, "llama", 2, samples, pipeline={"microbatches": 2, "schedule": "gpipe"}, **knobs)
+    results = run_ranks(
+        bare_loop,
+        4,
+        "llama",
+        2,
+        samples,
+        pipeline={"microbatches": 2, "schedule": "gpipe"},
+        **knobs,
+    )
     assert_loop(results, "llama", 2, 2 * 2 * STEPS)
 
 
@@ -125,17 +182,32 @@ def assert_life(results: list[Run], expected: Run, noise: float, folder: Path) -
         assert_close(seen, expected, noise)
         assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)
         assert seen.extra["after"] == pytest.approx(expected.extra["after"], abs=5e-6)
-        assert seen.extra["predicted"] == expected.extra["predicted"] and seen.extra["predicted"][2] == VOCABULARY
-        torch.testing.assert_close(seen.extra["logits"], expected.extra["logits"], atol=2e-5, rtol=0)
+        assert (
+            seen.extra["predicted"] == expected.extra["predicted"]
+            and seen.extra["predicted"][2] == VOCABULARY
+        )
+        torch.testing.assert_close(
+            seen.extra["logits"], expected.extra["logits"], atol=2e-5, rtol=0
+        )
     loaded = GPT2LMHeadModel.from_pretrained(folder / "final")
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in results[0].weights.items())
+    assert all(
+        torch.equal(loaded.state_dict()[name], value)
+        for name, value in results[0].weights.items()
+    )
 
 
-KNOBS = {"shard_degree": 1, "pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}}
+KNOBS = {
+    "shard_degree": 1,
+    "pipeline_parallel_degree": 2,
+    "pipeline": {"microbatches": 2},
+}
 
 
-def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(tmp_path: Path) -> None:
-    """float32: see tests.accelerate.trainers.assert_close. Labels are missing unevenly over micro-batches."""
+def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(
+    tmp_path: Path,
+) -> None:
+    """float32: see tests.accelerate.trainers.assert_close. Labels are missing unevenly
+    over micro-batches."""
     expected = life(tmp_path / "alone", BATCH, 3)
     noise = noise_between(expected, fit(tmp_path / "other", BATCH // 2, 6))
     flags = {"per_device_train_batch_size": BATCH}
@@ -148,12 +220,28 @@ def test_trainer_on_four_ranks(tmp_path: Path) -> None:
     expected = life(tmp_path / "alone", BATCH, 3)
     noise = noise_between(expected, fit(tmp_path / "other", BATCH // 2, 6))
     flags = {"per_device_train_batch_size": BATCH // 2}
-    results = run_ranks(life, 4, tmp_path / "ranks", BATCH, 3, {**KNOBS, "shard_degree": "auto"}, **flags)
+    results = run_ranks(
+        life,
+        4,
+        tmp_path / "ranks",
+        BATCH,
+        3,
+        {**KNOBS, "shard_degree": "auto"},
+        **flags,
+    )
     assert_life(results, expected, noise, tmp_path / "ranks")
 
 
 def figures(folder: Path, batch: int, knobs: dict[str, Any] | None) -> dict[str, float]:
-    trainer, _ = make_trainer(folder, batch, 2, knobs, per_device_train_batch_size=BATCH, max_steps=3, logging_steps=3)
+    trainer, _ = make_trainer(
+        folder,
+        batch,
+        2,
+        knobs,
+        per_device_train_batch_size=BATCH,
+        max_steps=3,
+        logging_steps=3,
+    )
     monitor = SmpMonitorCallback()
     trainer.add_callback(monitor)
     trainer.train()
@@ -162,15 +250,21 @@ def figures(folder: Path, batch: int, knobs: dict[str, Any] | None) -> dict[str,
     return monitor.latest
 
 
-def test_the_monitor_reports_the_bubble_and_counts_each_sample_once(tmp_path: Path) -> None:
+def test_the_monitor_reports_the_bubble_and_counts_each_sample_once(
+    tmp_path: Path,
+) -> None:
     """Rates of one report share one clock, so that their ratios are exact."""
     alone = figures(tmp_path, BATCH, None)
     for seen in run_ranks(figures, 2, tmp_path, BATCH, KNOBS):
         for name, ranks in (("tokens_per_second", 1), ("tflops_per_device", 2)):
-            ratio, expected = (each[name] / each["samples_per_second"] for each in (seen, alone))
+            ratio, expected = (
+                each[name] / each["samples_per_second"] for each in (seen, alone)
+            )
             assert ranks * ratio == pytest.approx(expected, rel=1e-9), name
         shares = [seen[f"bubble_share_stage_{stage}"] for stage in range(2)]
-        assert seen["bubble_share"] == pytest.approx(sum(shares) / 2) and all(0 < share < 1 for share in shares)
+        assert seen["bubble_share"] == pytest.approx(sum(shares) / 2) and all(
+            0 < share < 1 for share in shares
+        )
         assert seen["seconds_stage_0"] > 0
     assert (tmp_path / "timeline.png").exists()
 
@@ -186,7 +280,9 @@ def said(act: Callable[[], Any]) -> str:
 def misuse(folder: Path) -> dict[str, str]:
     trainer, _ = make_trainer(folder, 4, 1, KNOBS)
     accelerator = trainer.accelerator
-    model, optimizer = accelerator.prepare(trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    )
     tokens = torch.ones(4, 6, dtype=torch.long)
 
     @accelerator.pipeline_step
@@ -206,15 +302,21 @@ def misuse(folder: Path) -> dict[str, str]:
     found = {
         "changed": said(lambda: accelerator.backward(2 * step(tokens))),
         "zeroed": said(zeroed),
-        "no step": said(lambda: accelerator.backward(torch.ones((), requires_grad=True))),
+        "no step": said(
+            lambda: accelerator.backward(torch.ones((), requires_grad=True))
+        ),
         "outside": said(lambda: model(input_ids=tokens)),
         "uneven": said(lambda: step(tokens[:3])),
         "another": said(lambda: accelerator.prepare_model(torch.nn.Linear(2, 2))),
     }
     with torch.no_grad():
-        found["cache"] = said(lambda: model.generate(tokens, max_new_tokens=2, pad_token_id=0))
+        found["cache"] = said(
+            lambda: model.generate(tokens, max_new_tokens=2, pad_token_id=0)
+        )
         torch.manual_seed(0)
-        written = model.generate(tokens, max_new_tokens=2, pad_token_id=0, use_cache=False, do_sample=True)
+        written = model.generate(
+            tokens, max_new_tokens=2, pad_token_id=0, use_cache=False, do_sample=True
+        )
         found["written"] = str(written.tolist())
         found["gather"] = gathering(tokens)
     return found
@@ -225,10 +327,16 @@ def test_misuse_is_refused_in_words(tmp_path: Path) -> None:
     for found in (first, last):
         assert "multiplied by 2 before backward" in found["changed"]
         assert "gradients were zeroed between" in found["zeroed"]
-        assert "compute the loss in a function under @accelerator.pipeline_step" in found["no step"]
+        assert (
+            "compute the loss in a function under @accelerator.pipeline_step"
+            in found["no step"]
+        )
         assert "GPT2LMHeadModel was called outside of a step" in found["outside"]
         assert "pipeline.microbatches=2 does not divide a batch of 3" in found["uneven"]
-        assert "pipeline_parallel_degree=2: a second model (Linear) is not built yet" in found["another"]
+        assert (
+            "pipeline_parallel_degree=2: a second model (Linear) is not built yet"
+            in found["another"]
+        )
         assert "generate(use_cache=False)" in found["cache"]
         assert found["written"] == first["written"]
         assert "cannot gather inside a step" in found["gather"]

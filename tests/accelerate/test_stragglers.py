@@ -1,4 +1,5 @@
-"""Under Trainer and in a bare loop, too, a rank that is slow is named with the part of the step in which it is."""
+"""Under Trainer and in a bare loop, too, a rank that is slow is named with the part of
+the step in which it is."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def found(cases: list[tuple[Part, int]]) -> list[Straggler | None]:
     stragglers = []
     for part, rank in cases:
         with tempfile.TemporaryDirectory() as folder:
-            flags: dict[str, Any] = {"max_steps": 6, "logging_steps": 6, "logging_strategy": "steps"}
+            flags: dict[str, Any] = {
+                "max_steps": 6,
+                "logging_steps": 6,
+                "logging_strategy": "steps",
+            }
             trainer, _ = make_trainer(folder, 8, 1, {"shard_degree": 2}, **flags)
             monitor = SmpMonitorCallback()
             trainer.add_callback(monitor)
@@ -54,11 +59,15 @@ def make_slow(trainer: Any, part: Part) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [[("data", 0)], pytest.param([("forward", 1)], marks=pytest.mark.slow)], ids=["data", "forward"]
+    "cases",
+    [[("data", 0)], pytest.param([("forward", 1)], marks=pytest.mark.slow)],
+    ids=["data", "forward"],
 )
 def test_the_slow_rank_and_its_part_are_named(cases: list[tuple[Part, int]]) -> None:
     for stragglers in run_ranks(found, 2, cases):
-        named = [None if each is None else (each.part, each.rank) for each in stragglers]
+        named = [
+            None if each is None else (each.part, each.rank) for each in stragglers
+        ]
         assert named == cases
 
 
@@ -80,19 +89,32 @@ class Late(torch.autograd.Function):
 
 
 def loop(part: Part, rank: int, folder: str) -> dict[str, Any]:
-    """A loop with accumulation and an evaluation, in which one part of each step takes longer on one rank."""
-    accelerator = fresh_accelerator(smp_config={"shard_degree": 2}, gradient_accumulation_steps=2)
-    seconds = {each: SLOW / 2 * (each == part and dist.get_rank() == rank) for each in PARTS}
+    """A loop with accumulation and an evaluation, in which one part of each step takes
+    longer on one rank."""
+    accelerator = fresh_accelerator(
+        smp_config={"shard_degree": 2}, gradient_accumulation_steps=2
+    )
+    seconds = {
+        each: SLOW / 2 * (each == part and dist.get_rank() == rank) for each in PARTS
+    }
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: time.sleep(seconds["optimizer"]))
     model, optimizer = accelerator.prepare(net, optimizer)
-    monitor = SmpMonitor(accelerator, model, optimizer, every_n_steps=STEPS, run_log=Path(folder) / "run.jsonl")
+    monitor = SmpMonitor(
+        accelerator,
+        model,
+        optimizer,
+        every_n_steps=STEPS,
+        run_log=Path(folder) / "run.jsonl",
+    )
     for index in range(2 * STEPS + 2):
         time.sleep(seconds["data"])
         with accelerator.accumulate(model):
-            out = Late.apply(model(torch.full((4, 8), 0.1 * index)), seconds["backward"])
+            out = Late.apply(
+                model(torch.full((4, 8), 0.1 * index)), seconds["backward"]
+            )
             time.sleep(seconds["forward"])
             accelerator.backward(out.square().mean())
             optimizer.step()
@@ -104,7 +126,12 @@ def loop(part: Part, rank: int, folder: str) -> dict[str, Any]:
             model.train()
     latest, found = monitor.latest, monitor.straggler
     monitor.end()  # what end_training does, which also ends the process group
-    return {"found": found, "latest": latest, "step": monitor.step, "ended": accelerator.monitor is None}
+    return {
+        "found": found,
+        "latest": latest,
+        "step": monitor.step,
+        "ended": accelerator.monitor is None,
+    }
 
 
 def loops(cases: list[tuple[Part, int]]) -> list[dict[str, Any]]:
@@ -114,7 +141,9 @@ def loops(cases: list[tuple[Part, int]]) -> list[dict[str, Any]]:
             result = loop(part, rank, folder)
             log = Path(folder) / "run.jsonl"
             result["kinds"] = (
-                [json.loads(line)["kind"] for line in log.read_text().splitlines()] if log.exists() else []
+                [json.loads(line)["kind"] for line in log.read_text().splitlines()]
+                if log.exists()
+                else []
             )
             results.append(result)
     return results
@@ -124,19 +153,35 @@ def loops(cases: list[tuple[Part, int]]) -> list[dict[str, Any]]:
     "cases",
     [
         [("forward", 1), ("data", 0)],
-        pytest.param([("backward", 0), ("data", 1), ("optimizer", 0)], marks=pytest.mark.slow),
+        pytest.param(
+            [("backward", 0), ("data", 1), ("optimizer", 0)], marks=pytest.mark.slow
+        ),
     ],
     ids=["some", "more"],
 )
-def test_a_bare_loop_names_the_slow_rank_and_its_part(cases: list[tuple[Part, int]]) -> None:
+def test_a_bare_loop_names_the_slow_rank_and_its_part(
+    cases: list[tuple[Part, int]],
+) -> None:
     of_ranks = run_ranks(loops, 2, cases)
     for results in of_ranks:
         for (part, rank), result in zip(cases, results, strict=True):
             found, latest = result["found"], result["latest"]
-            assert found is not None and (found.part, found.rank) == (part, rank), (part, rank, found)
-            assert latest["samples"] == 2 * 2 * 4 * STEPS and latest["straggler_rank"] == rank
+            assert found is not None and (found.part, found.rank) == (part, rank), (
+                part,
+                rank,
+                found,
+            )
+            assert (
+                latest["samples"] == 2 * 2 * 4 * STEPS
+                and latest["straggler_rank"] == rank
+            )
             assert result["step"] == STEPS + 1 and result["ended"]
-    assert [kind for kind in of_ranks[0][0]["kinds"] if kind != "warning"] == ["run", "step", "step", "end"]
+    assert [kind for kind in of_ranks[0][0]["kinds"] if kind != "warning"] == [
+        "run",
+        "step",
+        "step",
+        "end",
+    ]
     assert all(result["kinds"] == [] for result in of_ranks[1])
 
 

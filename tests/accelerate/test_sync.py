@@ -1,7 +1,9 @@
-"""Accelerate's own checks: its bundled scripts with sharding off, and a port of its test_sync with sharding on.
+"""Accelerate's own checks: its bundled scripts with sharding off, and a port of its
+test_sync with sharding on.
 
-In the port parameters are 1-D, gradients are compared whole (``full_tensor``), and in the middle of a window ``.grad``
-of a sharded model is what it was before the window (None after ``zero_grad``), where DDP has this rank's own.
+In the port parameters are 1-D, gradients are compared whole (``full_tensor``), and in
+the middle of a window ``.grad`` of a sharded model is what it was before the window
+(None after ``zero_grad``), where DDP has this rank's own.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from torch.utils.data import DataLoader
 from tests.accelerate.running import fresh_accelerator
 from tests.harness import ROOT, run_ranks, run_script
 
-# Not test_sync with shard_degree=1: in the middle of a window it wants to see each rank's own ``.grad``, which is
-# hidden there at every degree; the port below runs instead.
+# Not test_sync with shard_degree=1: in the middle of a window it wants to see each
+# rank's own ``.grad``, which is hidden there at every degree; the port below runs
+# instead.
 BUNDLED = [
     ("test_script", "off"),
     ("test_ops", "off"),
@@ -35,7 +38,9 @@ BUNDLED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharding"), BUNDLED)
-def test_accelerates_bundled_script_passes_when_nothing_is_sharded(name: str, sharding: str, tmp_path: Path) -> None:
+def test_accelerates_bundled_script_passes_when_nothing_is_sharded(
+    name: str, sharding: str, tmp_path: Path
+) -> None:
     script = ROOT / "tests" / "accelerate" / "scripts" / "bundled.py"
     finished = run_script(
         [script, name, sharding],
@@ -64,11 +69,19 @@ def setup(accelerator: Any) -> tuple[nn.Module, nn.Module, Any]:
     x = torch.randn(80, 3, generator=generator)
     samples = [{"x": row, "y": 2 * row + 3} for row in x]
     model = Regression()
-    sharded, loader = accelerator.prepare(deepcopy(model), DataLoader(samples, batch_size=8))
+    sharded, loader = accelerator.prepare(
+        deepcopy(model), DataLoader(samples, batch_size=8)
+    )
     return model, sharded, loader
 
 
-def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, accelerator: Any, alone: bool = False) -> None:
+def step(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    accelerator: Any,
+    alone: bool = False,
+) -> None:
     loss = F.mse_loss(model(x), y)
     if alone:
         (loss / accelerator.gradient_accumulation_steps).backward()
@@ -77,15 +90,26 @@ def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, accelerator: Any, a
 
 
 def check(model: nn.Module, sharded: nn.Module, in_sync: bool, where: str) -> None:
-    for (name, one), many in zip(model.named_parameters(), sharded.parameters(), strict=True):
+    for (name, one), many in zip(
+        model.named_parameters(), sharded.parameters(), strict=True
+    ):
         if not in_sync:
-            # What it shows, if anything, is the closed windows before (nobody zeroed them), and it is sharded.
+            # What it shows, if anything, is the closed windows before (nobody zeroed
+            # them), and it is sharded.
             if many.grad is not None:
-                assert isinstance(many.grad, DTensor) == isinstance(many, DTensor), f"{where}: {name}"
-                assert not torch.allclose(whole(many.grad), one.grad), f"{where}: {name} is in sync"
+                assert isinstance(many.grad, DTensor) == isinstance(many, DTensor), (
+                    f"{where}: {name}"
+                )
+                assert not torch.allclose(whole(many.grad), one.grad), (
+                    f"{where}: {name} is in sync"
+                )
             continue
-        assert many.grad is not None and isinstance(many.grad, DTensor) == isinstance(many, DTensor)
-        torch.testing.assert_close(whole(many.grad), one.grad, rtol=1e-5, atol=1e-6, msg=f"{where}: {name}")
+        assert many.grad is not None and isinstance(many.grad, DTensor) == isinstance(
+            many, DTensor
+        )
+        torch.testing.assert_close(
+            whole(many.grad), one.grad, rtol=1e-5, atol=1e-6, msg=f"{where}: {name}"
+        )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,17 +153,25 @@ def several_forwards_case(degree: int) -> None:
             check(model, sharded, True, f"backward {number}")
 
 
-def accumulate_case(degree: int, split: bool, dispatch: bool, each: bool, with_optimizer: bool) -> None:
+def accumulate_case(
+    degree: int, split: bool, dispatch: bool, each: bool, with_optimizer: bool
+) -> None:
     accelerator = fresh_accelerator(
         shard_degree=degree,
-        dataloader_config=DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=each),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=split, dispatch_batches=dispatch
+        ),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=2, sync_each_batch=each
+        ),
     )
     model, sharded, loader = setup(accelerator)
     mine = torch.optim.AdamW(model.parameters(), lr=1e-3)
     theirs = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda n: 0.65**n)
-    theirs, their_schedule = accelerator.prepare(theirs, torch.optim.lr_scheduler.LambdaLR(theirs, lambda n: 0.65**n))
+    theirs, their_schedule = accelerator.prepare(
+        theirs, torch.optim.lr_scheduler.LambdaLR(theirs, lambda n: 0.65**n)
+    )
     for iteration, batch in enumerate(loader):
         x, y = batch.values()
         whole_x, whole_y = accelerator.gather((x, y))
@@ -156,7 +188,8 @@ def accumulate_case(degree: int, split: bool, dispatch: bool, each: bool, with_o
             continue
         if stepped:
             mine.step()
-            for _ in range(1 if split else accelerator.num_processes):  # as Accelerate's own test counts
+            # As Accelerate's own test counts.
+            for _ in range(1 if split else accelerator.num_processes):
                 schedule.step()
             mine.zero_grad()
         assert mine.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
@@ -174,11 +207,22 @@ def everything(degree: int, cases: list[tuple[bool, bool, bool]]) -> None:
 @pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_port_of_test_sync(degree: int) -> None:
     """split_batches, dispatch_batches and sync_each_batch, each on its own."""
-    cases = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
+    cases = [
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
     run_ranks(everything, 4, degree, cases, ranks_per_node=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_port_of_test_sync_in_all_combinations(degree: int) -> None:
-    run_ranks(everything, 4, degree, list(itertools.product((False, True), repeat=3)), ranks_per_node=2)
+    run_ranks(
+        everything,
+        4,
+        degree,
+        list(itertools.product((False, True), repeat=3)),
+        ranks_per_node=2,
+    )

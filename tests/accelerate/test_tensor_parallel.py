@@ -28,12 +28,14 @@ from tests.core.tensor_parallel.model_cases import (
 from tests.harness import run_ranks
 
 BATCH = 8
-# Sequences of 9 tokens, and a vocabulary of 61 words: neither can be split. Trainer prepares loaders before the model,
-# which decides about the shard degree.
+# Sequences of 9 tokens, and a vocabulary of 61 words: neither can be split. Trainer
+# prepares loaders before the model, which decides about the shard degree.
 KNOBS = {"tensor_parallel_degree": 2, "tensor_parallel": {"sequence_parallel": False}}
 
 
-def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(tmp_path: Path) -> None:
+def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(
+    tmp_path: Path,
+) -> None:
     """float32: see tests.accelerate.trainers.assert_close."""
     expected = life(tmp_path / "alone", BATCH, 3)
     noise = noise_between(expected, fit(tmp_path / "other", BATCH // 2, 6))
@@ -43,10 +45,18 @@ def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(tmp_path:
         assert_close(seen, expected, noise)
         assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)
         assert seen.extra["after"] == pytest.approx(expected.extra["after"], abs=5e-6)
-        assert seen.extra["predicted"] == expected.extra["predicted"] and seen.extra["predicted"][2] == VOCABULARY
-        torch.testing.assert_close(seen.extra["logits"], expected.extra["logits"], atol=2e-5, rtol=0)
+        assert (
+            seen.extra["predicted"] == expected.extra["predicted"]
+            and seen.extra["predicted"][2] == VOCABULARY
+        )
+        torch.testing.assert_close(
+            seen.extra["logits"], expected.extra["logits"], atol=2e-5, rtol=0
+        )
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "ranks" / "final")
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in results[0].weights.items())
+    assert all(
+        torch.equal(loaded.state_dict()[name], value)
+        for name, value in results[0].weights.items()
+    )
 
 
 def bare_loop(micro_batches: int) -> Training:
@@ -68,7 +78,10 @@ def bare_loop(micro_batches: int) -> Training:
             with accelerator.accumulate(model):
                 loss = loss_of(model, batch["tokens"])
                 accelerator.backward(loss)
-                total += accelerator.gather_for_metrics(loss.detach()[None]).mean() / micro_batches
+                total += (
+                    accelerator.gather_for_metrics(loss.detach()[None]).mean()
+                    / micro_batches
+                )
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     seen.take(model, total.item(), norm.item(), len(seen.losses))
@@ -78,7 +91,10 @@ def bare_loop(micro_batches: int) -> Training:
         seen.weights = {name: full(value) for name, value in model.state_dict().items()}
     config = accelerator.smp_config  # nodes are so slow that gathering less pays
     assert (config.shard_degree, config.tensor_parallel_degree) == (2, 2)  # as given
-    assert config.why("keep_between_micro_batches") == "the plan" and config.keep_between_micro_batches != "shards"
+    assert (
+        config.why("keep_between_micro_batches") == "the plan"
+        and config.keep_between_micro_batches != "shards"
+    )
     return seen
 
 
@@ -94,11 +110,17 @@ def rates_where_all_ranks_share_a_batch() -> list[float]:
     model: Any = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     halved = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    loader = DataLoader([{"tokens": row} for row in batches(1, 2).flatten(0, 2)], batch_size=BATCH)
-    model, optimizer, loader, halved = accelerator.prepare(model, optimizer, loader, halved)
+    loader = DataLoader(
+        [{"tokens": row} for row in batches(1, 2).flatten(0, 2)], batch_size=BATCH
+    )
+    model, optimizer, loader, halved = accelerator.prepare(
+        model, optimizer, loader, halved
+    )
     rates = []
     for batch in loader:
-        accelerator.backward(model(input_ids=batch["tokens"], labels=batch["tokens"]).loss)
+        accelerator.backward(
+            model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
+        )
         optimizer.step()
         halved.step()
         rates.append(halved.get_last_lr()[0])

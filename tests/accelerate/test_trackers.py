@@ -1,4 +1,5 @@
-"""Trackers hold what one process would have written, once: SmpTrainer's ``report_to``, and Accelerate's trackers."""
+"""Trackers hold what one process would have written, once: SmpTrainer's ``report_to``,
+and Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch.distributed as dist
 from accelerate_smp import SmpMonitor, SmpMonitorCallback
 from smp_core.run_log.read import Run as Log
 from tests import trackers
-from tests.accelerate.running import SAMPLES, STEPS, fresh_accelerator, make_loader, make_optimizer
+from tests.accelerate.running import (
+    SAMPLES,
+    STEPS,
+    fresh_accelerator,
+    make_loader,
+    make_optimizer,
+)
 from tests.accelerate.trainers import make_trainer
 from tests.core.models import TroubledModel, loss_of
 from tests.harness import run_ranks
@@ -45,8 +52,15 @@ def close(tracker: str) -> None:
         mlflow.flush_async_logging()
 
 
-def fit_trainer(tracker: str, folder: str, knobs: dict[str, Any] | None = None) -> dict[str, float]:
-    flags: dict[str, Any] = {"report_to": tracker, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+def fit_trainer(
+    tracker: str, folder: str, knobs: dict[str, Any] | None = None
+) -> dict[str, float]:
+    flags: dict[str, Any] = {
+        "report_to": tracker,
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
     trainer, _ = make_trainer(folder, 8, 1, knobs, **flags)
     monitor = SmpMonitorCallback()
     if knobs is not None:
@@ -56,7 +70,13 @@ def fit_trainer(tracker: str, folder: str, knobs: dict[str, Any] | None = None) 
     return monitor.latest
 
 
-def run_both(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fit: Any, **knobs: Any) -> Any:
+def run_both(
+    tracker: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fit: Any,
+    **knobs: Any,
+) -> Any:
     trackers.needs(tracker)
     alone, ours = tmp_path / "alone", tmp_path / "ours"
     for folder in (alone, ours):
@@ -65,20 +85,41 @@ def run_both(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fit:
     for name, value in environment(tracker, alone).items():
         monkeypatch.setenv(name, value)
     fit(tracker, str(alone))
-    return alone, ours, run_ranks(fit, 2, tracker, str(ours), knobs, env=environment(tracker, ours), ranks_per_node=1)
+    return (
+        alone,
+        ours,
+        run_ranks(
+            fit,
+            2,
+            tracker,
+            str(ours),
+            knobs,
+            env=environment(tracker, ours),
+            ranks_per_node=1,
+        ),
+    )
 
 
 def without_clock(values: trackers.Values) -> trackers.Values:
-    return {name: points for name, points in values.items() if not name.endswith(OF_THE_CLOCK)}
+    return {
+        name: points
+        for name, points in values.items()
+        if not name.endswith(OF_THE_CLOCK)
+    }
 
 
 @pytest.mark.parametrize("tracker", trackers.TRACKERS)
 def test_report_to_holds_values_of_one_process_and_figures_once(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names, steps and values of stock Trainer in one process; figures in the rows of the losses."""
-    alone, ours, (latest, _) = run_both(tracker, tmp_path, monkeypatch, fit_trainer, shard_degree=2)
-    expected, written = (trackers.read(tracker, folder, "train/global_step") for folder in (alone, ours))
+    """Names, steps and values of stock Trainer in one process; figures in the rows of
+    the losses."""
+    alone, ours, (latest, _) = run_both(
+        tracker, tmp_path, monkeypatch, fit_trainer, shard_degree=2
+    )
+    expected, written = (
+        trackers.read(tracker, folder, "train/global_step") for folder in (alone, ours)
+    )
     prefix = "" if tracker == "mlflow" else "train/"
     validation = "eval_loss" if tracker == "mlflow" else "eval/loss"
     assert [step for step, _ in expected[validation]] == [3, 6]
@@ -86,14 +127,18 @@ def test_report_to_holds_values_of_one_process_and_figures_once(
 
     figures = {f"{prefix}{name}": value for name, value in latest.items()}
     logged = {name: points for name, points in written.items() if name not in figures}
-    trackers.assert_same_values(without_clock(logged), without_clock(expected), TOLERANCE)
+    trackers.assert_same_values(
+        without_clock(logged), without_clock(expected), TOLERANCE
+    )
     for name, value in figures.items():
         trackers.assert_once(name, written[name])
         assert written[name][-1] == (6, pytest.approx(value, rel=1e-6)), name
 
     log = Log.read(ours)
     assert list(log.steps) == [2, 4, 6]
-    assert log.steps[6]["samples_per_second"] == pytest.approx(latest["samples_per_second"], rel=1e-12)
+    assert log.steps[6]["samples_per_second"] == pytest.approx(
+        latest["samples_per_second"], rel=1e-12
+    )
 
 
 def refuse(folder: str) -> str:
@@ -102,35 +147,53 @@ def refuse(folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("variable", "value"), [("WANDB_LOG_MODEL", "end"), ("WANDB_WATCH", "gradients")])
+@pytest.mark.parametrize(
+    ("variable", "value"), [("WANDB_LOG_MODEL", "end"), ("WANDB_WATCH", "gradients")]
+)
 def test_what_wandb_does_with_weights_on_rank_0_is_refused_before_training(
     variable: str, value: str, tmp_path: Path
 ) -> None:
-    """Rank 0 would wait at the end of training, or at the hundredth step, for ranks that do not come."""
+    """Rank 0 would wait at the end of training, or at the hundredth step, for ranks
+    that do not come."""
     trackers.needs("wandb")
     for message in run_ranks(refuse, 2, str(tmp_path), env={variable: value}):
         assert f"{variable}={value}" in message and f"unset {variable}" in message
 
 
-def fit_loop(tracker: str, folder: str, knobs: dict[str, Any] | None = None) -> dict[str, float]:
-    """Accelerate's loop as its documentation writes it, with figures of the monitor in the same call of log."""
+def fit_loop(
+    tracker: str, folder: str, knobs: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Accelerate's loop as its documentation writes it, with figures of the monitor in
+    the same call of log."""
     accelerator = fresh_accelerator(
-        log_with=tracker, project_dir=folder, **({} if knobs is None else {"smp_config": knobs})
+        log_with=tracker,
+        project_dir=folder,
+        **({} if knobs is None else {"smp_config": knobs}),
     )
-    accelerator.init_trackers("run", init_kwargs={"wandb": {"dir": folder}} if tracker == "wandb" else {})
+    accelerator.init_trackers(
+        "run", init_kwargs={"wandb": {"dir": folder}} if tracker == "wandb" else {}
+    )
     torch.manual_seed(0)
     model: Any = TroubledModel().double()
     optimizer: Any = make_optimizer(model)[0]
     loader = make_loader(STEPS, 1, SAMPLES // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    monitor = None if knobs is None else SmpMonitor(accelerator, model, optimizer, every_n_steps=2)
+    monitor = (
+        None
+        if knobs is None
+        else SmpMonitor(accelerator, model, optimizer, every_n_steps=2)
+    )
     for step, batch in enumerate(loader, start=1):
         loss = loss_of(model, batch["tokens"])
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), "mean")
-        figures = monitor.latest if monitor is not None and step % monitor.every_n_steps == 0 else {}
+        figures = (
+            monitor.latest
+            if monitor is not None and step % monitor.every_n_steps == 0
+            else {}
+        )
         accelerator.log({"loss": mean.item(), **figures}, step=step)
     accelerator.end_training()
     close(tracker)
@@ -144,7 +207,9 @@ def test_trackers_of_accelerate_hold_values_of_one_process_and_figures_once(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float64 losses: 1e-12; TensorBoard keeps float32."""
-    alone, ours, (latest, _) = run_both(tracker, tmp_path, monkeypatch, fit_loop, shard_degree=2)
+    alone, ours, (latest, _) = run_both(
+        tracker, tmp_path, monkeypatch, fit_loop, shard_degree=2
+    )
     expected, written = (trackers.read(tracker, folder, "") for folder in (alone, ours))
     tolerance = 1e-6 if tracker == "tensorboard" else 1e-12
     assert [step for step, _ in expected["loss"]] == [1, 2, 3, 4]

@@ -1,7 +1,9 @@
-"""Trainer's settings that change what is computed: each equals the stock Trainer in one process with the same setting.
+"""Trainer's settings that change what is computed: each equals the stock Trainer in one
+process with the same setting.
 
-float32 unless said: losses and norms to 1e-6 + 2e-7 per step, weights to 4e-6 (twice what one process differs from
-itself in another order). Under bf16 autocast 1e-2: three digits, and gathered parameters are rounded once more.
+float32 unless said: losses and norms to 1e-6 + 2e-7 per step, weights to 4e-6 (twice
+what one process differs from itself in another order). Under bf16 autocast 1e-2: three
+digits, and gathered parameters are rounded once more.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from accelerate_smp.trainer import _ReadsValue
-from tests.accelerate.trainers import Run, assert_close, make_model, make_trainer, whole_weights
+from tests.accelerate.trainers import (
+    Run,
+    assert_close,
+    make_model,
+    make_trainer,
+    whole_weights,
+)
 from tests.harness import run_ranks
 
 BATCH = 8
@@ -34,16 +42,26 @@ class Buffered(GPT2LMHeadModel):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
-def mean_of_squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A user's loss: a sum over this rank's items, divided by the items of the whole global batch."""
+def mean_of_squares(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """A user's loss: a sum over this rank's items, divided by the items of the whole
+    global batch."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     kept = labels[..., 1:] != -100
     return (logits[..., :-1, :].square().mean(-1) * kept).sum() / num_items_in_batch
 
 
-def mean_of_all_squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A user's loss that takes the count of items and is a mean over this rank's all the same."""
-    return (outputs["logits"] if isinstance(outputs, dict) else outputs.logits).square().mean()
+def mean_of_all_squares(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """A user's loss that takes the count of items and is a mean over this rank's all
+    the same."""
+    return (
+        (outputs["logits"] if isinstance(outputs, dict) else outputs.logits)
+        .square()
+        .mean()
+    )
 
 
 class Classifier(GPT2LMHeadModel):
@@ -51,7 +69,10 @@ class Classifier(GPT2LMHeadModel):
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         logits = super().forward(input_ids=input_ids).logits.mean(1)
-        return {"loss": torch.nn.functional.cross_entropy(logits, input_ids[:, 0]), "logits": logits}
+        return {
+            "loss": torch.nn.functional.cross_entropy(logits, input_ids[:, 0]),
+            "logits": logits,
+        }
 
 
 def variant(folder: Path, knobs: dict[str, Any] | None, name: str) -> Run:
@@ -80,7 +101,9 @@ def variant(folder: Path, knobs: dict[str, Any] | None, name: str) -> Run:
     return recorder.run
 
 
-def all_variants(folder: Path, knobs: dict[str, Any] | None, names: list[str]) -> dict[str, Run]:
+def all_variants(
+    folder: Path, knobs: dict[str, Any] | None, names: list[str]
+) -> dict[str, Run]:
     return {name: variant(folder / name, knobs, name) for name in names}
 
 
@@ -89,20 +112,44 @@ VARIANTS = ["bf16", "gradient checkpointing", "label smoothing", "own loss", "bu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "degree", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "degree",
+    [
+        2,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
-def test_settings_of_trainer_mean_what_they_mean_in_one_process(tmp_path: Path, degree: int) -> None:
+def test_settings_of_trainer_mean_what_they_mean_in_one_process(
+    tmp_path: Path, degree: int
+) -> None:
     expected = all_variants(tmp_path / "alone", None, VARIANTS)
-    results = run_ranks(all_variants, 4, tmp_path / "ranks", {"shard_degree": degree}, VARIANTS, ranks_per_node=2)
+    results = run_ranks(
+        all_variants,
+        4,
+        tmp_path / "ranks",
+        {"shard_degree": degree},
+        VARIANTS,
+        ranks_per_node=2,
+    )
     for seen in results:
         for name in VARIANTS:
             if name == "bf16":
-                assert seen[name].losses == pytest.approx(expected[name].losses, abs=1e-2)
-                assert seen[name].losses != expected["gradient checkpointing"].losses, "bf16 changed nothing"
-                assert all(value.dtype == torch.float32 for value in seen[name].weights.values())
+                assert seen[name].losses == pytest.approx(
+                    expected[name].losses, abs=1e-2
+                )
+                assert seen[name].losses != expected["gradient checkpointing"].losses, (
+                    "bf16 changed nothing"
+                )
+                assert all(
+                    value.dtype == torch.float32
+                    for value in seen[name].weights.values()
+                )
             elif name == "buffers":
-                # Other weights than the rest; the buffer is the subject, and Adam makes noise of its own.
-                assert seen[name].losses == pytest.approx(expected[name].losses, abs=5e-6)
+                # Other weights than the rest; the buffer is the subject, and Adam makes
+                # noise of its own.
+                assert seen[name].losses == pytest.approx(
+                    expected[name].losses, abs=5e-6
+                )
             else:
                 assert_close(seen[name], expected[name], 8e-7)
     saved = Buffered.from_pretrained(tmp_path / "ranks" / "buffers" / "final")
@@ -115,9 +162,12 @@ MEANS = ["classifier", "own mean"]
 
 
 def test_a_mean_is_not_multiplied_by_ranks(tmp_path: Path) -> None:
-    """Trainer multiplies a loss that is handed the count of targets, whether or not it divides by it."""
+    """Trainer multiplies a loss that is handed the count of targets, whether or not it
+    divides by it."""
     expected = all_variants(tmp_path / "alone", None, MEANS)
-    for seen in run_ranks(all_variants, 2, tmp_path / "ranks", {"shard_degree": 2}, MEANS):
+    for seen in run_ranks(
+        all_variants, 2, tmp_path / "ranks", {"shard_degree": 2}, MEANS
+    ):
         for name in MEANS:
             assert_close(seen[name], expected[name], 8e-7)
 
@@ -141,7 +191,8 @@ def test_what_reads_a_count_is_told_from_what_moves_it(use: Any, seen: bool) -> 
 
 
 class Numbers(torch.utils.data.IterableDataset):
-    """Samples without a length; every rank makes the same ones, as from a shared stream."""
+    """Samples without a length; every rank makes the same ones, as from a shared
+    stream."""
 
     def __iter__(self) -> Any:
         for number in range(24):
@@ -155,8 +206,12 @@ def stream(folder: Path) -> tuple[list[list[int]], int]:
     seen: list[list[int]] = []
     compute_loss = trainer.compute_loss
 
-    def watched(model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        seen.append(trainer.accelerator.gather(inputs["input_ids"][:, 0].contiguous()).tolist())
+    def watched(
+        model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        seen.append(
+            trainer.accelerator.gather(inputs["input_ids"][:, 0].contiguous()).tolist()
+        )
         return compute_loss(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = watched
@@ -167,4 +222,6 @@ def stream(folder: Path) -> tuple[list[list[int]], int]:
 def test_iterable_data_sets_are_shared_out_once(tmp_path: Path) -> None:
     for seen, steps in run_ranks(stream, 2, tmp_path, ranks_per_node=2):
         assert steps == 3
-        assert [sorted(batch) for batch in seen] == [list(range(8 * n, 8 * n + 8)) for n in range(3)]
+        assert [sorted(batch) for batch in seen] == [
+            list(range(8 * n, 8 * n + 8)) for n in range(3)
+        ]

@@ -1,4 +1,5 @@
-"""With ``optimizer_shard="world"`` parameters have no gradients: whoever looks for them under Trainer is told."""
+"""With ``optimizer_shard="world"`` parameters have no gradients: whoever looks for them
+under Trainer is told."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tests.harness import run_ranks
 
 
 class Drops(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         for parameter in model.parameters():
             parameter.grad = None
 
@@ -22,7 +25,9 @@ class Drops(TrainerCallback):
 class Reads(Drops):
     """Inherits the one event, and has the other."""
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         self.seen = [parameter.grad for parameter in model.parameters()]
 
 
@@ -31,7 +36,9 @@ class Knows(TrainerCallback):
 
     trainer: Any = None
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         parallel = self.trainer.accelerator.parallel
         self.seen = [stepped.grad for stepped in parallel.stepped(model.parameters())]
 
@@ -39,7 +46,8 @@ class Knows(TrainerCallback):
 class Clips(SmpTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)  # finds them itself
+        # Finds them itself.
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
         return loss
 
 
@@ -52,18 +60,32 @@ class Scales(SmpTrainer):
         return loss
 
 
-def words(folder: Path, kind: type[SmpTrainer], callbacks: list[TrainerCallback], knobs: dict[str, Any]) -> list[str]:
+def words(
+    folder: Path,
+    kind: type[SmpTrainer],
+    callbacks: list[TrainerCallback],
+    knobs: dict[str, Any],
+) -> list[str]:
     """What is said about gradients in a training."""
     program_runs.reset()
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     args = TrainingArguments(
-        output_dir=str(folder), max_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no"
+        output_dir=str(folder),
+        max_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
     )
     rows = program_parts.make_rows("dict", 16, "fixed", 1)
     trainer = kind(
-        model=program_parts.make_model("dict", 1), args=args, train_dataset=rows, callbacks=callbacks, smp_config=knobs
+        model=program_parts.make_model("dict", 1),
+        args=args,
+        train_dataset=rows,
+        callbacks=callbacks,
+        smp_config=knobs,
     )
     for callback in callbacks:
         if isinstance(callback, Knows):
@@ -88,8 +110,15 @@ def all_words(folder: Path) -> list[list[str]]:
 def test_callbacks_and_steps_that_look_for_gradients_are_named(tmp_path: Path) -> None:
     of_rank_0, of_rank_1 = run_ranks(all_words, 2, tmp_path)
     (said,), of_others, of_shards = of_rank_0
-    for name in ("Reads.on_optimizer_step", "Drops.on_pre_optimizer_step", "Scales.training_step"):
+    for name in (
+        "Reads.on_optimizer_step",
+        "Drops.on_pre_optimizer_step",
+        "Scales.training_step",
+    ):
         assert name in said
-    assert "trainer.accelerator.parallel.stepped(parameters)" in said and "optimizer_shard='shard'" in said
+    assert (
+        "trainer.accelerator.parallel.stepped(parameters)" in said
+        and "optimizer_shard='shard'" in said
+    )
     assert of_others == [] and of_shards == []
     assert of_rank_1 == [[], [], []]

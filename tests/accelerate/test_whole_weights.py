@@ -1,4 +1,5 @@
-"""Every way in which scripts save a model writes whole weights, or refuses at the call and hangs nobody."""
+"""Every way in which scripts save a model writes whole weights, or refuses at the call
+and hangs nobody."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.harness import run_ranks
 
 
 class Published(nn.Module, PyTorchModelHubMixin):
-    """A model of a user's own that the Hub's mixin saves, and a Transformers model inside it."""
+    """A model of a user's own that the Hub's mixin saves, and a Transformers model
+    inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,9 @@ def tokens() -> torch.Tensor:
 
 def stepped(model: nn.Module, **knobs: Any) -> tuple[Any, Any]:
     accelerator = fresh_accelerator(**knobs)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
 
     @accelerator.pipeline_step  # without stages nothing
@@ -53,21 +57,29 @@ def stepped(model: nn.Module, **knobs: Any) -> tuple[Any, Any]:
 
 
 def endings(folder: str, **knobs: Any) -> dict[str, torch.Tensor]:
-    """What scripts write at their end, all on every rank unless they say otherwise themselves."""
+    """What scripts write at their end, all on every rank unless they say otherwise
+    themselves."""
     accelerator, model = stepped(make_model(), **knobs)
     main, unwrapped = accelerator.is_main_process, accelerator.unwrap_model(model)
     accelerator.wait_for_everyone()
-    unwrapped.save_pretrained(f"{folder}/plain", is_main_process=main, save_function=accelerator.save)
+    unwrapped.save_pretrained(
+        f"{folder}/plain", is_main_process=main, save_function=accelerator.save
+    )
     state = accelerator.get_state_dict(model)
     more = {"is_main_process": main, "save_function": accelerator.save}
-    unwrapped.save_pretrained(f"{folder}/given", **more, state_dict=dict(state))  # Transformers empties it
-    unwrapped.save_pretrained(f"{folder}/shards", **more, state_dict=unwrapped.state_dict())
+    # Transformers empties it.
+    unwrapped.save_pretrained(f"{folder}/given", **more, state_dict=dict(state))
+    unwrapped.save_pretrained(
+        f"{folder}/shards", **more, state_dict=unwrapped.state_dict()
+    )
     accelerator.save_model(model, f"{folder}/save_model")
     accelerator.save_model(model, f"{folder}/bin", safe_serialization=False)
     if main:
         accelerator.save(state, f"{folder}/state.pt")
         torch.save(state, f"{folder}/torch.pt")
-        safetensors.torch.save_file({n: t.clone() for n, t in state.items()}, f"{folder}/file.safetensors")
+        safetensors.torch.save_file(
+            {n: t.clone() for n, t in state.items()}, f"{folder}/file.safetensors"
+        )
     accelerator.save(state, f"{folder}/state.safetensors", safe_serialization=True)
     accelerator.wait_for_everyone()
     accelerator, model = stepped(Published(), **knobs)
@@ -86,14 +98,20 @@ KNOBS = [
 ]
 
 
-@pytest.mark.parametrize("knobs", [pytest.param(KNOBS[0], marks=pytest.mark.slow), *KNOBS[1:]], ids=str)
-def test_every_ending_of_a_script_writes_whole_weights(tmp_path: Path, knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "knobs", [pytest.param(KNOBS[0], marks=pytest.mark.slow), *KNOBS[1:]], ids=str
+)
+def test_every_ending_of_a_script_writes_whole_weights(
+    tmp_path: Path, knobs: dict[str, Any]
+) -> None:
     expected, nothing = run_ranks(endings, 2, str(tmp_path), **knobs)
     inner = expected.pop("part")
     assert nothing.keys() == {"part"}
     for name in ("plain", "given", "shards"):
         loaded = GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
-        assert all(torch.equal(loaded[key], value) for key, value in expected.items()), name
+        assert all(
+            torch.equal(loaded[key], value) for key, value in expected.items()
+        ), name
     read: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
         "save_model/model.safetensors": safetensors.torch.load_file,
         "bin/pytorch_model.bin": torch.load,
@@ -104,10 +122,15 @@ def test_every_ending_of_a_script_writes_whole_weights(tmp_path: Path, knobs: di
     }
     for name, load in read.items():
         loaded = load(tmp_path / name)
-        assert all(torch.equal(value, expected[key]) for key, value in loaded.items()) and len(loaded) > 20, name
+        assert (
+            all(torch.equal(value, expected[key]) for key, value in loaded.items())
+            and len(loaded) > 20
+        ), name
     published = Published.from_pretrained(tmp_path / "hub")
     again = GPT2LMHeadModel.from_pretrained(tmp_path / "inner")
-    assert torch.equal(published.inner.lm_head.weight, inner) and torch.equal(again.lm_head.weight, inner)
+    assert torch.equal(published.inner.lm_head.weight, inner) and torch.equal(
+        again.lm_head.weight, inner
+    )
 
 
 def said(action: Callable[[], Any]) -> str:
@@ -119,13 +142,18 @@ def said(action: Callable[[], Any]) -> str:
 
 
 def refused(folder: str) -> dict[str, str]:
-    """Rank 0's shards given to a saver; and calls of all ranks that rank 0 makes alone, the others going on."""
+    """Rank 0's shards given to a saver; and calls of all ranks that rank 0 makes alone,
+    the others going on."""
     accelerator, model = stepped(make_model(), shard_degree=2)
     main, unwrapped = accelerator.is_main_process, accelerator.unwrap_model(model)
     save = accelerator.save
     seen = {
         "save": said(lambda: save(unwrapped.state_dict(), f"{folder}/x.pt")),
-        "save safe": said(lambda: save(unwrapped.state_dict(), f"{folder}/x.pt", safe_serialization=True)),
+        "save safe": said(
+            lambda: save(
+                unwrapped.state_dict(), f"{folder}/x.pt", safe_serialization=True
+            )
+        ),
         "torch": said(lambda: torch.save(unwrapped.state_dict(), f"{folder}/x.pt")),
     }
     alone = {
@@ -135,7 +163,8 @@ def refused(folder: str) -> dict[str, str]:
     }
     for name, call in alone.items():
         seen[name] = said(call if main else accelerator.wait_for_everyone)
-    # What would follow on rank 1 is a forward pass; rank 0 sees that it has begun, without the other rank's help.
+    # What would follow on rank 1 is a forward pass; rank 0 sees that it has begun,
+    # without the other rank's help.
     if main:
         seen["forward"] = said(lambda: unwrapped.save_pretrained(f"{folder}/x"))
     accelerator._watch.meetings.forwards += 1
@@ -147,21 +176,30 @@ def refused(folder: str) -> dict[str, str]:
     return seen
 
 
-def test_a_save_that_cannot_be_whole_is_refused_and_hangs_nobody(tmp_path: Path) -> None:
+def test_a_save_that_cannot_be_whole_is_refused_and_hangs_nobody(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(refused, 2, str(tmp_path))
     for seen in (first, second):
-        assert "ValueError: accelerator.save" in seen["save"] and "get_state_dict(model)" in seen["save safe"]
+        assert (
+            "ValueError: accelerator.save" in seen["save"]
+            and "get_state_dict(model)" in seen["save safe"]
+        )
         assert "PicklingError" in seen["torch"]
         for name in ("save_pretrained", "get_state_dict", "save_state"):
             assert "RuntimeError" in seen[name] and f"{name}(" in seen[name], seen[name]
-            assert "rank 1 at accelerator.wait_for_everyone()" in seen[name] or "rank 1 is at" in seen[name]
+            assert (
+                "rank 1 at accelerator.wait_for_everyone()" in seen[name]
+                or "rank 1 is at" in seen[name]
+            )
     assert "the model's next forward pass" in first["forward"]
     assert "rank 1 at the end of its process" in first["end"]
     assert not (tmp_path / "x").exists()
 
 
 class Encoder(nn.Module):
-    """Its save runs the model: the whole of it, a part and a method of its own, as model cards with examples do."""
+    """Its save runs the model: the whole of it, a part and a method of its own, as
+    model cards with examples do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,8 +220,13 @@ class Encoder(nn.Module):
     def save_pretrained(self, folder: str) -> None:
         rows = torch.linspace(-1, 1, 24).view(3, 8).to(next(self.parameters()).device)
         shown = {"all": self(rows), "part": self.up(rows), "method": self.encode(rows)}
-        shown["norm"] = torch.cat([parameter.flatten() for parameter in self.parameters()]).norm()
-        torch.save({"shown": shown, "state": self.state_dict(), "called": len(self.called)}, f"{folder}/saved.pt")
+        shown["norm"] = torch.cat(
+            [parameter.flatten() for parameter in self.parameters()]
+        ).norm()
+        torch.save(
+            {"shown": shown, "state": self.state_dict(), "called": len(self.called)},
+            f"{folder}/saved.pt",
+        )
 
 
 def saving_runs_the_model(folder: str, knobs: dict[str, Any]) -> Any:
@@ -206,13 +249,22 @@ def saving_runs_the_model(folder: str, knobs: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "knobs", [pytest.param({}, marks=pytest.mark.slow), {"optimizer_shard": "world", "shard_degree": 1}], ids=str
+    "knobs",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"optimizer_shard": "world", "shard_degree": 1},
+    ],
+    ids=str,
 )
-def test_a_class_that_runs_its_model_while_it_saves(tmp_path: Path, knobs: dict[str, Any]) -> None:
+def test_a_class_that_runs_its_model_while_it_saves(
+    tmp_path: Path, knobs: dict[str, Any]
+) -> None:
     knobs = {"forward_methods": ("encode",), "units": {"modules": ["Linear"]}, **knobs}
     (losses, state), _ = run_ranks(saving_runs_the_model, 2, str(tmp_path), knobs)
     (undisturbed, expected), _ = run_ranks(saving_runs_the_model, 2, "", knobs)
-    assert losses == undisturbed and all(torch.equal(state[name], value) for name, value in expected.items())
+    assert losses == undisturbed and all(
+        torch.equal(state[name], value) for name, value in expected.items()
+    )
     saved = torch.load(tmp_path / "saved.pt", weights_only=False)
     alone = Encoder()
     alone.load_state_dict(saved["state"])
@@ -224,18 +276,24 @@ def test_a_class_that_runs_its_model_while_it_saves(tmp_path: Path, knobs: dict[
 
 
 def saving_runs_a_split_model(folder: str) -> str:
-    accelerator = fresh_accelerator(tensor_parallel_degree=2, tensor_parallel={"plan": {"up": "column", "head": "row"}})
+    accelerator = fresh_accelerator(
+        tensor_parallel_degree=2,
+        tensor_parallel={"plan": {"up": "column", "head": "row"}},
+    )
     model = accelerator.prepare(Encoder())
     return said(lambda: accelerator.unwrap_model(model).save_pretrained(folder))
 
 
 def test_one_rank_cannot_run_a_split_model_while_it_saves(tmp_path: Path) -> None:
     for words in run_ranks(saving_runs_a_split_model, 2, str(tmp_path)):
-        assert "called on one rank alone" in words and "tensor_parallel_degree=2" in words
+        assert (
+            "called on one rank alone" in words and "tensor_parallel_degree=2" in words
+        )
 
 
 def hooked_states(folder: str) -> list[int]:
-    """diffusers' hooks: what they save or load themselves they take out of the lists that they are given."""
+    """diffusers' hooks: what they save or load themselves they take out of the lists
+    that they are given."""
     accelerator, model = stepped(make_model(), shard_degree=2)
     seen = []
 

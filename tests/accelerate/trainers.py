@@ -1,4 +1,5 @@
-"""A tiny language model under transformers' Trainer: ours on ranks of the pool, the stock one in the pytest process."""
+"""A tiny language model under transformers' Trainer: ours on ranks of the pool, the
+stock one in the pytest process."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer import SmpTrainer
@@ -35,8 +42,11 @@ def make_model(seed: int = 0) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def make_dataset(samples: int = SAMPLES, seed: int = 3) -> list[dict[str, torch.Tensor]]:
-    """Sequences with some labels left out, so that ranks hold different numbers of tokens."""
+def make_dataset(
+    samples: int = SAMPLES, seed: int = 3
+) -> list[dict[str, torch.Tensor]]:
+    """Sequences with some labels left out, so that ranks hold different numbers of
+    tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
     dataset = []
@@ -61,16 +71,23 @@ class Recorder(TrainerCallback):
     def __init__(self) -> None:
         self.run = Run()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any
+    ) -> None:
         if "grad_norm" in logs:
             self.run.losses.append(float(logs["loss"]))
             self.run.norms.append(float(logs["grad_norm"]))
 
 
 def make_trainer(
-    folder: Path | str, batch: int, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any
+    folder: Path | str,
+    batch: int,
+    micro_batches: int,
+    knobs: dict[str, Any] | None = None,
+    **flags: Any,
 ) -> tuple[Trainer, Recorder]:
-    """On ranks: SmpTrainer with ``batch`` samples per step and micro-batch over all ranks; alone: the stock Trainer."""
+    """On ranks: SmpTrainer with ``batch`` samples per step and micro-batch over all
+    ranks; alone: the stock Trainer."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     model = flags.pop("model", None)
     arguments = TrainingArguments(
@@ -95,25 +112,38 @@ def make_trainer(
         "model": model or make_model(dist.get_rank() if dist.is_initialized() else 0),
         "args": arguments,
         "train_dataset": make_dataset(),
-        # Whole batches on every rank: of a ragged last batch Trainer repeats samples before it takes the mean.
+        # Whole batches on every rank: of a ragged last batch Trainer repeats samples
+        # before it takes the mean.
         "eval_dataset": make_dataset(32, seed=5),
         "callbacks": [recorder],
     }
     kind = SmpTrainer if knobs is not None else Trainer
-    return kind(**options, **({"smp_config": knobs} if knobs is not None else {})), recorder
+    return kind(
+        **options, **({"smp_config": knobs} if knobs is not None else {})
+    ), recorder
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     handle = parallel_of(model)
     if handle is not None and handle.pipeline is not None:
-        return full_state_dict(model.state_dict(), rank0_only=False, stages=handle.stage_group)
+        return full_state_dict(
+            model.state_dict(), rank0_only=False, stages=handle.stage_group
+        )
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        name: (value.full_tensor() if isinstance(value, DTensor) else value)
+        .detach()
+        .clone()
         for name, value in model.state_dict().items()
     }
 
 
-def fit(folder: Path | str, batch: int, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
+def fit(
+    folder: Path | str,
+    batch: int,
+    micro_batches: int,
+    knobs: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Run:
     resume = flags.pop("resume", None)
     trainer, recorder = make_trainer(folder, batch, micro_batches, knobs, **flags)
     trainer.train(resume_from_checkpoint=resume)
@@ -122,13 +152,20 @@ def fit(folder: Path | str, batch: int, micro_batches: int, knobs: dict[str, Any
 
 
 def assert_close(seen: Run, expected: Run, noise: float, first_step: int = 0) -> None:
-    """float32: losses and norms to 1e-6 + 2e-7 per step; weights to 5x what one process differs from itself by when it
-    adds up in another order."""
+    """float32: losses and norms to 1e-6 + 2e-7 per step; weights to 5x what one process
+    differs from itself by when it adds up in another order."""
     assert len(seen.losses) == len(expected.losses) - first_step
-    pairs = [("loss", seen.losses, expected.losses), ("norm", seen.norms, expected.norms)]
+    pairs = [
+        ("loss", seen.losses, expected.losses),
+        ("norm", seen.norms, expected.norms),
+    ]
     for what, ours, theirs in pairs:
-        for step, (a, b) in enumerate(zip(ours, theirs[first_step:], strict=True), first_step):
-            assert abs(a - b) <= 1e-6 + 2e-7 * step, f"{what} of step {step}: {a} against {b}"
+        for step, (a, b) in enumerate(
+            zip(ours, theirs[first_step:], strict=True), first_step
+        ):
+            assert abs(a - b) <= 1e-6 + 2e-7 * step, (
+                f"{what} of step {step}: {a} against {b}"
+            )
     assert seen.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
         worst = (seen.weights[name] - value).abs().max().item()
@@ -136,11 +173,21 @@ def assert_close(seen: Run, expected: Run, noise: float, first_step: int = 0) ->
 
 
 def noise_between(one: Run, other: Run) -> float:
-    return max((one.weights[name] - other.weights[name]).abs().max().item() for name in one.weights)
+    return max(
+        (one.weights[name] - other.weights[name]).abs().max().item()
+        for name in one.weights
+    )
 
 
-def life(folder: Path | str, batch: int, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
-    """Evaluate, train with evaluation and saving, evaluate the best model, predict, save."""
+def life(
+    folder: Path | str,
+    batch: int,
+    micro_batches: int,
+    knobs: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Run:
+    """Evaluate, train with evaluation and saving, evaluate the best model, predict,
+    save."""
     trainer, recorder = make_trainer(
         folder,
         batch,
@@ -167,13 +214,19 @@ def life(folder: Path | str, batch: int, micro_batches: int, knobs: dict[str, An
     return run
 
 
-def seen_samples(folder: Path | str, batch: int, checkpoint: str | None) -> list[list[int]]:
+def seen_samples(
+    folder: Path | str, batch: int, checkpoint: str | None
+) -> list[list[int]]:
     """Train; the samples of each global batch, as the sums of their tokens, sorted."""
-    trainer, _ = make_trainer(folder, batch, 1, {"checkpoint": {"allow_batch_change": True}})
+    trainer, _ = make_trainer(
+        folder, batch, 1, {"checkpoint": {"allow_batch_change": True}}
+    )
     seen: list[list[int]] = []
     compute_loss = trainer.compute_loss
 
-    def watched(model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def watched(
+        model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
         sums = inputs["input_ids"].sum(1)
         seen.append(sorted(trainer.accelerator.gather(sums).tolist()))
         return compute_loss(model, inputs, *args, **kwargs)

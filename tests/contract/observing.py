@@ -1,4 +1,5 @@
-"""What FSDP2 does in a model of two units on two gloo ranks, looked at once for all tests of it."""
+"""What FSDP2 does in a model of two units on two gloo ranks, looked at once for all
+tests of it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -28,7 +34,8 @@ def observation(look: Callable[[DeviceMesh], Seen]) -> Callable[[DeviceMesh], Se
 
 
 class Chain(nn.Module):
-    """Two units and a root with parameters of its own; the shard of ``odd`` is uneven over two ranks."""
+    """Two units and a root with parameters of its own; the shard of ``odd`` is uneven
+    over two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +69,10 @@ def batch() -> torch.Tensor:
 
 @observation
 def flat_sums(mesh: DeviceMesh) -> Seen:
-    model, handed = chain(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32), []
+    model, handed = (
+        chain(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        [],
+    )
     model.set_all_reduce_hook(handed.append)
     model(batch()).backward()
     own = model.odd.grad.to_local()
@@ -70,7 +80,8 @@ def flat_sums(mesh: DeviceMesh) -> Seen:
         "dtype": handed[0].dtype,
         "shape": tuple(handed[0].shape),
         "values": handed[0].tolist(),
-        "shares memory": handed[0].untyped_storage().data_ptr() == own.untyped_storage().data_ptr(),
+        "shares memory": handed[0].untyped_storage().data_ptr()
+        == own.untyped_storage().data_ptr(),
         "sizes": group(model).shard_sizes(),
     }
 
@@ -85,7 +96,11 @@ def order_of_parameters(mesh: DeviceMesh) -> Seen:
     for gradient, size in zip(gradients, group(model.first).shard_sizes(), strict=True):
         local = gradient.to_local().flatten()
         padded += [*local.tolist(), *[0.0] * (size - local.numel())]
-    return {"flat": handed[0].tolist(), "by parameter": padded, "order": group(model.first).reduction_order()}
+    return {
+        "flat": handed[0].tolist(),
+        "by parameter": padded,
+        "order": group(model.first).reduction_order(),
+    }
 
 
 @observation
@@ -93,19 +108,41 @@ def communication(mesh: DeviceMesh) -> Seen:
     model, calls = chain(mesh), []
 
     class Gather:
-        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        def allocate(
+            self, size: Any, *, dtype: torch.dtype, device: torch.device
+        ) -> torch.Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
-        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        def __call__(
+            self,
+            output_tensor: Any,
+            input_tensor: Any,
+            group: Any,
+            async_op: bool = False,
+        ) -> Any:
             slot = output_tensor.chunk(2)[dist.get_rank()]
-            calls.append(("input is its slot of the output", input_tensor.data_ptr() == slot.data_ptr()))
+            calls.append(
+                (
+                    "input is its slot of the output",
+                    input_tensor.data_ptr() == slot.data_ptr(),
+                )
+            )
             calls.append(("gradients are off", not torch.is_grad_enabled()))
-            work = dist.all_gather_into_tensor(output_tensor, input_tensor.clone(), group=group, async_op=True)
+            work = dist.all_gather_into_tensor(
+                output_tensor, input_tensor.clone(), group=group, async_op=True
+            )
             assert work is not None
             return Deferred(lambda: calls.append(("waited", work.wait())))
 
     class Scatter(Gather):
-        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, async_op: bool = False):
+        def __call__(
+            self,
+            output_tensor: Any,
+            input_tensor: Any,
+            group: Any,
+            op: Any = None,
+            async_op: bool = False,
+        ):
             calls.append(("sums", op == dist.ReduceOp.SUM))
             dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
 
@@ -118,12 +155,18 @@ def communication(mesh: DeviceMesh) -> Seen:
 @observation
 def gathers_and_reductions(mesh: DeviceMesh) -> Seen:
     model, happened, end = chain(mesh), [], []
-    for name, module in (("root", model), ("first", model.first), ("second", model.second)):
+    for name, module in (
+        ("root", model),
+        ("first", model.first),
+        ("second", model.second),
+    ):
         of_unit = group(module)
 
         def gathering(gather: Any, name: str = name) -> Any:
             def begin(async_op: bool = False) -> None:
-                happened.append(f"gather {name} {'backward' if backward_pass() != -1 else 'forward'}")
+                happened.append(
+                    f"gather {name} {'backward' if backward_pass() != -1 else 'forward'}"
+                )
                 gather(async_op)
 
             return begin
@@ -138,11 +181,25 @@ def gathers_and_reductions(mesh: DeviceMesh) -> Seen:
         of_unit.change_gather(gathering)
         of_unit.change_reduction(reducing)
     loss = model(batch())
-    unsharded = [group(module).is_unsharded for module in (model, model.first, model.second)]
-    sharded = [group(module).is_sharded for module in (model, model.first, model.second)]
-    loss.register_hook(lambda _: at_end_of_backward(lambda: end.append([len(happened), group(model).is_sharded])))
+    unsharded = [
+        group(module).is_unsharded for module in (model, model.first, model.second)
+    ]
+    sharded = [
+        group(module).is_sharded for module in (model, model.first, model.second)
+    ]
+    loss.register_hook(
+        lambda _: at_end_of_backward(
+            lambda: end.append([len(happened), group(model).is_sharded])
+        )
+    )
     loss.backward()
-    return {"happened": happened, "unsharded": unsharded, "sharded": sharded, "end": end, "all": len(happened)}
+    return {
+        "happened": happened,
+        "unsharded": unsharded,
+        "sharded": sharded,
+        "end": end,
+        "all": len(happened),
+    }
 
 
 @observation
@@ -178,7 +235,9 @@ def hooks_around(mesh: DeviceMesh) -> Seen:
     model.first.register_forward_hook(noting("before it is freed"), prepend=True)
     model.first.register_forward_hook(noting("behind that"), always_call=True)
     model(batch())
-    model.second.register_forward_hook(lambda *_: failed.append("called"), always_call=True)
+    model.second.register_forward_hook(
+        lambda *_: failed.append("called"), always_call=True
+    )
     try:
         model.second(torch.ones(2, 7))
     except RuntimeError:
@@ -224,7 +283,9 @@ def failed_passes(mesh: DeviceMesh) -> Seen:
         failed = "ZeroDivisionError"
     handle.remove()
     forget_passes(model.modules())
-    sharded = all(group(module).is_sharded for module in (model, model.first, model.second))
+    sharded = all(
+        group(module).is_sharded for module in (model, model.first, model.second)
+    )
     for each in (model, expected):
         each(batch()).backward()
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
@@ -241,8 +302,14 @@ def gathers_ahead(mesh: DeviceMesh) -> Seen:
         model(batch(), use_second=False)
     ahead = group(model.second).has_gather_in_flight
     group(model.second).drop_gather()
-    dropped = not group(model.second).has_gather_in_flight and group(model.second).is_sharded
-    return {"in flight": ahead, "dropped": dropped, "trains on": bool(torch.isfinite(model(batch())))}
+    dropped = (
+        not group(model.second).has_gather_in_flight and group(model.second).is_sharded
+    )
+    return {
+        "in flight": ahead,
+        "dropped": dropped,
+        "trains on": bool(torch.isfinite(model(batch()))),
+    }
 
 
 @observation
@@ -255,9 +322,15 @@ def exchanged_shards(mesh: DeviceMesh) -> Seen:
         torch.utils.swap_tensors(kept, nn.Parameter(kept.detach().to(torch.bfloat16)))
     group(model.first).shards_changed([0, 1])
     dtypes: list[torch.dtype] = []
-    model.first.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))
+    model.first.register_forward_pre_hook(
+        lambda module, _: dtypes.append(module.weight.dtype)
+    )
     model(batch()).backward()
-    return {"the same object": model.first.weight is weight, "stored": weight.dtype, "computed": dtypes}
+    return {
+        "the same object": model.first.weight is weight,
+        "stored": weight.dtype,
+        "computed": dtypes,
+    }
 
 
 @observation
@@ -266,11 +339,18 @@ def parts_of_fsdp(mesh: DeviceMesh) -> Seen:
     policy, weight = group(model.first).policy(), model.first.weight
     local = torch.ones_like(weight.to_local())
     made = group(model.first).sharded_gradient(0, local)
-    places = [[(type(module).__name__, name) for module, name in each] for each in group(model).places()]
+    places = [
+        [(type(module).__name__, name) for module, name in each]
+        for each in group(model).places()
+    ]
     assert isinstance(model, FSDPModule)
     return {
         "policy": (policy.param_dtype, policy.reduce_dtype, policy.offloads),
-        "gradient": (made.placements == weight.placements, made.shape == weight.shape, made.to_local().dtype),
+        "gradient": (
+            made.placements == weight.placements,
+            made.shape == weight.shape,
+            made.to_local().dtype,
+        ),
         "places": places,
         "members are of their own": len(group(model).members) == 1,
     }
@@ -279,7 +359,11 @@ def parts_of_fsdp(mesh: DeviceMesh) -> Seen:
 @observation
 def methods_as_forwards(mesh: DeviceMesh) -> Seen:
     model = chain(mesh)
-    vars(model)["extra"] = lambda x: (group(model).is_unsharded, isinstance(model.odd, DTensor), x)
+    vars(model)["extra"] = lambda x: (
+        group(model).is_unsharded,
+        isinstance(model.odd, DTensor),
+        x,
+    )
     register_fsdp_forward_method(model, "extra")
     made = vars(model).pop("extra")
     return {"inside": made(1)}
@@ -301,10 +385,15 @@ def two_hops_of_torch(mesh: DeviceMesh) -> Seen:
 def split_layers(mesh: DeviceMesh) -> Seen:
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
     layer = nn.Linear(4, 4, bias=False)
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), both["tensor"], [Shard(0)]))
+    layer.weight = nn.Parameter(
+        distribute_tensor(layer.weight.detach(), both["tensor"], [Shard(0)])
+    )
     fully_shard(layer, mesh=both["shard"])
     weight: Any = layer.weight
-    return {"axes": weight.device_mesh.mesh_dim_names, "local": tuple(weight.to_local().shape)}
+    return {
+        "axes": weight.device_mesh.mesh_dim_names,
+        "local": tuple(weight.to_local().shape),
+    }
 
 
 @observation
@@ -321,8 +410,13 @@ def tensors(mesh: DeviceMesh) -> Seen:
     return {
         "one storage object": alike,
         "written": written > 0,
-        "assigned": weight.untyped_storage() is not storage and weight._local_tensor is local,  # type: ignore[attr-defined]
-        "hooks": (bool(weight._backward_hooks), bool(weight._post_accumulate_grad_hooks), handle is not None),
+        "assigned": weight.untyped_storage() is not storage
+        and weight._local_tensor is local,  # type: ignore[attr-defined]
+        "hooks": (
+            bool(weight._backward_hooks),
+            bool(weight._post_accumulate_grad_hooks),
+            handle is not None,
+        ),
         "gradients' dtype": weight.grad_dtype,
         "to_local shares": weight.to_local().data_ptr() == local.data_ptr(),
         "passes": (backward_pass(), _pass_inside()),
@@ -336,16 +430,27 @@ def dispatch_rules(mesh: DeviceMesh) -> Seen:
     shard = DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)])
     implicit: list[bool] = []
 
-    def rule(kind: type, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def rule(
+        kind: type, function: Any, types: Any, args: Any, kwargs: Any = None
+    ) -> Any:
         implicit.append(DTensor._op_dispatcher._allow_implicit_replication)
         implicit.append(any(each.requires_grad for each in args))
-        return args[0].detach() + args[1].full_tensor() if type(args[0]) is torch.Tensor else NotImplemented
+        return (
+            args[0].detach() + args[1].full_tensor()
+            if type(args[0]) is torch.Tensor
+            else NotImplemented
+        )
 
-    torch.library.register_torch_dispatch(torch.ops.aten.nextafter.default, DTensor, rule)
+    torch.library.register_torch_dispatch(
+        torch.ops.aten.nextafter.default, DTensor, rule
+    )
     results = [torch.nextafter(plain, shard), torch.nextafter(shard, shard)]
     with implicit_replication():
         torch.nextafter(shard, plain)
-    return {"results": [type(each) is DTensor for each in results], "rule saw": implicit}
+    return {
+        "results": [type(each) is DTensor for each in results],
+        "rule saw": implicit,
+    }
 
 
 def _pass_inside() -> bool:

@@ -1,4 +1,5 @@
-"""A torch without one of the names that torch-smp takes from FSDP2 is refused in words, before anything is sharded."""
+"""A torch without one of the names that torch-smp takes from FSDP2 is refused in words,
+before anything is sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from torch import nn
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.sharding.fsdp import internals
-from smp_core.sharding.fsdp.internals import generation, missing_internals, needed, require_internals
+from smp_core.sharding.fsdp.internals import (
+    generation,
+    missing_internals,
+    needed,
+    require_internals,
+)
 from tests.harness import run_ranks
 
 NAMES = [(each.owner, name) for each in needed(generation()) for name in each.names]
@@ -35,12 +41,18 @@ class _Without:
 
 @contextmanager
 def without(owner: str, name: str) -> Iterator[None]:
-    """A torch in which a class of FSDP2 has renamed one of its methods or attributes, or torch has it no more."""
+    """A torch in which a class of FSDP2 has renamed one of its methods or attributes,
+    or torch has it no more."""
     bare, kind = name.removesuffix("()"), internals._classes().get(owner)
     with pytest.MonkeyPatch.context() as patch:
-        if kind is None or kind.__module__ == "torch.distributed.tensor":  # not FSDP2's: written in C, or in use
+        # Not FSDP2's: written in C, or in use.
+        if kind is None or kind.__module__ == "torch.distributed.tensor":
             whole = kind or internals._at(owner)
-            patch.setattr(internals, "_at", lambda path: _Without(whole, bare) if path == owner else whole_at(path))
+            patch.setattr(
+                internals,
+                "_at",
+                lambda path: _Without(whole, bare) if path == owner else whole_at(path),
+            )
             patch.setattr(internals, "_classes", lambda: {**classes(), owner: None})
         else:
             _rename(patch, kind, bare)
@@ -64,7 +76,10 @@ def _rename(patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
 
 def _renamed(code: CodeType, name: str) -> CodeType:
     names = tuple("renamed" if each == name else each for each in code.co_names)
-    inner = tuple(_renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts)
+    inner = tuple(
+        _renamed(each, name) if isinstance(each, CodeType) else each
+        for each in code.co_consts
+    )
     return code.replace(co_names=names, co_consts=inner)
 
 
@@ -84,9 +99,14 @@ def refusals(names: list[tuple[str, str]]) -> list[tuple[str, bool]]:
 
 
 def test_each_missing_name_is_refused_before_anything_is_sharded() -> None:
-    for (owner, name), (error, untouched) in zip(NAMES, run_ranks(refusals, 2, NAMES)[0], strict=True):
+    for (owner, name), (error, untouched) in zip(
+        NAMES, run_ranks(refusals, 2, NAMES)[0], strict=True
+    ):
         bare = name.removesuffix("()")
-        assert f"this is torch {torch.__version__}" in error and f"no {owner}.{bare}" in error, (owner, name, error)
+        assert (
+            f"this is torch {torch.__version__}" in error
+            and f"no {owner}.{bare}" in error
+        ), (owner, name, error)
         assert "tested with torch" in error and "pip install 'torch==" in error
         assert untouched
 
@@ -104,7 +124,9 @@ def test_a_newer_torch_with_all_names_is_warned_of_once(
         require_internals()
         require_internals()
     require_internals.cache_clear()
-    assert [record.message.startswith("this is torch 3.1.0") for record in caplog.records] == [True]
+    assert [
+        record.message.startswith("this is torch 3.1.0") for record in caplog.records
+    ] == [True]
 
 
 def test_a_tested_torch_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

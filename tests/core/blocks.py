@@ -1,4 +1,5 @@
-"""A model of blocks that can be split over tensor ranks and cut into stages, and rows of numbers for it."""
+"""A model of blocks that can be split over tensor ranks and cut into stages, and rows
+of numbers for it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """[samples, TOKENS, WIDTH] -> the same, in float64. The same weights wherever it is made."""
+    """[samples, TOKENS, WIDTH] -> the same, in float64. The same weights wherever it is
+    made."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Models that take one of several ways of equal shapes, for tests of ranks that go apart."""
+"""Models that take one of several ways of equal shapes, for tests of ranks that go
+apart."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 WIDTH = 8
-# Ways of two ranks, batch by batch: the left blocks are a tower that samples without an image leave out, the right ones
-# are used by both ranks, by one, by none, or chosen in place of the left ones.
+# Ways of two ranks, batch by batch: the left blocks are a tower that samples without an
+# image leave out, the right ones are used by both ranks, by one, by none, or chosen in
+# place of the left ones.
 WAYS = ["lr r", "r r", " lr", "l r", "rl l", "lr lr", "r lr", "r r", "l "]
 
 

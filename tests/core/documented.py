@@ -1,4 +1,5 @@
-"""What docstrings say about knobs, and the texts of the code, for the pages that are made of them."""
+"""What docstrings say about knobs, and the texts of the code, for the pages that are
+made of them."""
 
 from __future__ import annotations
 
@@ -12,14 +13,19 @@ from tests.harness import ROOT
 
 
 def as_word(count: int) -> str:
-    """A small number as pages write it, so that it can be compared with what it counts."""
+    """A small number as pages write it, so that it can be compared with what it
+    counts."""
     words = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
     return words.split()[count]
 
 
 def documented(of: type) -> dict[str, str]:
     """Knob, or field of a recipe -> what the docstring says, on one line."""
-    arguments = inspect.cleandoc(of.__doc__ or "").split("\nArgs:\n", 1)[1].split("\nRaises:\n", 1)[0]
+    arguments = (
+        inspect.cleandoc(of.__doc__ or "")
+        .split("\nArgs:\n", 1)[1]
+        .split("\nRaises:\n", 1)[0]
+    )
     found: dict[str, str] = {}
     for line in arguments.splitlines():
         if named := re.match(r" {4}(\w+): (.*)", line):

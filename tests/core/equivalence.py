@@ -28,16 +28,24 @@ def build(dtype: torch.dtype, **knobs) -> ParallelModel:
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        name: (value.full_tensor() if isinstance(value, DTensor) else value)
+        .detach()
+        .clone()
         for name, value in model.state_dict().items()
     }
 
 
 def train_together(
-    dtype: torch.dtype, micro_batches: int, mutation: str | None = None, *, disturbed: bool = False, **knobs
+    dtype: torch.dtype,
+    micro_batches: int,
+    mutation: str | None = None,
+    *,
+    disturbed: bool = False,
+    **knobs,
 ) -> Trajectory:
-    """``disturbed``: evaluations and a reading of the state dict between micro-batches; in every second step no
-    micro-batch is announced as the last, so that clipping closes the window."""
+    """``disturbed``: evaluations and a reading of the state dict between micro-batches;
+    in every second step no micro-batch is announced as the last, so that clipping
+    closes the window."""
     parallel = build(dtype, **knobs)
     model, mesh = parallel.module, parallel.mesh
     if mutation == "no replica hop":
@@ -56,7 +64,9 @@ def train_together(
         total = torch.zeros((), dtype=dtype)
         for number, tokens in enumerate(micro):
             mine = tokens.chunk(mesh.data_size)[mesh.data_rank]
-            with parallel.window.accumulate(number < micro_batches - 1 or (disturbed and step % 2 == 1)):
+            with parallel.window.accumulate(
+                number < micro_batches - 1 or (disturbed and step % 2 == 1)
+            ):
                 loss = loss_of(model, mine) / micro_batches
                 loss.backward()
             total += loss.detach()
@@ -73,20 +83,35 @@ def train_together(
     return seen
 
 
-def evaluate_inside(model: torch.nn.Module, tokens: torch.Tensor, trained: torch.Tensor, with_state: bool) -> None:
+def evaluate_inside(
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    trained: torch.Tensor,
+    with_state: bool,
+) -> None:
     """The loss is that of training, before and after weights are read."""
     for _ in range(2):
         with torch.no_grad():
-            torch.testing.assert_close(loss_of(model, tokens), trained, rtol=0, atol=1e-15)
+            torch.testing.assert_close(
+                loss_of(model, tokens), trained, rtol=0, atol=1e-15
+            )
         if with_state:
             full_weights(model)
 
 
-def assert_close(seen: Trajectory, expected: Trajectory, loss_tolerance, weight_tolerance: float) -> None:
-    for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
-        assert abs(ours - theirs) <= loss_tolerance(step), f"loss of step {step}: {ours} against {theirs}"
+def assert_close(
+    seen: Trajectory, expected: Trajectory, loss_tolerance, weight_tolerance: float
+) -> None:
+    for step, (ours, theirs) in enumerate(
+        zip(seen.losses, expected.losses, strict=True)
+    ):
+        assert abs(ours - theirs) <= loss_tolerance(step), (
+            f"loss of step {step}: {ours} against {theirs}"
+        )
     for step, (ours, theirs) in enumerate(zip(seen.norms, expected.norms, strict=True)):
-        assert abs(ours - theirs) <= loss_tolerance(step), f"norm of step {step}: {ours} against {theirs}"
+        assert abs(ours - theirs) <= loss_tolerance(step), (
+            f"norm of step {step}: {ours} against {theirs}"
+        )
     assert seen.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
         worst = (seen.weights[name] - value).abs().max().item()

@@ -1,9 +1,11 @@
-"""One rank of a large world, alone: the real code on torch's fake process group, whose collectives do nothing.
+"""One rank of a large world, alone: the real code on torch's fake process group, whose
+collectives do nothing.
 
     python -m tests.core.fake_world WORLD RANKS_PER_NODE RANK KNOBS(JSON)
 
-Prints as JSON which groups the mesh made, what one training step asked of them, and what the meter counted. Numbers
-that are computed are meaningless here; what is sent, how often and to whom is not.
+Prints as JSON which groups the mesh made, what one training step asked of them, and
+what the meter counted. Numbers that are computed are meaningless here; what is sent,
+how often and to whom is not.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
+
+# Torch's only way to the fake backend.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp_core.cluster.layout import PARTITION, Axis
 from smp_core.config import SmpConfig
@@ -49,15 +53,27 @@ def main(world: int, ranks_per_node: int, rank: int, knobs: dict[str, Any]) -> N
     if mesh.stages(*PARTITION) is not None:
         named.update(intra=mesh.stages(*PARTITION)[0], inter=mesh.stages(*PARTITION)[1])
     if mesh.stages(Axis.REPLICATE) is not None:
-        named.update(replicas_here=mesh.stages(Axis.REPLICATE)[0], replicas_across=mesh.stages(Axis.REPLICATE)[1])
-    calls = Counter((call.kind, len(call.ranks)) for call in recorder.calls if call.dtype != "int32")
+        named.update(
+            replicas_here=mesh.stages(Axis.REPLICATE)[0],
+            replicas_across=mesh.stages(Axis.REPLICATE)[1],
+        )
+    calls = Counter(
+        (call.kind, len(call.ranks)) for call in recorder.calls if call.dtype != "int32"
+    )
     print(
         json.dumps(
             {
-                "groups": {name: dist.get_process_group_ranks(group) for name, group in named.items()},
+                "groups": {
+                    name: dist.get_process_group_ranks(group)
+                    for name, group in named.items()
+                },
                 "groups_made": groups_made,
-                "groups_made_later": len(dist.distributed_c10d._world.pg_map) - groups_made,
-                "calls": {f"{kind} over {size}": count for (kind, size), count in sorted(calls.items())},
+                "groups_made_later": len(dist.distributed_c10d._world.pg_map)
+                - groups_made,
+                "calls": {
+                    f"{kind} over {size}": count
+                    for (kind, size), count in sorted(calls.items())
+                },
                 "meter": parallel.meter.per_step(),
                 "topology": asdict(topology)["nodes"][:2],
             }

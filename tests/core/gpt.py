@@ -1,4 +1,5 @@
-"""A small GPT: embeddings, pre-norm blocks with causal attention, a tied head; sizes that no rank count divides."""
+"""A small GPT: embeddings, pre-norm blocks with causal attention, a tied head; sizes
+that no rank count divides."""
 
 from __future__ import annotations
 
@@ -30,10 +31,18 @@ class SmallGpt(nn.Module):
     """Returns the next-token loss, in the logits' own dtype."""
 
     def __init__(
-        self, vocabulary: int = 101, width: int = 30, layers: int = 3, heads: int = 5, length: int = 8
+        self,
+        vocabulary: int = 101,
+        width: int = 30,
+        layers: int = 3,
+        heads: int = 5,
+        length: int = 8,
     ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, width),
+            nn.Embedding(length, width),
+        )
         self.blocks = nn.ModuleList(GptBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -44,4 +53,6 @@ class SmallGpt(nn.Module):
         x_BLD = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
             x_BLD = block(x_BLD)
-        return F.cross_entropy(self.head(self.norm(x_BLD)).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            self.head(self.norm(x_BLD)).flatten(0, 1), targets.flatten()
+        )

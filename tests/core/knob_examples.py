@@ -1,4 +1,5 @@
-"""Values that every knob of SmpConfig allows, as hypothesis strategies, and how a person writes them."""
+"""Values that every knob of SmpConfig allows, as hypothesis strategies, and how a
+person writes them."""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ from smp_core.config.recipes import (
 from smp_core.config.rules import contradictions
 from smp_core.fp8 import Fp8Recipe
 
-_NAMES = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.*]{0,8}", fullmatch=True)).map(tuple)
+_NAMES = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.*]{0,8}", fullmatch=True)).map(
+    tuple
+)
 _COUNT_OR_AUTO = st.integers(0, 4) | st.just("auto")
 _ONE_OR_AUTO = st.integers(1, 4) | st.just("auto")
 
 FIELDS: dict[type[Recipe], dict[str, Any]] = {
     TensorParallel: {
-        "plan": st.sampled_from(["auto", {"*.q_proj": "column", "*.o_proj": "row"}, {"*.qkv": "column:3"}]),
+        "plan": st.sampled_from(
+            ["auto", {"*.q_proj": "column", "*.o_proj": "row"}, {"*.qkv": "column:3"}]
+        ),
         "sequence_parallel": st.booleans(),
         "across_nodes": st.booleans(),
         "overlap": st.sampled_from(["sums", "pieces", "fused"]),
@@ -48,7 +53,9 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
     },
     DelayedInit: {"seed": st.integers(0, 2**40)},
     Activations: {
-        "checkpoint": st.sampled_from(["none", "full", "selective", "every:3", {"*.mlp": "full"}]),
+        "checkpoint": st.sampled_from(
+            ["none", "full", "selective", "every:3", {"*.mlp": "full"}]
+        ),
         "check": st.booleans(),
         "offload": st.booleans(),
         "loading_horizon": st.integers(1, 9),
@@ -66,7 +73,9 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "gather": st.sampled_from([None, "int8", "fp8"]),
         "gather_inside_nodes": st.booleans(),
         "gather_after_steps": st.integers(0, 1000),
-        "gather_exclude": st.lists(st.sampled_from(["*norm*", "*.bias"]), unique=True).map(tuple),
+        "gather_exclude": st.lists(
+            st.sampled_from(["*norm*", "*.bias"]), unique=True
+        ).map(tuple),
         "reduce": st.sampled_from([None, "int8", "int4", "bf16"]),
         "error_feedback": st.sampled_from([True, False, "auto"]),
     },
@@ -105,11 +114,14 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
 
 def some(recipe: type[Recipe]) -> Any:
     """Recipes with some of their fields drawn."""
-    return st.fixed_dictionaries({}, optional=FIELDS[recipe]).map(lambda fields: recipe(**fields))
+    return st.fixed_dictionaries({}, optional=FIELDS[recipe]).map(
+        lambda fields: recipe(**fields)
+    )
 
 
 VALUES: dict[str, Any] = {
-    "shard_degree": st.integers(1, 64).map(lambda n: n * 6) | st.sampled_from(["node", "world", "auto"]),
+    "shard_degree": st.integers(1, 64).map(lambda n: n * 6)
+    | st.sampled_from(["node", "world", "auto"]),
     "context_parallel_degree": st.sampled_from([1, 2, 3, 6]),
     "expert_parallel_degree": st.sampled_from([1, 2, 4, "node", "auto"]),
     "router_balance": st.sampled_from(["auto", "rank", "global"]),
@@ -120,9 +132,13 @@ VALUES: dict[str, Any] = {
     "pipeline_parallel_degree": st.integers(1, 9),
     "pipeline": some(Pipeline),
     "reshard_after_forward": st.booleans() | st.sampled_from(["auto", 2, 3, 6, "node"]),
-    "keep_between_micro_batches": st.sampled_from(["shards", "parameters", "gradients"]),
+    "keep_between_micro_batches": st.sampled_from(
+        ["shards", "parameters", "gradients"]
+    ),
     "units": some(Units),
-    "forward_methods": st.lists(st.sampled_from(["generate", "model.encode"]), unique=True).map(tuple),
+    "forward_methods": st.lists(
+        st.sampled_from(["generate", "model.encode"]), unique=True
+    ).map(tuple),
     "delayed_init": st.none() | some(DelayedInit),
     "param_dtype": st.sampled_from(["auto", None, "float32", "bfloat16", "float16"]),
     "reduce_dtype": st.sampled_from(["auto", None, "float32", "bfloat16", "float16"]),
@@ -134,8 +150,15 @@ VALUES: dict[str, Any] = {
     "activations": some(Activations),
     "compile": st.none() | some(Compile),
     "compression": some(Compression),
-    # Weights that travel in FP8 exclude values of two other knobs (tests/core/config/test_fp8_recipe.py).
-    "fp8": st.sampled_from([None, Fp8Recipe(fp8_all_gather=False), Fp8Recipe(fp8_all_gather=False, margin=1)]),
+    # Weights that travel in FP8 exclude values of two other knobs
+    # (tests/core/config/test_fp8_recipe.py).
+    "fp8": st.sampled_from(
+        [
+            None,
+            Fp8Recipe(fp8_all_gather=False),
+            Fp8Recipe(fp8_all_gather=False, margin=1),
+        ]
+    ),
     "chunked_cross_entropy": st.none() | st.integers(1, 10**6),
     "collectives": some(Collectives),
     "plan": st.none() | some(AutoPlan),
@@ -149,7 +172,9 @@ def consistent(values: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     defaults = {knob: getattr(SmpConfig(), knob) for knob in SmpConfig.knobs()}
     for knob, value in values.items():
-        if not any(contradictions(SimpleNamespace(**{**defaults, **kept, knob: value}))):
+        if not any(
+            contradictions(SimpleNamespace(**{**defaults, **kept, knob: value}))
+        ):
             kept[knob] = value
     return kept
 

@@ -1,4 +1,5 @@
-"""A small language model with everything that sharding can get wrong, and its one-process training loop."""
+"""A small language model with everything that sharding can get wrong, and its
+one-process training loop."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ VOCABULARY, WIDTH, LENGTH = 23, 8, 6
 
 
 class Block(nn.Module):
-    """Attention-free block: norm, two linear layers, a residual. 3 rows in ``narrow``: fewer than four ranks."""
+    """Attention-free block: norm, two linear layers, a residual. 3 rows in ``narrow``:
+    fewer than four ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,10 +55,15 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
 
-def global_batches(steps: int, micro_batches: int, samples: int, seed: int = 7) -> torch.Tensor:
-    """Tokens [steps, micro_batches, samples, LENGTH + 1], equal wherever it is called."""
+def global_batches(
+    steps: int, micro_batches: int, samples: int, seed: int = 7
+) -> torch.Tensor:
+    """Tokens [steps, micro_batches, samples, LENGTH + 1], equal wherever it is
+    called."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (steps, micro_batches, samples, LENGTH + 1), generator=generator)
+    return torch.randint(
+        VOCABULARY, (steps, micro_batches, samples, LENGTH + 1), generator=generator
+    )
 
 
 @dataclass
@@ -68,7 +75,13 @@ class Trajectory:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train_alone(dtype: torch.dtype, batches: torch.Tensor, *, lr: float = 1e-2, max_norm: float = 0.1) -> Trajectory:
+def train_alone(
+    dtype: torch.dtype,
+    batches: torch.Tensor,
+    *,
+    lr: float = 1e-2,
+    max_norm: float = 0.1,
+) -> Trajectory:
     """One process, whole global batch."""
     torch.manual_seed(0)
     model = TroubledModel().to(dtype)
@@ -85,5 +98,7 @@ def train_alone(dtype: torch.dtype, batches: torch.Tensor, *, lr: float = 1e-2, 
         optimizer.zero_grad()
         seen.losses.append(total)
         seen.norms.append(norm.item())
-    seen.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    seen.weights = {
+        name: value.detach().clone() for name, value in model.state_dict().items()
+    }
     return seen

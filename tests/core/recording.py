@@ -1,9 +1,11 @@
-"""An independent count of what ranks send: every call of a process group, with its arguments.
+"""An independent count of what ranks send: every call of a process group, with its
+arguments.
 
-Nothing of `smp_core` takes part. The methods of `torch.distributed.ProcessGroup` are replaced for the time of a `with`
-block, below torch.distributed's functions and whoever calls them, and bytes are worked out from the tensors alone.
-A collective of the library counts as the ring that gloo and NCCL run for large messages: every rank sends to its right
-neighbour (g - 1) / g of the full tensor, twice that for an all-reduce.
+Nothing of `smp_core` takes part. The methods of `torch.distributed.ProcessGroup` are
+replaced for the time of a `with` block, below torch.distributed's functions and whoever
+calls them, and bytes are worked out from the tensors alone. A collective of the library
+counts as the ring that gloo and NCCL run for large messages: every rank sends to its
+right neighbour (g - 1) / g of the full tensor, twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ UNCOUNTED = ("gather", "scatter", "reduce", "monitored_barrier", "recv_anysource
 
 @dataclass(frozen=True)
 class Call:
-    """One call on one rank: ``kind`` of call, global ``ranks`` of the group, ``n_bytes`` of the full tensor (of the
-    message for a send), ``to`` the global rank a message goes to and ``tag`` its tag."""
+    """One call on one rank: ``kind`` of call, global ``ranks`` of the group,
+    ``n_bytes`` of the full tensor (of the message for a send), ``to`` the global rank a
+    message goes to and ``tag`` its tag."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -41,7 +44,12 @@ class Call:
         if self.kind == "barrier" or g == 1:
             return []
         factor = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}[self.kind]
-        return [(self.ranks[(self.ranks.index(me) + 1) % g], factor * self.n_bytes * (g - 1) / g)]
+        return [
+            (
+                self.ranks[(self.ranks.index(me) + 1) % g],
+                factor * self.n_bytes * (g - 1) / g,
+            )
+        ]
 
 
 def bytes_of(tensors: torch.Tensor | Iterable[Any]) -> int:
@@ -76,7 +84,8 @@ METHODS = {
 
 
 class CallRecorder:
-    """``with CallRecorder() as recorder: ...`` fills ``recorder.calls`` with what this rank asked of any group."""
+    """``with CallRecorder() as recorder: ...`` fills ``recorder.calls`` with what this
+    rank asked of any group."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -87,7 +96,9 @@ class CallRecorder:
             if method in vars(dist.ProcessGroup):
                 self._replace(method, self._counting(method, kind, argument))
         for method in list(vars(dist.ProcessGroup)):
-            if (method.endswith("_coalesced") and method not in METHODS) or method in UNCOUNTED:
+            if (
+                method.endswith("_coalesced") and method not in METHODS
+            ) or method in UNCOUNTED:
                 self._replace(method, self._refusing(method))
         return self
 
@@ -96,7 +107,8 @@ class CallRecorder:
             setattr(dist.ProcessGroup, method, original)
 
     def _replace(self, method: str, replacement: Callable[..., Any]) -> None:
-        # From the class's own dictionary: what getattr gives would lose its binding to instances when set again.
+        # From the class's own dictionary: what getattr gives would lose its binding to
+        # instances when set again.
         self._originals[method] = vars(dist.ProcessGroup)[method]
         setattr(dist.ProcessGroup, method, replacement)
 
@@ -106,24 +118,45 @@ class CallRecorder:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group))
             to, tag = (ranks[args[1]], args[2]) if kind == "send" else (None, None)
-            self.calls.append(Call(kind, ranks, bytes_of(args[argument]), first_dtype(args[argument]), to, tag))
+            self.calls.append(
+                Call(
+                    kind,
+                    ranks,
+                    bytes_of(args[argument]),
+                    first_dtype(args[argument]),
+                    to,
+                    tag,
+                )
+            )
             return original(group, *args, **kwargs)
 
         return call
 
     def _refusing(self, method: str) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
-            raise AssertionError(f"ProcessGroup.{method} is not counted by this recorder")
+            raise AssertionError(
+                f"ProcessGroup.{method} is not counted by this recorder"
+            )
 
         return call
 
 
-def bytes_by_link(calls_of_ranks: Sequence[Sequence[Call]], ranks_per_node: int) -> list[dict[str, float]]:
-    """Per node: bytes its ranks send to ranks of other nodes ("inter") and of their own ("intra")."""
-    nodes = [{"inter": 0.0, "intra": 0.0} for _ in range(len(calls_of_ranks) // ranks_per_node)]
+def bytes_by_link(
+    calls_of_ranks: Sequence[Sequence[Call]], ranks_per_node: int
+) -> list[dict[str, float]]:
+    """Per node: bytes its ranks send to ranks of other nodes ("inter") and of their own
+    ("intra")."""
+    nodes = [
+        {"inter": 0.0, "intra": 0.0}
+        for _ in range(len(calls_of_ranks) // ranks_per_node)
+    ]
     for me, calls in enumerate(calls_of_ranks):
         for call in calls:
             for destination, n_bytes in call.sent(me):
-                link = "intra" if destination // ranks_per_node == me // ranks_per_node else "inter"
+                link = (
+                    "intra"
+                    if destination // ranks_per_node == me // ranks_per_node
+                    else "inter"
+                )
                 nodes[me // ranks_per_node][link] += n_bytes
     return nodes

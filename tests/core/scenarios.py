@@ -1,7 +1,8 @@
 """Training steps with something unusual about which parameters get gradients when.
 
-A scenario is a model and, for each micro-batch and data rank, a loss. :func:`alone` runs it in one process (each
-micro-batch's loss is the mean over data ranks), :func:`together` on the ranks of a mesh. Everything is float64.
+A scenario is a model and, for each micro-batch and data rank, a loss. :func:`alone`
+runs it in one process (each micro-batch's loss is the mean over data ranks),
+:func:`together` on the ranks of a mesh. Everything is float64.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Cell(nn.Module):
 
 
 class Net(nn.Module):
-    """Cells, called as ``path`` says: ``"0l 1lr 2e"`` is cell 0 by its left way, cell 1 by both, cell 2 by encode."""
+    """Cells, called as ``path`` says: ``"0l 1lr 2e"`` is cell 0 by its left way, cell 1
+    by both, cell 2 by encode."""
 
     def __init__(self, cells: int = 3) -> None:
         super().__init__()
@@ -56,7 +58,9 @@ class Net(nn.Module):
         self.gain = nn.Parameter(torch.tensor(0.5))
         self.bias = nn.Parameter(torch.zeros(3, WIDTH))
 
-    def forward(self, x: torch.Tensor, path: str, *, gain: bool = True, bias: bool = True) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, path: str, *, gain: bool = True, bias: bool = True
+    ) -> torch.Tensor:
         x = self.enter(x)
         for step in path.split():
             cell = self.cells[int(step[0])]
@@ -68,9 +72,11 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Scenario:
-    """``loss(model, micro, rank)``; ``prepare(model, micro)`` runs before each micro-batch, e.g. to freeze.
+    """``loss(model, micro, rank)``; ``prepare(model, micro)`` runs before each
+    micro-batch, e.g. to freeze.
 
-    ``per_replica``: ranks 0 and 1 use other units than ranks 2 and 3, which cannot be one partition group then.
+    ``per_replica``: ranks 0 and 1 use other units than ranks 2 and 3, which cannot be
+    one partition group then.
     """
 
     loss: Callable[[nn.Module, int, int], torch.Tensor]
@@ -87,11 +93,15 @@ def samples(micro: int, rank: int, n: int = 3) -> torch.Tensor:
     return torch.randn(n, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def by_path(choose: Callable[[int, int], str], **options: bool) -> Callable[[nn.Module, int, int], torch.Tensor]:
+def by_path(
+    choose: Callable[[int, int], str], **options: bool
+) -> Callable[[nn.Module, int, int], torch.Tensor]:
     """A loss whose path through the cells depends on (micro-batch, data rank)."""
 
     def loss(model: nn.Module, micro: int, rank: int) -> torch.Tensor:
-        return model(samples(micro, rank), choose(micro, rank), **options).square().mean()
+        return (
+            model(samples(micro, rank), choose(micro, rank), **options).square().mean()
+        )
 
     return loss
 
@@ -103,7 +113,11 @@ def freeze(model: nn.Module, pattern: str, trainable: bool) -> None:
 
 
 def optional_gain(model: nn.Module, micro: int, rank: int) -> torch.Tensor:
-    return model(samples(micro, rank), "0lr 1lr 2lr", gain=rank == 1, bias=micro == 1).square().mean()
+    return (
+        model(samples(micro, rank), "0lr 1lr 2lr", gain=rank == 1, bias=micro == 1)
+        .square()
+        .mean()
+    )
 
 
 def in_two_parts(model: nn.Module, micro: int, rank: int) -> torch.Tensor:
@@ -135,42 +149,65 @@ class PenalizedCell(Cell):
 SCENARIOS: dict[str, Scenario] = {
     "everything is used": Scenario(by_path(lambda micro, rank: "0lr 1lr 2lr")),
     "nobody uses a way": Scenario(by_path(lambda micro, rank: "0l 1r 2lr")),
-    "a way only in the first micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 0 else "0l 1lr 2r")),
-    "a way only in the last micro-batch": Scenario(by_path(lambda m, r: "0l 1lr 2r" if m == 0 else "0lr 1lr 2lr")),
-    "other ways in each micro-batch": Scenario(by_path(lambda m, r: "0l 1r 2l" if m == 0 else "0r 1r 2r")),
-    "one rank uses a way": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if r == 1 else "0l 1lr 2r")),
-    "one rank uses a way in one micro-batch": Scenario(
-        by_path(lambda m, r: "0lr 1lr 2lr" if (m, r) == (0, 2) else "0l 1lr 2r"), micro_batches=3
+    "a way only in the first micro-batch": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if m == 0 else "0l 1lr 2r")
     ),
-    "every rank another way": Scenario(by_path(lambda m, r: "0l 1r 2l" if r % 2 else "0r 1l 2r")),
+    "a way only in the last micro-batch": Scenario(
+        by_path(lambda m, r: "0l 1lr 2r" if m == 0 else "0lr 1lr 2lr")
+    ),
+    "other ways in each micro-batch": Scenario(
+        by_path(lambda m, r: "0l 1r 2l" if m == 0 else "0r 1r 2r")
+    ),
+    "one rank uses a way": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if r == 1 else "0l 1lr 2r")
+    ),
+    "one rank uses a way in one micro-batch": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if (m, r) == (0, 2) else "0l 1lr 2r"),
+        micro_batches=3,
+    ),
+    "every rank another way": Scenario(
+        by_path(lambda m, r: "0l 1r 2l" if r % 2 else "0r 1l 2r")
+    ),
     "a cell is never used": Scenario(by_path(lambda m, r: "0lr 2lr")),
-    "a cell only in one micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 1 else "0lr 2lr")),
-    "a cell only in the first micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 0 else "0lr 2lr")),
+    "a cell only in one micro-batch": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if m == 1 else "0lr 2lr")
+    ),
+    "a cell only in the first micro-batch": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if m == 0 else "0lr 2lr")
+    ),
     "a cell only on one replica": Scenario(
         by_path(lambda m, r: "0lr 1lr 2lr" if r < 2 else "0lr 2lr"), per_replica=True
     ),
-    "another cell on each replica": Scenario(by_path(lambda m, r: "0lr 2lr" if r < 2 else "1lr 2lr"), per_replica=True),
+    "another cell on each replica": Scenario(
+        by_path(lambda m, r: "0lr 2lr" if r < 2 else "1lr 2lr"), per_replica=True
+    ),
     "other cells in each micro-batch and replica": Scenario(
         by_path(lambda m, r: "0lr 2lr" if (r < 2) == (m == 0) else "1lr 2lr"),
         micro_batches=3,
         per_replica=True,
     ),
     "a cell twice on one replica": Scenario(
-        by_path(lambda m, r: "0lr 1lr 2lr 1lr" if r < 2 else "0lr 1lr 2lr"), per_replica=True
+        by_path(lambda m, r: "0lr 1lr 2lr 1lr" if r < 2 else "0lr 1lr 2lr"),
+        per_replica=True,
     ),
     "a cell twice in one forward": Scenario(by_path(lambda m, r: "0lr 1lr 2lr 1lr")),
     "a cell twice, other ways": Scenario(by_path(lambda m, r: "0lr 1l 2lr 1r")),
     "a cell twice, other ways on each rank": Scenario(
         by_path(lambda m, r: "0lr 1lr 2lr 1lr" if r % 2 else "0lr 1 2lr 1lr"),
-        prepare=lambda model, micro: freeze(model, "never", False),  # so that the last use has every gradient there is
+        # So that the last use has every gradient there is.
+        prepare=lambda model, micro: freeze(model, "never", False),
     ),
-    "a cell three times in a row": Scenario(by_path(lambda m, r: "0lr 1lr 1l 1lr 2l"), micro_batches=1),
+    "a cell three times in a row": Scenario(
+        by_path(lambda m, r: "0lr 1lr 1l 1lr 2l"), micro_batches=1
+    ),
     "two forwards, one backward": Scenario(in_two_parts),
     "frozen between micro-batches": Scenario(
-        by_path(lambda m, r: "0lr 1lr 2lr"), prepare=lambda model, micro: freeze(model, "left", micro == 0)
+        by_path(lambda m, r: "0lr 1lr 2lr"),
+        prepare=lambda model, micro: freeze(model, "left", micro == 0),
     ),
     "thawed between micro-batches": Scenario(
-        by_path(lambda m, r: "0lr 1lr 2lr"), prepare=lambda model, micro: freeze(model, "left", micro > 0)
+        by_path(lambda m, r: "0lr 1lr 2lr"),
+        prepare=lambda model, micro: freeze(model, "left", micro > 0),
     ),
     "frozen in the middle": Scenario(
         by_path(lambda m, r: "0lr 1lr 2lr"),
@@ -178,7 +215,8 @@ SCENARIOS: dict[str, Scenario] = {
         prepare=lambda model, micro: freeze(model, "cells.1", micro != 1),
     ),
     "a cell frozen in the last micro-batch": Scenario(
-        by_path(lambda m, r: "0lr 1lr 2lr"), prepare=lambda model, micro: freeze(model, "cells.1", micro == 0)
+        by_path(lambda m, r: "0lr 1lr 2lr"),
+        prepare=lambda model, micro: freeze(model, "cells.1", micro == 0),
     ),
     "a cell thawed while another replica uses it": Scenario(
         by_path(lambda m, r: "0lr 1lr 2lr" if (r < 2) == (m == 0) else "0lr 2lr"),
@@ -190,12 +228,17 @@ SCENARIOS: dict[str, Scenario] = {
         prepare=lambda model, micro: freeze(model, "cells.1", micro == 0),
         per_replica=True,
     ),
-    "a cell only by another method": Scenario(by_path(lambda m, r: "0lr 1e 2lr"), forward_methods=("cells.1.encode",)),
+    "a cell only by another method": Scenario(
+        by_path(lambda m, r: "0lr 1e 2lr"), forward_methods=("cells.1.encode",)
+    ),
     "a cell twice by another method": Scenario(
-        by_path(lambda m, r: "0lr 1e 2lr 1e" if m == 1 else "1lr"), forward_methods=("cells.1.encode",)
+        by_path(lambda m, r: "0lr 1e 2lr 1e" if m == 1 else "1lr"),
+        forward_methods=("cells.1.encode",),
     ),
     "an output that depends on no input": Scenario(
-        lambda model, micro, rank: model(samples(micro, rank)), build=Penalized, wrap=("PenalizedCell",)
+        lambda model, micro, rank: model(samples(micro, rank)),
+        build=Penalized,
+        wrap=("PenalizedCell",),
     ),
     "an output that depends on no input, on one replica": Scenario(
         lambda model, micro, rank: model(samples(micro, rank), rank < 2),
@@ -222,7 +265,9 @@ def gradients(model: nn.Module) -> Gradients:
     found: Gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[name] = (
+            gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        )
     return found
 
 
@@ -240,14 +285,19 @@ def differences(ours: Gradients, expected: Gradients) -> list[str]:
     return found
 
 
-# Meshes by world group (of the present case alone), degree and stages: making process groups takes longer than most of
-# what is done with them here.
+# Meshes by world group (of the present case alone), degree and stages: making process
+# groups takes longer than most of what is done with them here.
 _meshes: dict[tuple[Any, ...], SmpMesh] = {}
 
 
 def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
     config = SmpConfig(**knobs)
-    key = (dist.group.WORLD, config.shard_degree, config.collectives.hierarchical, config.reshard_after_forward)
+    key = (
+        dist.group.WORLD,
+        config.shard_degree,
+        config.collectives.hierarchical,
+        config.reshard_after_forward,
+    )
     if key not in _meshes:
         for old in [old for old in _meshes if old[0] is not dist.group.WORLD]:
             del _meshes[old]
@@ -257,11 +307,18 @@ def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
 
 def allowed(degree: int) -> list[str]:
     """Scenarios for four ranks in partition groups of ``degree``."""
-    return [name for name, scenario in SCENARIOS.items() if degree <= 2 or not scenario.per_replica]
+    return [
+        name
+        for name, scenario in SCENARIOS.items()
+        if degree <= 2 or not scenario.per_replica
+    ]
 
 
-def together(names: list[str], *, by_hand: bool = False, **knobs) -> dict[str, Gradients]:
-    """Gradients of the ranks, by scenario; ``by_hand``: the window is closed by a call instead of by its last pass."""
+def together(
+    names: list[str], *, by_hand: bool = False, **knobs
+) -> dict[str, Gradients]:
+    """Gradients of the ranks, by scenario; ``by_hand``: the window is closed by a call
+    instead of by its last pass."""
     found = {}
     for name in names:
         scenario = SCENARIOS[name]
@@ -278,11 +335,16 @@ def net_on_ranks(scenario: Scenario, **knobs) -> ParallelModel:
     """Every rank draws other initial weights; rank 0's are those of :func:`alone`."""
     torch.manual_seed(0 if dist.get_rank() == 0 else 17)
     return parallel_model(
-        scenario.build().double(), units=scenario.wrap, forward_methods=scenario.forward_methods, **knobs
+        scenario.build().double(),
+        units=scenario.wrap,
+        forward_methods=scenario.forward_methods,
+        **knobs,
     )
 
 
-def run_window(parallel: ParallelModel, scenario: Scenario, *, by_hand: bool = False) -> None:
+def run_window(
+    parallel: ParallelModel, scenario: Scenario, *, by_hand: bool = False
+) -> None:
     for micro in range(scenario.micro_batches):
         scenario.prepare(parallel.module, micro)
         with parallel.window.accumulate(by_hand or micro < scenario.micro_batches - 1):

@@ -1,20 +1,26 @@
-"""Streams, events and the caching allocator of an accelerator, played on a CPU by a process of its own.
+"""Streams, events and the caching allocator of an accelerator, played on a CPU by a
+process of its own.
 
-:mod:`tests.core.streamed_cases` runs the real code on one rank of torch's fake process group, which takes the way it
-takes with NCCL. FSDP2, the background and the meter take their streams and events from the device's module, which is
-exchanged here for one that records; a dispatch mode sees which storages every operator reads and writes, and the
+:mod:`tests.core.streamed_cases` runs the real code on one rank of torch's fake process
+group, which takes the way it takes with NCCL. FSDP2, the background and the meter take
+their streams and events from the device's module, which is exchanged here for one that
+records; a dispatch mode sees which storages every operator reads and writes, and the
 host's questions to the device.
 
-The rules: a stream knows what it was made to wait for (vector clocks). Work on a storage has to know the last write to
-it, and a write all reads before. A storage that nobody holds any more goes back to the stream it was taken on, and the
-next one that is taken there may be the same memory: whatever was done with it has to be known to that stream, or its
-stream was told to the allocator (``record_stream``). Work on a view counts as work on the bytes from its first element
-to its last. Every communicator is a stream of its own, as NCCL's are. Numbers are meaningless.
+The rules: a stream knows what it was made to wait for (vector clocks). Work on a
+storage has to know the last write to it, and a write all reads before. A storage that
+nobody holds any more goes back to the stream it was taken on, and the next one that is
+taken there may be the same memory: whatever was done with it has to be known to that
+stream, or its stream was told to the allocator (``record_stream``). Work on a view
+counts as work on the bytes from its first element to its last. Every communicator is a
+stream of its own, as NCCL's are. Numbers are meaningless.
 
-Memory that was asked for pinned is the host's, and so is what the host computes from it alone: that is done at once,
-and has to know of all copies that may still read or write what it touches. Its own allocator waits for copies.
+Memory that was asked for pinned is the host's, and so is what the host computes from it
+alone: that is done at once, and has to know of all copies that may still read or write
+what it touches. Its own allocator waits for copies.
 
-``torch.multiprocessing.reductions.StorageWeakRef`` and ``_cdata`` are torch's only way to see a storage end.
+``torch.multiprocessing.reductions.StorageWeakRef`` and ``_cdata`` are torch's only way
+to see a storage end.
 """
 
 from __future__ import annotations
@@ -32,9 +38,18 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree  # the public one comes with optree
-from torch.utils._python_dispatch import TorchDispatchMode  # torch's only hook below autograd
 
-from tests.core.streamed_operators import asks, counts, group_given, is_asynchronous, place, written_by
+# Torch's only hook below autograd.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.core.streamed_operators import (
+    asks,
+    counts,
+    group_given,
+    is_asynchronous,
+    place,
+    written_by,
+)
 
 WORLD, RANKS_PER_NODE = 4, 2
 
@@ -42,7 +57,8 @@ WORLD, RANKS_PER_NODE = 4, 2
 
 
 class Stream:
-    """What it has been given is numbered; ``known`` says up to which number it waits for each stream."""
+    """What it has been given is numbered; ``known`` says up to which number it waits
+    for each stream."""
 
     def __init__(self, *_: Any, name: str = "", **__: Any) -> None:
         self.name = name or f"stream {id(self) % 9973}"
@@ -91,8 +107,9 @@ class GenericEvent(Event):
 
 
 class GenericStream:
-    """What ``torch.accelerator.current_stream()`` returns of a stream. An event of the device's module keeps what it
-    has recorded in a place of its own, and to wait for one here is to wait for nothing, without a word."""
+    """What ``torch.accelerator.current_stream()`` returns of a stream. An event of the
+    device's module keeps what it has recorded in a place of its own, and to wait for
+    one here is to wait for nothing, without a word."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -145,14 +162,25 @@ class Use:
     writes: bool
 
     def is_known_to(self, stream: Stream) -> bool:
-        return stream is self.stream or max(stream.known[self.stream], host.known[self.stream]) >= self.number
+        return (
+            stream is self.stream
+            or max(stream.known[self.stream], host.known[self.stream]) >= self.number
+        )
 
     def meets(self, other: Use) -> bool:
-        return self.first < other.last and other.first < self.last and (self.writes or other.writes)
+        return (
+            self.first < other.last
+            and other.first < self.last
+            and (self.writes or other.writes)
+        )
 
     def stands_for(self, earlier: Use) -> bool:
         """Whether who knows this one knows the earlier one, wherever that matters."""
-        covers = self.first <= earlier.first and earlier.last <= self.last and self.writes >= earlier.writes
+        covers = (
+            self.first <= earlier.first
+            and earlier.last <= self.last
+            and self.writes >= earlier.writes
+        )
         return covers and earlier.is_known_to(self.stream)
 
     def __str__(self) -> str:
@@ -184,7 +212,8 @@ class Sanitizer(TorchDispatchMode):
         self.last_async: Event | None = None
 
     def begin(self) -> None:
-        """Forget the memory of the case before: looking through all of it takes longer with every case."""
+        """Forget the memory of the case before: looking through all of it takes longer
+        with every case."""
         self._blocks, self._free = {}, []
 
     def host_waits(self, what: str, known: Counter[Stream]) -> None:
@@ -211,14 +240,20 @@ class Sanitizer(TorchDispatchMode):
         if block is not None and block.n_bytes and not n_bytes:  # freed by resize_
             self._free.append(block)
         if block is None or block.n_bytes != n_bytes:
-            block = self._blocks[storage._cdata] = Block(StorageWeakRef(storage), n_bytes, stream, place())
+            block = self._blocks[storage._cdata] = Block(
+                StorageWeakRef(storage), n_bytes, stream, place()
+            )
             if n_bytes:
                 self._take(block)
         return block
 
     def _take(self, block: Block) -> None:
         """Any free piece of the stream's that is large enough may be the one."""
-        fitting = [old for old in self._free if old.taken_on is block.taken_on and old.n_bytes >= block.n_bytes]
+        fitting = [
+            old
+            for old in self._free
+            if old.taken_on is block.taken_on and old.n_bytes >= block.n_bytes
+        ]
         for old in fitting:
             for use in old.uses:
                 if use.stream not in old.told and not use.is_known_to(block.taken_on):
@@ -228,16 +263,31 @@ class Sanitizer(TorchDispatchMode):
                     ] += 1
         self._free = [old for old in self._free if old not in fitting]
 
-    def _use(self, tensor: torch.Tensor, stream: Stream, what: str, writes: bool) -> None:
+    def _use(
+        self, tensor: torch.Tensor, stream: Stream, what: str, writes: bool
+    ) -> None:
         block, size = self._block(tensor, stream), tensor.element_size()
         first = tensor.storage_offset() * size
-        spans = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        use = Use(stream, stream.known[stream], f"{what} [{place()}]", first, first + (1 + sum(spans)) * size, writes)
+        spans = (
+            (n - 1) * stride
+            for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        use = Use(
+            stream,
+            stream.known[stream],
+            f"{what} [{place()}]",
+            first,
+            first + (1 + sum(spans)) * size,
+            writes,
+        )
         for other in block.uses:
             if other.meets(use) and not other.is_known_to(stream):
                 kind = "" if other.writes else ", a write,"
                 self.found[f"{use}{kind} does not wait for {other}"] += 1
-        block.uses = [*(other for other in block.uses if not use.stands_for(other)), use]
+        block.uses = [
+            *(other for other in block.uses if not use.stands_for(other)),
+            use,
+        ]
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make a new tensor's memory the host's."""
@@ -249,9 +299,14 @@ class Sanitizer(TorchDispatchMode):
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return block is not None and block.on_host and not block.ref.expired()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, FakeTensor) for kind in types) or detect_fake_mode() is not None:
+        if (
+            any(issubclass(kind, FakeTensor) for kind in types)
+            or detect_fake_mode() is not None
+        ):
             return func(*args, **kwargs)  # DTensor asks for shapes
         if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor's own operators come by
@@ -260,7 +315,9 @@ class Sanitizer(TorchDispatchMode):
         stream = caller = current_stream()
         caller.learn(host.known)
         if name.startswith("c10d.") and is_asynchronous(func, args, kwargs):
-            group = next(found for arg in args if (found := group_given(arg)) is not None)
+            group = next(
+                found for arg in args if (found := group_given(arg)) is not None
+            )
             stream = self._of_groups.setdefault(group, Stream(name=f"group {group}"))
             stream.wait_stream(caller)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if counts(leaf)]
@@ -291,7 +348,8 @@ class Sanitizer(TorchDispatchMode):
 
 
 class _Work:
-    """What an asynchronous collective returns: waiting makes the present stream wait."""
+    """What an asynchronous collective returns: waiting makes the present stream
+    wait."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
@@ -305,7 +363,11 @@ def _asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         sanitizer.last_async = None
         work = collective(*args, async_op=async_op, **kwargs)
-        return _Work(sanitizer.last_async) if async_op and sanitizer.last_async is not None else work
+        return (
+            _Work(sanitizer.last_async)
+            if async_op and sanitizer.last_async is not None
+            else work
+        )
 
     return called
 
@@ -319,7 +381,11 @@ def _asynchronous_method(collective: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _asking(method: Callable[..., Any], what: str, is_asked: Callable[..., bool] = lambda *_, **__: True) -> Any:
+def _asking(
+    method: Callable[..., Any],
+    what: str,
+    is_asked: Callable[..., bool] = lambda *_, **__: True,
+) -> Any:
     def called(*args: Any, **kwargs: Any) -> Any:
         if is_asked(*args, **kwargs):
             sanitizer.host_waits(what, current_stream().known)
@@ -349,37 +415,64 @@ def _pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def play_a_device() -> None:
-    """To be called before the core is imported, which takes functions of torch.distributed as they are then."""
+    """To be called before the core is imported, which takes functions of
+    torch.distributed as they are then."""
     device: Any = torch.cpu
     device.Stream, device.Event, device.current_stream = Stream, Event, current_stream
     device.stream = device.StreamContext = on_stream
     whole_torch: Any = torch
     whole_torch.Event = GenericEvent
     whole_torch.accelerator.current_stream = lambda *_: GenericStream(current_stream())
-    whole_torch.accelerator.synchronize = lambda *_: sanitizer.host_waits("synchronize", launched)
-    for name in ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+    whole_torch.accelerator.synchronize = lambda *_: sanitizer.host_waits(
+        "synchronize", launched
+    )
+    for name in (
+        "all_reduce",
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_to_all_single",
+    ):
         if hasattr(dist, name):
             setattr(dist, name, _asynchronous(getattr(dist, name)))
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # torch < 2.13
         if not hasattr(dist, "all_gather_single"):
             setattr(dist, name, _asynchronous(getattr(dist, name)))
     for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
-        setattr(dist.ProcessGroup, name, _asynchronous_method(getattr(dist.ProcessGroup, name)))
+        setattr(
+            dist.ProcessGroup,
+            name,
+            _asynchronous_method(getattr(dist.ProcessGroup, name)),
+        )
     tensor: Any = torch.Tensor
-    tensor.record_stream = lambda self, stream: sanitizer.tell(self, getattr(stream, "stream", stream))
+    tensor.record_stream = lambda self, stream: sanitizer.tell(
+        self, getattr(stream, "stream", stream)
+    )
     tensor.pin_memory = lambda self: self.clone()
-    whole_torch.empty, whole_torch.empty_like = _pinning(torch.empty), _pinning(torch.empty_like)
-    tensor.tolist = _asking(tensor.tolist, "tolist", lambda self: self.numel() > 0 and not sanitizer.is_on_host(self))
+    whole_torch.empty, whole_torch.empty_like = (
+        _pinning(torch.empty),
+        _pinning(torch.empty_like),
+    )
+    tensor.tolist = _asking(
+        tensor.tolist,
+        "tolist",
+        lambda self: self.numel() > 0 and not sanitizer.is_on_host(self),
+    )
     tensor.cpu = _to_host(tensor.cpu)
     # The copy from memory that is not pinned waits.
-    whole_torch.tensor = _asking(torch.tensor, "tensor(device=)", lambda *_, **given: given.get("device") is not None)
+    whole_torch.tensor = _asking(
+        torch.tensor,
+        "tensor(device=)",
+        lambda *_, **given: given.get("device") is not None,
+    )
     from smp_core.tensor_parallel.split_model import SplitModel
     from smp_core.torch_facts import streams
 
     streams.run_behind = streams.pins = lambda device: True
     split: Any = SplitModel
     around = split.stand_around_blocks
-    split.stand_around_blocks = lambda self, in_stages=False: around(self, in_stages, without_values=True)
+    split.stand_around_blocks = lambda self, in_stages=False: around(
+        self, in_stages, without_values=True
+    )
 
 
 sanitizer = Sanitizer()

@@ -1,9 +1,11 @@
-"""Training steps that are played on streams of a CPU, with and without what keeps them in order.
+"""Training steps that are played on streams of a CPU, with and without what keeps them
+in order.
 
     python -m tests.core.streamed_cases CASES(JSON)
 
-runs the real code under :mod:`tests.core.stream_sanitizer`, on one rank of torch's fake process group, and prints as
-JSON what it did wrong in each case, and how often the host waited for the device.
+runs the real code under :mod:`tests.core.stream_sanitizer`, on one rank of torch's fake
+process group, and prints as JSON what it did wrong in each case, and how often the host
+waited for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
+
+# Torch's only way to the fake backend.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.core.stream_sanitizer import RANKS_PER_NODE, WORLD, play_a_device, sanitizer
 from tests.core.streamed_models import MODELS, WIDTH, loss_of
@@ -31,12 +35,15 @@ class Case:
     Args:
         knobs: SmpConfig's; with ``frozen_storage`` all blocks but the last are frozen.
         model: one of ``MODELS``.
-        thaws: one parameter of the last block is frozen in the first micro-batch of a step.
+        thaws: one parameter of the last block is frozen in the first micro-batch of a
+            step.
         skips: forward ends before the last block, which is gathered ahead all the same.
-        evaluates: before each step a forward like that is evaluated, and what was gathered given up.
+        evaluates: before each step a forward like that is evaluated, and what was
+            gathered given up.
         twice: backward runs through the last micro-batch's graph once more.
         scales: the loss is scaled, as for float16.
-        saves: after each step model and optimizer are staged for a checkpoint, which the host reads.
+        saves: after each step model and optimizer are staged for a checkpoint, which
+            the host reads.
         without: one of ``WITHOUT``.
         steps: how many; what the host is asked in the first is not counted.
     """
@@ -56,7 +63,8 @@ class Case:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """What was wrong, and per line how often a step made the host wait (the first step not counted)."""
+    """What was wrong, and per line how often a step made the host wait (the first step
+    not counted)."""
     from smp_core.checkpoint.staging import HostBuffers
     from smp_core.config import SmpConfig
     from smp_core.entry import build_mesh, parallelize
@@ -69,7 +77,9 @@ def run(case: Case) -> dict[str, Any]:
     model: Any = MODELS[case.model]().to(dtype)
     if "frozen_storage" in case.knobs:
         model.blocks[:-1].requires_grad_(False)
-    mesh, config = build_mesh(SmpConfig(**case.knobs), Topology.uniform(WORLD, RANKS_PER_NODE), "cpu")
+    mesh, config = build_mesh(
+        SmpConfig(**case.knobs), Topology.uniform(WORLD, RANKS_PER_NODE), "cpu"
+    )
     parallel = parallelize(model, config, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     parallel.prepare_optimizer(optimizer)
@@ -129,7 +139,10 @@ def _given_up_at_once(offloader: Any, packed: Any) -> Any:
 def _indices_made_anew(rows: Any, rank: int, degree: int, weight: torch.Tensor) -> Any:
     from smp_core.tensor_parallel.operators import _RowExchange
 
-    (n_sent, places), (n_received, order) = rows.sent(rank, degree), rows.received(rank, degree)
+    (n_sent, places), (n_received, order) = (
+        rows.sent(rank, degree),
+        rows.received(rank, degree),
+    )
     there = (torch.tensor(indices, device=weight.device) for indices in (places, order))
     return _RowExchange(n_sent, next(there), n_received, next(there))
 
@@ -144,7 +157,10 @@ WITHOUT: dict[str, tuple[str, Any]] = {
         "smp_core.comm.background._Recorded.__init__",
         _holds_nothing,
     ),
-    "streams that read another's memory are told": ("smp_core.torch_facts.streams.used_here", lambda tensor: None),
+    "streams that read another's memory are told": (
+        "smp_core.torch_facts.streams.used_here",
+        lambda tensor: None,
+    ),
     "nobody asks whether terms are finite": (
         "smp_core.comm.encoded_sum.streams",
         SimpleNamespace(run_behind=lambda device: False),
@@ -178,7 +194,11 @@ def main(cases: str) -> None:
     _kept["_unpack"] = Offloader._unpack
     results = []
     for case in (Case(**each) for each in json.loads(cases)):
-        with mock.patch(*WITHOUT[case.without]) if case.without else contextlib.nullcontext():
+        with (
+            mock.patch(*WITHOUT[case.without])
+            if case.without
+            else contextlib.nullcontext()
+        ):
             results.append(run(case))
     print(json.dumps(results))
 

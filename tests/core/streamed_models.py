@@ -1,4 +1,5 @@
-"""Small models that the stream sanitizer trains, and the loss of one micro-batch of each."""
+"""Small models that the stream sanitizer trains, and the loss of one micro-batch of
+each."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS)
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(BLOCKS)
         )
 
     def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
@@ -31,7 +33,8 @@ class Chain(nn.Module):
 
 
 class SomeExperts(nn.Module):
-    """Experts as Transformers holds them; only their form with FP8 products is computed."""
+    """Experts as Transformers holds them; only their form with FP8 products is
+    computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +43,10 @@ class SomeExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8)
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         raise NotImplementedError
 
@@ -51,7 +57,10 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"router": nn.Linear(WIDTH, EXPERTS), "experts": SomeExperts()}) for _ in range(BLOCKS)
+            nn.ModuleDict(
+                {"router": nn.Linear(WIDTH, EXPERTS), "experts": SomeExperts()}
+            )
+            for _ in range(BLOCKS)
         )
 
     def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
@@ -67,8 +76,15 @@ class Attention(nn.Module):
         self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.into(x).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for each in self.into(x).chunk(3, -1)
+        )
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Sentences(nn.Module):
@@ -76,7 +92,10 @@ class Sentences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embedding, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         self.blocks = nn.ModuleList(Attention() for _ in range(BLOCKS))
 
     def forward(self, input_ids: torch.Tensor, skips: bool) -> torch.Tensor:
@@ -87,16 +106,19 @@ class Sentences(nn.Module):
 
 
 def of_transformers(kind: str) -> nn.Module:
-    from tests.core.tensor_parallel.models import MODELS  # loads the core, which has to come after the played device
+    # Loads the core, which has to come after the played device.
+    from tests.core.tensor_parallel.models import MODELS
 
     model: Any = MODELS[kind]()
     if kind == "mixtral":
-        model.set_experts_implementation("batched_mm")  # one after the other, the host asks which have rows
+        # One after the other, the host asks which have rows.
+        model.set_experts_implementation("batched_mm")
     return model
 
 
 OF_TRANSFORMERS = ("gpt2", "llama", "mixtral")
-"""What tensor ranks divide: fused projections, key and value heads that ranks share, fused experts."""
+"""What tensor ranks divide: fused projections, key and value heads that ranks share,
+fused experts."""
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{"chain": Chain, "mixture": Mixture, "sentences": Sentences},
     **{kind: functools.partial(of_transformers, kind) for kind in OF_TRANSFORMERS},
@@ -115,7 +137,11 @@ def loss_of(parallel: Any, model: str, dtype: torch.dtype, skips: bool) -> torch
 
     ids = torch.randint(VOCABULARY, (2, TOKENS))
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
-    split = parallel.context.split({"input_ids": ids, "labels": ids, "attention_mask": mask})
+    split = parallel.context.split(
+        {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    )
     with enabled(split):
         logits = parallel.module(split.batch["input_ids"], skips)
-        return weighted_mean(F.cross_entropy(logits.float().flatten(0, 1), split.shift_labels.flatten()))
+        return weighted_mean(
+            F.cross_entropy(logits.float().flatten(0, 1), split.shift_labels.flatten())
+        )

@@ -1,4 +1,5 @@
-"""AGENTS.md says what is there: its generated parts are those of the code, its knobs are accepted, its errors exist.
+"""AGENTS.md says what is there: its generated parts are those of the code, its knobs
+are accepted, its errors exist.
 
 `python -m tests.core.test_agents_page` writes the generated parts anew.
 """
@@ -23,7 +24,10 @@ MOST_LINES = 160
 
 
 def of_knobs() -> str:
-    rows = [f"- `{name}`: {first_sentence(text)}" for name, text in documented_knobs().items()]
+    rows = [
+        f"- `{name}`: {first_sentence(text)}"
+        for name, text in documented_knobs().items()
+    ]
     return "\n".join(rows)
 
 
@@ -42,11 +46,18 @@ def commands_of(app: typer.Typer, name: str) -> Iterator[str]:
 
 
 def of_commands() -> str:
-    return "\n".join([*commands_of(smp_core.cli.app, "smp"), *commands_of(accelerate_smp.cli.app, "accelerate-smp")])
+    return "\n".join(
+        [
+            *commands_of(smp_core.cli.app, "smp"),
+            *commands_of(accelerate_smp.cli.app, "accelerate-smp"),
+        ]
+    )
 
 
 def of_make() -> str:
-    targets = re.findall(r"^([\w-]+):.*## (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = re.findall(
+        r"^([\w-]+):.*## (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
+    )
     return "\n".join(f"- `make {target}`: {text}" for target, text in targets)
 
 
@@ -64,13 +75,17 @@ def written() -> str:
 
 def rows_of(title: str) -> list[tuple[str, str]]:
     """The cells of a section's table."""
-    section = PAGE.read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
+    section = (
+        PAGE.read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
+    )
     rows = re.findall(r"^\| (.*?) \| (.*?) \|$", section, flags=re.MULTILINE)
     return rows[1:]
 
 
 def test_generated_parts_are_those_of_the_code() -> None:
-    assert PAGE.read_text(encoding="utf-8") == written(), "python -m tests.core.test_agents_page"
+    assert PAGE.read_text(encoding="utf-8") == written(), (
+        "python -m tests.core.test_agents_page"
+    )
     assert len(written().splitlines()) <= MOST_LINES
     assert (ROOT / "AGENTS.md").resolve() == PAGE.resolve()
 
@@ -81,7 +96,10 @@ def test_knobs_by_intent_are_accepted() -> None:
     for _, code in rows:
         call = ast.parse(f"f({code.strip('`')})", mode="eval").body
         assert isinstance(call, ast.Call)
-        knobs = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        knobs = {
+            keyword.arg or "": ast.literal_eval(keyword.value)
+            for keyword in call.keywords
+        }
         SmpConfig(**knobs)
         named |= knobs.keys()
     assert len(rows) > 15 and named <= documented_knobs().keys()

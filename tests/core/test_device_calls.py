@@ -1,5 +1,6 @@
-"""What CUDA's operators are asked, without a device: shapes, layouts and dtypes, which torch checks on "meta" too; and
-that every Triton kernel compiles for the devices there are."""
+"""What CUDA's operators are asked, without a device: shapes, layouts and dtypes, which
+torch checks on "meta" too; and that every Triton kernel compiles for the devices there
+are."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ DOCUMENTS = ((30, 40), (34, 56))
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("d", "e"), [(128, 128), (192, 128), (100, 64)])
 def test_flash_attention_takes_what_it_is_given(
-    dtype: torch.dtype, segments: Segments, window: int | None, d: int, e: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    segments: Segments,
+    window: int | None,
+    d: int,
+    e: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lengths(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(len(values), dtype=dtype, device=META)
 
     monkeypatch.setattr(flash.streams, "on_device", lengths)
-    monkeypatch.setattr(flash, "_varlen", flash._varlen.__wrapped__)  # nothing of this stays in the cache
+    # Nothing of this stays in the cache.
+    monkeypatch.setattr(flash, "_varlen", flash._varlen.__wrapped__)
     takes_all_of(kernels.FLASH, dtype, segments, window, d, e, monkeypatch)
 
 
@@ -61,19 +68,29 @@ def takes_all_of(
     assert (out.shape, out.dtype) == (grad.shape, dtype)
     assert (tuple(lse.shape), lse.dtype) == ((2, 8, 64), torch.float32)
     gradients = kernels.backward(grad, q, k, v, out, lse, masks)
-    assert [(each.shape, each.dtype) for each in gradients] == [(each.shape, dtype) for each in (q, k, v)]
+    assert [(each.shape, each.dtype) for each in gradients] == [
+        (each.shape, dtype) for each in (q, k, v)
+    ]
 
 
 @pytest.mark.parametrize("rows", [32, 26])
-def test_fp8_products_take_what_they_are_given(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_products_take_what_they_are_given(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(of_device, "_CAPABLE", {META: True})
     inputs, outputs, scale = 64, 48, torch.empty((), device=META)
 
     def both(shape: tuple[int, int], dtype: torch.dtype) -> Quantized:
-        layouts = (torch.empty(each, device=META, dtype=dtype) for each in (shape, shape[::-1]))
+        layouts = (
+            torch.empty(each, device=META, dtype=dtype) for each in (shape, shape[::-1])
+        )
         return Quantized(*layouts, scale)
 
-    x, w, g = both((rows, inputs), E4M3), both((outputs, inputs), E4M3), both((rows, outputs), E5M2)
+    x, w, g = (
+        both((rows, inputs), E4M3),
+        both((outputs, inputs), E4M3),
+        both((rows, outputs), E5M2),
+    )
     bias = torch.empty(outputs, device=META, dtype=torch.bfloat16)
     for seen, shape in (
         (products.forward_product(x, w, torch.bfloat16, bias), (rows, outputs)),
@@ -86,29 +103,50 @@ def test_fp8_products_take_what_they_are_given(rows: int, monkeypatch: pytest.Mo
 # Triton
 
 
-def compiled(kernel: Any, capability: int, pointers: dict[str, str], sizes: dict[str, str], **constants: Any) -> str:
-    """PTX of a kernel; a binary is made of it too, by the assembler that comes with Triton."""
+def compiled(
+    kernel: Any,
+    capability: int,
+    pointers: dict[str, str],
+    sizes: dict[str, str],
+    **constants: Any,
+) -> str:
+    """PTX of a kernel; a binary is made of it too, by the assembler that comes with
+    Triton."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {name: {**pointers, **sizes}.get(name, "constexpr") for name in kernel.arg_names}
+    signature = {
+        name: {**pointers, **sizes}.get(name, "constexpr") for name in kernel.arg_names
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options=options
+    )
     assert made.asm["cubin"]
     return str(made.asm["ptx"])
 
 
 CODES = {"int8": (0, 127.0), "int4": (1, 7.0), "fp8": (2, 448.0)}
-EVERY = [(capability, code) for capability in (80, 90, 100) for code in CODES if (capability, code) != (80, "fp8")]
+EVERY = [
+    (capability, code)
+    for capability in (80, 90, 100)
+    for code in CODES
+    if (capability, code) != (80, "fp8")
+]
 SAMPLE = [(80, "int8"), (100, "fp8")]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 @pytest.mark.parametrize(
     ("capability", "code"),
-    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow) for case in EVERY],
+    [
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
+        for case in EVERY
+    ],
 )
 def test_codecs_compile_without_fused_sums(capability: int, code: str) -> None:
     from smp_core.codecs import triton_codec as codecs
@@ -120,32 +158,71 @@ def test_codecs_compile_without_fused_sums(capability: int, code: str) -> None:
     for values in ("*fp32", "*bf16", "*fp16"):
         keep = values == "*fp32"
         given = {**pair, "values_ptr": values, "rest_ptr": values}
-        ptx = compiled(codecs._encode_kernel, capability, given, {"N": "i32"}, LIMIT=limit, KEEP=keep, **shared)
+        ptx = compiled(
+            codecs._encode_kernel,
+            capability,
+            given,
+            {"N": "i32"},
+            LIMIT=limit,
+            KEEP=keep,
+            **shared,
+        )
         assert "div.rn" in ptx and "fma.rn" not in ptx
         assert ("cvt.rn.satfinite.e4m3x2" in ptx) == (code == "fp8")
         if values != "*fp16":
             out = {**pair, "out_ptr": values}
-            compiled(codecs._decode_kernel, capability, out, {**strides, "out_stride": "i64"}, **shared)
+            compiled(
+                codecs._decode_kernel,
+                capability,
+                out,
+                {**strides, "out_stride": "i64"},
+                **shared,
+            )
     sums = {**pair, "own_ptr": "*fp32", "total_ptr": "*fp32"}
-    ptx = compiled(codecs._sum_kernel, capability, sums, {**strides, "R": "i32", "me": "i32"}, **shared)
+    ptx = compiled(
+        codecs._sum_kernel,
+        capability,
+        sums,
+        {**strides, "R": "i32", "me": "i32"},
+        **shared,
+    )
     assert "fma.rn" not in ptx, "sums are those of the eager formulas"
-    compiled(codecs._sum_kernel, capability, sums, {**strides, "R": "i32"}, me=1, **shared)
+    compiled(
+        codecs._sum_kernel, capability, sums, {**strides, "R": "i32"}, me=1, **shared
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 @pytest.mark.parametrize("capability", [90, 100])
 def test_casts_compile(capability: int) -> None:
     from smp_core.fp8.triton_casts import _cast_kernel, _transpose_kernel
 
     tiles = {"stride_c": 1, "BLOCK_R": 64, "BLOCK_C": 64}
     numbers = {"bytes_ptr": "*u8", "columns_ptr": "*u8"}
-    compiled(_transpose_kernel, capability, numbers, {"R": "i32", "C": "i32", "stride_r": "i32"}, **tiles)
+    compiled(
+        _transpose_kernel,
+        capability,
+        numbers,
+        {"R": "i32", "C": "i32", "stride_r": "i32"},
+        **tiles,
+    )
     for source in ("*fp32", "*bf16", "*fp16"):
         for e5m2 in (False, True):
             for transposed in (False, True):
-                pointers = {"x_ptr": source, "scale_ptr": "*fp32", "numbers_ptr": "*u8", "amax_ptr": "*fp32"}
-                constants = {"stride_c": 1, "LARGEST_VALUE": 57344.0 if e5m2 else 448.0, "IS_E5M2": e5m2}
+                pointers = {
+                    "x_ptr": source,
+                    "scale_ptr": "*fp32",
+                    "numbers_ptr": "*u8",
+                    "amax_ptr": "*fp32",
+                }
+                constants = {
+                    "stride_c": 1,
+                    "LARGEST_VALUE": 57344.0 if e5m2 else 448.0,
+                    "IS_E5M2": e5m2,
+                }
                 constants |= {"TRANSPOSED": transposed, "BLOCK_R": 64, "BLOCK_C": 64}
                 sizes = {"R": "i32", "C": "i32", "stride_r": "i32"}
                 compiled(_cast_kernel, capability, pointers, sizes, **constants)

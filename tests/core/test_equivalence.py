@@ -1,8 +1,9 @@
 """Any partitioning trains like one process on the same global batch.
 
-float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order, and any wrong factor, missing
-reduction or stale weight is many orders larger. Every case has other seeds on each rank and a tied, a frozen, an
-unused, an uneven and a 0-d parameter.
+float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order,
+and any wrong factor, missing reduction or stale weight is many orders larger. Every
+case has other seeds on each rank and a tied, a frozen, an unused, an uneven and a 0-d
+parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ import torch
 
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
-from tests.core.equivalence import BOTH, HELD, KEPT, SAMPLES, STEPS, assert_close, full_weights, train_together
+from tests.core.equivalence import (
+    BOTH,
+    HELD,
+    KEPT,
+    SAMPLES,
+    STEPS,
+    assert_close,
+    full_weights,
+    train_together,
+)
 from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, global_batches, train_alone
 from tests.harness import run_ranks
@@ -28,17 +38,41 @@ CASES = [
         "reshard_after_forward": reshard,
         "micro_batches": micro,
     }
-    for degree, hierarchical, reshard, micro in itertools.product((1, 2, 4), ("auto", False), (True, False), (1, 2, 3))
+    for degree, hierarchical, reshard, micro in itertools.product(
+        (1, 2, 4), ("auto", False), (True, False), (1, 2, 3)
+    )
     if degree == 4 or hierarchical == "auto"
 ]
 GATHERING = [
     {"shard_degree": 4, "reshard_after_forward": "node", "micro_batches": 2},
-    {"shard_degree": 4, "reshard_after_forward": 2, "collectives": {"hierarchical": False}, "micro_batches": 1},
-    {"shard_degree": 4, "collectives": {"forward_prefetch": 1, "backward_prefetch": 3}, "micro_batches": 2},
-    {"shard_degree": 2, "collectives": {"forward_prefetch": 2, "backward_prefetch": 2}, "micro_batches": 2},
-    {"shard_degree": 4, "reshard_after_forward": "node", "collectives": {"forward_prefetch": 2}, "micro_batches": 2},
+    {
+        "shard_degree": 4,
+        "reshard_after_forward": 2,
+        "collectives": {"hierarchical": False},
+        "micro_batches": 1,
+    },
+    {
+        "shard_degree": 4,
+        "collectives": {"forward_prefetch": 1, "backward_prefetch": 3},
+        "micro_batches": 2,
+    },
+    {
+        "shard_degree": 2,
+        "collectives": {"forward_prefetch": 2, "backward_prefetch": 2},
+        "micro_batches": 2,
+    },
+    {
+        "shard_degree": 4,
+        "reshard_after_forward": "node",
+        "collectives": {"forward_prefetch": 2},
+        "micro_batches": 2,
+    },
 ]
-SAMPLE = [case for case in CASES if case["reshard_after_forward"] and case["micro_batches"] == 2]
+SAMPLE = [
+    case
+    for case in CASES
+    if case["reshard_after_forward"] and case["micro_batches"] == 2
+]
 
 
 def train_several(cases: list[dict]) -> list[Trajectory]:
@@ -47,9 +81,13 @@ def train_several(cases: list[dict]) -> list[Trajectory]:
 
 @pytest.mark.slow
 def test_secondary_shards_and_prefetch_train_like_one_process() -> None:
-    for trajectories in run_ranks(train_several, 4, GATHERING, ranks_per_node=2, timeout=600):
+    for trajectories in run_ranks(
+        train_several, 4, GATHERING, ranks_per_node=2, timeout=600
+    ):
         for case, seen in zip(GATHERING, trajectories, strict=True):
-            expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
+            expected = train_alone(
+                torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES)
+            )
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 
 
@@ -59,33 +97,57 @@ KEPT_CASES = [
 ]
 KEPT_CASES += [
     {"shard_degree": 2, "micro_batches": 3, "disturbed": True, **HELD},
-    {"shard_degree": 4, "micro_batches": 3, "disturbed": True, **HELD, "reshard_after_forward": "node"},
+    {
+        "shard_degree": 4,
+        "micro_batches": 3,
+        "disturbed": True,
+        **HELD,
+        "reshard_after_forward": "node",
+    },
     {"shard_degree": 4, "micro_batches": 3, "disturbed": True, **BOTH},
 ]
 
 
-@pytest.mark.parametrize("cases", [KEPT_CASES[1::2], pytest.param(KEPT_CASES[::2], marks=pytest.mark.slow)], ids=len)
-def test_what_stays_gathered_or_is_held_through_a_window_trains_like_one_process(cases: list[dict[str, Any]]) -> None:
-    for trajectories in run_ranks(train_several, 4, cases, ranks_per_node=2, timeout=600):
+@pytest.mark.parametrize(
+    "cases",
+    [KEPT_CASES[1::2], pytest.param(KEPT_CASES[::2], marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_what_stays_gathered_or_is_held_through_a_window_trains_like_one_process(
+    cases: list[dict[str, Any]],
+) -> None:
+    for trajectories in run_ranks(
+        train_several, 4, cases, ranks_per_node=2, timeout=600
+    ):
         for case, seen in zip(cases, trajectories, strict=True):
-            expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
+            expected = train_alone(
+                torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES)
+            )
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 
 
 COMPOSED = [
     {"shard_degree": 4, "compression": "int8"},
-    {"shard_degree": 4, "collectives": {"forward_prefetch": 2, "backward_prefetch": 2}, "activations": "full"},
+    {
+        "shard_degree": 4,
+        "collectives": {"forward_prefetch": 2, "backward_prefetch": 2},
+        "activations": "full",
+    },
     {"shard_degree": 2, "optimizer_shard": "world", "param_dtype": "bfloat16"},
     {"shard_degree": 2, "state_offload": "all"},
     {"shard_degree": 2, "state_offload": "optimizer", "delayed_init": True},
     {"shard_degree": 1, "param_dtype": "bfloat16"},
 ]
-# What rounds reductions, or steps with rounded weights, is no measure for sums in another order.
-EXACT = [case for case in COMPOSED if "compression" not in case and "param_dtype" not in case]
+# What rounds reductions, or steps with rounded weights, is no measure for sums in
+# another order.
+EXACT = [
+    case for case in COMPOSED if "compression" not in case and "param_dtype" not in case
+]
 
 
 def train_prepared(cases: list[dict]) -> list[Trajectory]:
-    """Steps of 3 micro-batches with an optimizer that is prepared; initial values of ``delayed_init`` by name."""
+    """Steps of 3 micro-batches with an optimizer that is prepared; initial values of
+    ``delayed_init`` by name."""
     found = []
     for knobs in cases:
         torch.manual_seed(0)
@@ -112,7 +174,11 @@ def train_prepared(cases: list[dict]) -> list[Trajectory]:
 
 @pytest.mark.slow
 def test_parameters_that_stay_gathered_change_no_bit_whatever_else_is_asked() -> None:
-    cases = [{"reshard_after_forward": False, **case, **kept} for case in COMPOSED for kept in ({}, KEPT)]
+    cases = [
+        {"reshard_after_forward": False, **case, **kept}
+        for case in COMPOSED
+        for kept in ({}, KEPT)
+    ]
     for found in run_ranks(train_prepared, 4, cases, ranks_per_node=2, timeout=600):
         for case, freed, kept in zip(COMPOSED, found[::2], found[1::2], strict=True):
             assert freed.losses == kept.losses, case
@@ -122,18 +188,25 @@ def test_parameters_that_stay_gathered_change_no_bit_whatever_else_is_asked() ->
 
 
 @pytest.mark.slow
-def test_whole_gradients_that_are_held_change_no_more_than_the_order_of_sums_whatever_else_is_asked() -> None:
-    """float32, nine micro-batches of AdamW with lr 1e-2, which divides noise by noise where a gradient is zero up to
-    rounding (the key's bias): losses to 1e-5; a factor or a missing micro-batch is orders more."""
+def test_whole_gradients_that_are_held_change_no_more_than_the_order_of_sums_whatever_else_is_asked() -> (
+    None
+):
+    """float32, nine micro-batches of AdamW with lr 1e-2, which divides noise by noise
+    where a gradient is zero up to rounding (the key's bias): losses to 1e-5; a factor
+    or a missing micro-batch is orders more."""
     cases = [{**held, **case} for case in EXACT for held in ({}, HELD)]
     for found in run_ranks(train_prepared, 4, cases, ranks_per_node=2, timeout=600):
         for case, reduced, held in zip(EXACT, found[::2], found[1::2], strict=True):
             assert reduced.losses != held.losses, case
-            torch.testing.assert_close(held.losses, reduced.losses, rtol=0, atol=1e-5, msg=str(case))
+            torch.testing.assert_close(
+                held.losses, reduced.losses, rtol=0, atol=1e-5, msg=str(case)
+            )
 
 
 def check_float64(case: dict) -> None:
-    expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
+    expected = train_alone(
+        torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES)
+    )
     for seen in run_ranks(train_together, 4, torch.float64, ranks_per_node=2, **case):
         assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 
@@ -164,15 +237,29 @@ def reordered_alone(dtype: torch.dtype, batches: torch.Tensor) -> Trajectory:
 
 
 @pytest.mark.parametrize(
-    "degree", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+    "degree",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
 def test_float32_training_stays_within_summation_order(degree: int) -> None:
-    """Losses and norms to 1e-6 + 2e-7 per step; weights to 5x what one process differs from itself by when it adds up
-    in another order (AdamW divides noise by noise where a gradient is zero up to rounding)."""
+    """Losses and norms to 1e-6 + 2e-7 per step; weights to 5x what one process differs
+    from itself by when it adds up in another order (AdamW divides noise by noise where
+    a gradient is zero up to rounding)."""
     batches = global_batches(STEPS, 2, SAMPLES)
-    expected, other = train_alone(torch.float32, batches), reordered_alone(torch.float32, batches)
-    noise = max((expected.weights[n] - other.weights[n]).abs().max().item() for n in expected.weights)
-    for seen in run_ranks(train_together, 4, torch.float32, 2, ranks_per_node=2, shard_degree=degree):
+    expected, other = (
+        train_alone(torch.float32, batches),
+        reordered_alone(torch.float32, batches),
+    )
+    noise = max(
+        (expected.weights[n] - other.weights[n]).abs().max().item()
+        for n in expected.weights
+    )
+    for seen in run_ranks(
+        train_together, 4, torch.float32, 2, ranks_per_node=2, shard_degree=degree
+    ):
         assert_close(seen, expected, lambda step: 1e-6 + 2e-7 * step, 5 * noise)
 
 
@@ -189,7 +276,16 @@ def test_the_proof_fails_for_a_broken_engine(mutation: str) -> None:
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
     knobs = {"shard_degree": 2, **(BOTH if mutation == "held for ever" else KEPT)}
     disturbed = mutation == "held for ever"
-    results = run_ranks(train_together, 4, torch.float64, 2, mutation, ranks_per_node=2, disturbed=disturbed, **knobs)
+    results = run_ranks(
+        train_together,
+        4,
+        torch.float64,
+        2,
+        mutation,
+        ranks_per_node=2,
+        disturbed=disturbed,
+        **knobs,
+    )
     with pytest.raises(AssertionError):
         for seen in results:
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)

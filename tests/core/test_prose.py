@@ -1,5 +1,6 @@
-"""Docstrings of functions say what the function does: they begin with a verb (a property's may be a noun phrase).
-Those of classes say what the thing is: they begin with a noun phrase."""
+"""Docstrings of functions say what the function does: they begin with a verb (a
+property's may be a noun phrase). Those of classes say what the thing is: they begin
+with a noun phrase."""
 
 from __future__ import annotations
 
@@ -11,19 +12,71 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("smp_core", "lightning_smp", "accelerate_smp", "benchmarks")
-# A docstring that begins so ("Whether it is open.", "Of one call.", "From here on.") is understood only together with
-# the function's name. Begin with the verb: "Tell whether ...", "Return the seconds of ...", "Wait until ...".
+# A docstring that begins so ("Whether it is open.", "Of one call.", "From here on.") is
+# understood only together with the function's name. Begin with the verb: "Tell whether
+# ...", "Return the seconds of ...", "Wait until ...".
 HEADLESS = {
-    *("What", "Whether", "Which", "Who", "Whoever", "Whose", "How", "Where", "When", "Why", "Because"),
-    *("Of", "As", "From", "With", "Without", "At", "In", "Inside", "Outside", "On", "Around", "Against", "Between"),
-    *("Before", "After", "Behind", "Until", "Since", "Per", "By", "For", "To", "Instead"),
-    *("Also", "Nobody", "Nothing", "None", "Those", "These", "This", "That", "It", "Its", "They", "Their"),
+    *(
+        "What",
+        "Whether",
+        "Which",
+        "Who",
+        "Whoever",
+        "Whose",
+        "How",
+        "Where",
+        "When",
+        "Why",
+        "Because",
+    ),
+    *(
+        "Of",
+        "As",
+        "From",
+        "With",
+        "Without",
+        "At",
+        "In",
+        "Inside",
+        "Outside",
+        "On",
+        "Around",
+        "Against",
+        "Between",
+    ),
+    *(
+        "Before",
+        "After",
+        "Behind",
+        "Until",
+        "Since",
+        "Per",
+        "By",
+        "For",
+        "To",
+        "Instead",
+    ),
+    *(
+        "Also",
+        "Nobody",
+        "Nothing",
+        "None",
+        "Those",
+        "These",
+        "This",
+        "That",
+        "It",
+        "Its",
+        "They",
+        "Their",
+    ),
     *("Is", "Are", "Has", "Does"),
 }
 
 
 def docstrings(source: str) -> Iterator[tuple[str, int, str]]:
-    """(name, line, docstring) of every function and class in ``source`` that has a docstring."""
+    """(name, line, docstring) of every function and class in ``source`` that has a
+    docstring."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             text = ast.get_docstring(node)

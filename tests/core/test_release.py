@@ -1,4 +1,5 @@
-"""What happens to a model that nobody holds any more: it goes, with its gradients, mesh and process groups."""
+"""What happens to a model that nobody holds any more: it goes, with its gradients, mesh
+and process groups."""
 
 from __future__ import annotations
 
@@ -28,12 +29,17 @@ class Attention(torch.nn.Module):
         self.qkv = torch.nn.Linear(4, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (2, 2)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def train_and_drop(degree: int) -> list[str]:
-    parallel = parallelize(Net().double(), SmpConfig(shard_degree=degree, units=("Cell",)))
+    parallel = parallelize(
+        Net().double(), SmpConfig(shard_degree=degree, units=("Cell",))
+    )
     mesh = parallel.mesh
     optimizer = torch.optim.AdamW(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)
@@ -42,9 +48,17 @@ def train_and_drop(degree: int) -> list[str]:
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    held = {"mesh": mesh, "window": parallel.window, "module": parallel.module, "meter": parallel.meter}
+    held = {
+        "mesh": mesh,
+        "window": parallel.window,
+        "module": parallel.module,
+        "meter": parallel.meter,
+    }
     references = {name: weakref.ref(value) for name, value in held.items()}
-    references |= {name: weakref.ref(parameter) for name, parameter in parallel.module.named_parameters()}
+    references |= {
+        name: weakref.ref(parameter)
+        for name, parameter in parallel.module.named_parameters()
+    }
     del mesh, parallel, optimizer, held
     return still_there(references)
 
@@ -53,15 +67,24 @@ def split_train_and_drop() -> list[str]:
     """Two runs, the second after the first: numbers of groups are not used again."""
     left: list[str] = []
     for _ in range(2):
-        parallel = parallelize(Attention().double(), SmpConfig(shard_degree=2, context_parallel_degree=2))
+        parallel = parallelize(
+            Attention().double(), SmpConfig(shard_degree=2, context_parallel_degree=2)
+        )
         mesh = parallel.mesh
         assert parallel.context is not None
-        split = parallel.context.split(torch.ones(1, 8, 4, dtype=torch.float64).split(1))
+        split = parallel.context.split(
+            torch.ones(1, 8, 4, dtype=torch.float64).split(1)
+        )
         with enabled(split):
             parallel.module(split.batch[0]).square().mean().backward()
-        held: dict[str, object] = {"mesh": mesh, "module": parallel.module, "meter": parallel.meter}
+        held: dict[str, object] = {
+            "mesh": mesh,
+            "module": parallel.module,
+            "meter": parallel.meter,
+        }
         held["context"] = parallel.context
-        held["ranks"] = parallel.context.group  # which hold the process group; torch itself does until it is destroyed
+        # Which hold the process group; torch itself does until it is destroyed.
+        held["ranks"] = parallel.context.group
         references = {name: weakref.ref(value) for name, value in held.items()}
         plan = split.encoded
         del mesh, parallel, held, split

@@ -1,5 +1,6 @@
-"""What accelerators ask of the core, on streams played by the CPU (`tests.core.stream_sanitizer`): no memory is used
-again while another stream still reads it, nothing is read before it was written, and no step makes the host wait.
+"""What accelerators ask of the core, on streams played by the CPU
+(`tests.core.stream_sanitizer`): no memory is used again while another stream still
+reads it, nothing is read before it was written, and no step makes the host wait.
 
 Every mend has a case that fails when it is taken out again.
 """
@@ -19,35 +20,70 @@ from smp_core.comm.background import Background
 from tests.core.streamed_cases import WITHOUT, Case
 from tests.harness import run_script
 
-HEADS_SHARED = {"shard_degree": 1, "tensor_parallel_degree": 4, "tensor_parallel": {"across_nodes": True}}
+HEADS_SHARED = {
+    "shard_degree": 1,
+    "tensor_parallel_degree": 4,
+    "tensor_parallel": {"across_nodes": True},
+}
 OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 CLEAN = {
-    "whole parameters, states over the world": Case({"shard_degree": 1, "optimizer_shard": "world"}),
-    "nodes, non-finite steps skipped": Case({"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}),
-    "float16 with loss scaling": Case({"shard_degree": 2, "param_dtype": "float16"}, scales=True),
+    "whole parameters, states over the world": Case(
+        {"shard_degree": 1, "optimizer_shard": "world"}
+    ),
+    "nodes, non-finite steps skipped": Case(
+        {"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}
+    ),
+    "float16 with loss scaling": Case(
+        {"shard_degree": 2, "param_dtype": "float16"}, scales=True
+    ),
     "8 bits both ways": Case(
-        {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": 0, "reduce": "int8"}}
+        {
+            "shard_degree": 4,
+            "compression": {
+                "gather": "int8",
+                "gather_after_steps": 0,
+                "reduce": "int8",
+            },
+        }
     ),
     "FP8": Case({"shard_degree": 2, "fp8": {"fp8_all_gather": True}}),
-    "a unit gathered ahead and not used": Case({"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, skips=True),
-    "inputs on the host, one ahead": Case({"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 2}}),
-    "states on the host": Case({"shard_degree": 2, "state_offload": "optimizer"}, dtype="bfloat16"),
+    "a unit gathered ahead and not used": Case(
+        {"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, skips=True
+    ),
+    "inputs on the host, one ahead": Case(
+        {"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 2}}
+    ),
+    "states on the host": Case(
+        {"shard_degree": 2, "state_offload": "optimizer"}, dtype="bfloat16"
+    ),
     "saves": Case({"shard_degree": 2}, saves=True),
-    "a frozen base as codes": Case({"shard_degree": 4, "frozen_storage": "int8"}, saves=True),
-    "FP8 experts": Case({"shard_degree": 2, "fp8": True}, model="mixture", micro_batches=1),
-    "shared sequences": Case({"shard_degree": 2, "context_parallel_degree": 2}, model="sentences", micro_batches=1),
+    "a frozen base as codes": Case(
+        {"shard_degree": 4, "frozen_storage": "int8"}, saves=True
+    ),
+    "FP8 experts": Case(
+        {"shard_degree": 2, "fp8": True}, model="mixture", micro_batches=1
+    ),
+    "shared sequences": Case(
+        {"shard_degree": 2, "context_parallel_degree": 2},
+        model="sentences",
+        micro_batches=1,
+    ),
     "heads that ranks share": Case(HEADS_SHARED, model="llama", micro_batches=1),
     "fused experts over two ranks": Case(
-        {"shard_degree": 2, "tensor_parallel_degree": 2}, model="mixtral", micro_batches=1
+        {"shard_degree": 2, "tensor_parallel_degree": 2},
+        model="mixtral",
+        micro_batches=1,
     ),
     "recomputed and compared": Case(
-        {"shard_degree": 2, "activations": {"checkpoint": "full", "check": True}}, micro_batches=1
+        {"shard_degree": 2, "activations": {"checkpoint": "full", "check": True}},
+        micro_batches=1,
     ),
 }
 # Played by the slow test.
 MORE = {
     "nodes, states over the world": Case(
-        {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"}, micro_batches=3
+        {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"},
+        micro_batches=3,
     ),
     "a secondary shard": Case({"shard_degree": 4, "reshard_after_forward": 2}),
     "once a step": Case({"shard_degree": 4, "keep_between_micro_batches": "gradients"}),
@@ -62,16 +98,28 @@ MORE = {
         {"shard_degree": 2, "tensor_parallel_degree": 2}, model="gpt2", micro_batches=1
     ),
     "two stages": Case({"shard_degree": 4}),
-    "nodes, a bfloat16 model": Case({"shard_degree": 2}, dtype="bfloat16", micro_batches=3),
-    "an evaluation in between": Case({"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, evaluates=True),
+    "nodes, a bfloat16 model": Case(
+        {"shard_degree": 2}, dtype="bfloat16", micro_batches=3
+    ),
+    "an evaluation in between": Case(
+        {"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, evaluates=True
+    ),
     "nodes": Case({"shard_degree": 2}),
     "nodes, thawing": Case({"shard_degree": 2}, micro_batches=3, thaws=True),
-    "nodes, bfloat16 reductions": Case({"shard_degree": 2, "reduce_dtype": "bfloat16"}, micro_batches=3),
+    "nodes, bfloat16 reductions": Case(
+        {"shard_degree": 2, "reduce_dtype": "bfloat16"}, micro_batches=3
+    ),
     "bfloat16 between replicas": Case({"shard_degree": 2, "compression": "bf16"}),
     "4 bits, with feedback, states over the world": Case(
-        {"shard_degree": 2, "compression": {"reduce": "int4", "error_feedback": True}, "optimizer_shard": "world"}
+        {
+            "shard_degree": 2,
+            "compression": {"reduce": "int4", "error_feedback": True},
+            "optimizer_shard": "world",
+        }
     ),
-    "inputs on the host, none ahead": Case({"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 1}}),
+    "inputs on the host, none ahead": Case(
+        {"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 1}}
+    ),
 }
 # Knobs that move memory, for cases of two of them; "dtype" is the model's.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -80,9 +128,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "states over the world": {"optimizer_shard": "world"},
     "bfloat16 between replicas": {"compression": {"reduce": "bf16"}},
     "8-bit sums": {"compression": {"reduce": "int8"}},
-    "4-bit sums with feedback": {"compression": {"reduce": "int4", "error_feedback": True}},
+    "4-bit sums with feedback": {
+        "compression": {"reduce": "int4", "error_feedback": True}
+    },
     "8-bit gathers": {"compression": {"gather": "int8"}},
-    "FP8 payloads in nodes too": {"compression": {"gather": "fp8", "gather_inside_nodes": True}},
+    "FP8 payloads in nodes too": {
+        "compression": {"gather": "fp8", "gather_inside_nodes": True}
+    },
     "kept until backward": {"reshard_after_forward": False},
     "once a step": {"keep_between_micro_batches": "gradients"},
     "a secondary shard": {"reshard_after_forward": 2},
@@ -97,7 +149,8 @@ UNFIT = {(feature, "FP8") for feature in ("8-bit gathers", "FP8 payloads in node
 
 
 def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
-    """Both features' knobs; None where they say two things about one of them, or about one field of it."""
+    """Both features' knobs; None where they say two things about one of them, or about
+    one field of it."""
     merged = {**one, **other}
     for knob in one.keys() & other.keys():
         if not isinstance(one[knob], dict) or one[knob].keys() & other[knob].keys():
@@ -107,33 +160,42 @@ def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def pairs() -> dict[str, Case]:
-    """All two features that fit together and are not the same knob, by turns with groups of two and of four ranks, with
-    one and three micro-batches."""
+    """All two features that fit together and are not the same knob, by turns with
+    groups of two and of four ranks, with one and three micro-batches."""
     found: dict[str, Case] = {}
     for number, names in enumerate(itertools.combinations(FEATURES, 2)):
         both = together(*(FEATURES[name] for name in names))
         if both is None or names in UNFIT:
             continue
-        wide = number % 2 == 1 or not {"a secondary shard", "8-bit gathers"}.isdisjoint(names)  # they cross nodes
+        # They cross nodes.
+        wide = number % 2 == 1 or not {"a secondary shard", "8-bit gathers"}.isdisjoint(
+            names
+        )
         knobs: dict[str, Any] = {"shard_degree": 4 if wide else 2, **both}
         dtype = knobs.pop("dtype", "float32")
-        found[" + ".join(names)] = Case(knobs, dtype=dtype, micro_batches=1 + number // 2 % 2 * 2)
+        found[" + ".join(names)] = Case(
+            knobs, dtype=dtype, micro_batches=1 + number // 2 % 2 * 2
+        )
     return found
 
 
 # Where a step makes the host wait, and how often.
 ASKS = {
     "nodes, non-finite steps skipped": {"settle_nonfinite": 1.0},
-    "float16 with loss scaling": {"<genexpr>": 1.0},  # torch's scaler: whether the optimizer steps
+    # Torch's scaler: whether the optimizer steps.
+    "float16 with loss scaling": {"<genexpr>": 1.0},
     "8 bits both ways": {"_look": 1.0},
     "FP8": {"vetoed": 1.0, "step": 1.0},
     "states on the host": {"step": 1.0},
     "saves": {"copy_to_hosts": 1.0},
     "a frozen base as codes": {"copy_to_hosts": 1.0},
-    "FP8 experts": {"vetoed": 1.0, "step": 1.0, "forward": 3.0},  # each layer: its experts' rows
-    "shared sequences": {"_refuse_holes": 1.0, "_plan": 1.0},  # each micro-batch: its padding, and its documents
+    # Each layer: its experts' rows.
+    "FP8 experts": {"vetoed": 1.0, "step": 1.0, "forward": 3.0},
+    # Each micro-batch: its padding, and its documents.
+    "shared sequences": {"_refuse_holes": 1.0, "_plan": 1.0},
     "recomputed and compared": {"look": 3.0},  # each block
-    "fused experts over two ranks": {"forward": 1.0},  # Transformers: whether sequences are packed
+    # Transformers: whether sequences are packed.
+    "fused experts over two ranks": {"forward": 1.0},
     # Whether another replica used what this rank did not.
     "a unit gathered ahead and not used": {"sums": 1.0},
 }
@@ -143,22 +205,35 @@ BROKEN = {
         {"shard_degree": 1, "optimizer_shard": "world"}, without=LAUNCHED
     ),
     "what FSDP2 reduced is given up": Case({"shard_degree": 2}, without=TOLD),
-    "what FSDP2 reduced is given up, cast": Case({"shard_degree": 2}, dtype="bfloat16", micro_batches=3, without=TOLD),
+    "what FSDP2 reduced is given up, cast": Case(
+        {"shard_degree": 2}, dtype="bfloat16", micro_batches=3, without=TOLD
+    ),
     "a gather that nobody used is given up": Case(
-        {"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, evaluates=True, without=WAITED
+        {"shard_degree": 2, "collectives": {"forward_prefetch": 2}},
+        evaluates=True,
+        without=WAITED,
     ),
     "an input that never left is given up": Case(
-        {"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 1}}, without=HELD
+        {"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 1}},
+        without=HELD,
     ),
-    "a sum that became wider is given up": Case({"shard_degree": 2}, micro_batches=3, thaws=True, without=TOLD),
+    "a sum that became wider is given up": Case(
+        {"shard_degree": 2}, micro_batches=3, thaws=True, without=TOLD
+    ),
 }
-UNORDERED = {"a save does not wait for its copies": Case({"shard_degree": 2}, saves=True, without=SAVED)}
+UNORDERED = {
+    "a save does not wait for its copies": Case(
+        {"shard_degree": 2}, saves=True, without=SAVED
+    )
+}
 ASKING = {
     "terms that are not finite go exactly": Case(
         {"shard_degree": 4, "compression": {"reduce": "int8"}}, without=UNASKED
     ),
     "flags from memory that is not pinned": Case({"shard_degree": 2}, without=PINNED),
-    "rows named anew in each call": Case(HEADS_SHARED, model="llama", micro_batches=1, without=INDICES),
+    "rows named anew in each call": Case(
+        HEADS_SHARED, model="llama", micro_batches=1, without=INDICES
+    ),
 }
 # By feature, where two are taken together.
 ASKS_OF_FEATURES = {
@@ -172,7 +247,12 @@ ASKS_OF_FEATURES = {
 
 def played(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     done = run_script(
-        ["-m", "tests.core.streamed_cases", json.dumps([asdict(case) for case in cases.values()])], timeout=3600
+        [
+            "-m",
+            "tests.core.streamed_cases",
+            json.dumps([asdict(case) for case in cases.values()]),
+        ],
+        timeout=3600,
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
@@ -196,43 +276,63 @@ def waits(result: dict[str, Any]) -> dict[str, float]:
 
 
 def wrong(result: dict[str, Any]) -> dict[str, int]:
-    """What was found, without a cast of FSDP2's: it reads a sum that may already be on its way, for a ``.grad`` that
-    the window drops when the pass ends."""
+    """What was found, without a cast of FSDP2's: it reads a sum that may already be on
+    its way, for a ``.grad`` that the window drops when the pass ends."""
     dropped = "aten._to_copy.default [_fsdp_common.py:_to_dtype_if_needed"
-    return {text: count for text, count in result["found"].items() if not text.startswith(dropped)}
+    return {
+        text: count
+        for text, count in result["found"].items()
+        if not text.startswith(dropped)
+    }
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_no_memory_is_used_before_other_streams_are_done_with_it(name: str, results: dict[str, Any]) -> None:
+def test_no_memory_is_used_before_other_streams_are_done_with_it(
+    name: str, results: dict[str, Any]
+) -> None:
     assert wrong(results[name]) == {}
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_no_step_makes_the_host_wait_where_no_knob_asks_for_it(name: str, results: dict[str, Any]) -> None:
+def test_no_step_makes_the_host_wait_where_no_knob_asks_for_it(
+    name: str, results: dict[str, Any]
+) -> None:
     assert waits(results[name]) == ASKS.get(name, {}), results[name]["asked"]
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_a_question_to_the_device_is_counted(name: str, results: dict[str, Any]) -> None:
+def test_a_question_to_the_device_is_counted(
+    name: str, results: dict[str, Any]
+) -> None:
     assert results[name]["asked"] != {}
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_mend_that_is_taken_out_is_missed(name: str, results: dict[str, Any]) -> None:
-    assert any("is used again" in text for text in results[name]["found"]), results[name]
+    assert any("is used again" in text for text in results[name]["found"]), results[
+        name
+    ]
 
 
 @pytest.mark.parametrize("name", UNORDERED)
 def test_work_that_does_not_wait_is_found(name: str, results: dict[str, Any]) -> None:
-    assert any("on host does not wait for aten.copy_" in text for text in results[name]["found"]), results[name]
+    assert any(
+        "on host does not wait for aten.copy_" in text
+        for text in results[name]["found"]
+    ), results[name]
 
 
 def test_every_mend_has_a_case_that_misses_it() -> None:
-    assert {case.without for case in (BROKEN | UNORDERED | ASKING).values()} == set(WITHOUT)
+    assert {case.without for case in (BROKEN | UNORDERED | ASKING).values()} == set(
+        WITHOUT
+    )
 
 
-def test_sums_between_replicas_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their stream has the priority of FSDP2's own: the small kernels of a sum do not queue behind a backward pass."""
+def test_sums_between_replicas_go_before_what_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their stream has the priority of FSDP2's own: the small kernels of a sum do not
+    queue behind a backward pass."""
     device = mock.MagicMock()
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     Background(torch.device("cuda")).submit(lambda: None)
@@ -245,7 +345,9 @@ def test_two_features_together_are_as_right_as_each() -> None:
     assert len(cases) >= 90
     results = played(cases | MORE)
     for name in MORE:
-        assert wrong(results[name]) == {} and waits(results[name]) == ASKS.get(name, {}), name
+        assert wrong(results[name]) == {} and waits(results[name]) == ASKS.get(
+            name, {}
+        ), name
     for name in cases:
         result = results[name]
         expected: dict[str, float] = {}

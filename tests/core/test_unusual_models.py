@@ -1,5 +1,5 @@
-"""Models that FSDP2 would refuse, or that use units in another way than calling them: they train like one process, to
-1e-12 in float64, or the error says what to type."""
+"""Models that FSDP2 would refuse, or that use units in another way than calling them:
+they train like one process, to 1e-12 in float64, or the error says what to type."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            WIDTH, 2, 16, dropout=0.0, batch_first=True
+        )
         self.normed = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,9 @@ class OddTensors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(WIDTH, 4 * WIDTH)
-        self.convolve = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.convolve = nn.Conv2d(4, 4, 3, padding=1).to(
+            memory_format=torch.channels_last
+        )
         self.leave = nn.Linear(4 * WIDTH, WIDTH)
         self.leave.weight = nn.Parameter(torch.randn(4 * WIDTH, WIDTH).t() / WIDTH)
         self.nothing = nn.Parameter(torch.zeros(0, WIDTH))
@@ -76,13 +80,19 @@ class OddTensors(nn.Module):
 
 
 class Gaps(nn.Module):
-    """Lists of blocks, and of norms around them, of which some are None (x-transformers)."""
+    """Lists of blocks, and of norms around them, of which some are None
+    (x-transformers)."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [[nn.ModuleList([norm, None]), Half(nn.Linear(WIDTH, WIDTH))] for norm in (None, nn.LayerNorm(WIDTH))]
+        layers = [
+            [nn.ModuleList([norm, None]), Half(nn.Linear(WIDTH, WIDTH))]
+            for norm in (None, nn.LayerNorm(WIDTH))
+        ]
         self.layers = nn.ModuleList(map(nn.ModuleList, layers))
-        self.blocks = nn.ModuleList([None, Half(nn.Linear(WIDTH, WIDTH)), None, Half(nn.Linear(WIDTH, WIDTH))])
+        self.blocks = nn.ModuleList(
+            [None, Half(nn.Linear(WIDTH, WIDTH)), None, Half(nn.Linear(WIDTH, WIDTH))]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for (before, _), block in self.layers:
@@ -93,7 +103,10 @@ class Gaps(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "shared layer": (SharedLayer, {"units": {"modules": ["Half"], "min_parameters": 70}}),
+    "shared layer": (
+        SharedLayer,
+        {"units": {"modules": ["Half"], "min_parameters": 70}},
+    ),
     "shared layer, recomputed": (
         SharedLayer,
         {"units": {"modules": ["Half"], "min_parameters": 70}, "activations": "full"},
@@ -108,7 +121,13 @@ STEPS = 3
 
 
 def inputs(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        2,
+        3,
+        WIDTH,
+        generator=torch.Generator().manual_seed(10 * step + rank),
+        dtype=torch.float64,
+    )
 
 
 def built(name: str) -> nn.Module:
@@ -125,16 +144,26 @@ def evaluated(model: nn.Module) -> torch.Tensor:
 def alone(name: str, world_size: int) -> tuple[Gradients, torch.Tensor]:
     """Weights after a few steps, and what evaluation gives then."""
     model = built(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # walks in the order of memory
+    # Walks in the order of memory.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     for step in range(STEPS):
         optimizer.zero_grad()
-        (sum(model(inputs(step, rank)).square().mean() for rank in range(world_size)) / world_size).backward()
+        (
+            sum(model(inputs(step, rank)).square().mean() for rank in range(world_size))
+            / world_size
+        ).backward()
         optimizer.step()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.numel()}
+    weights = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.numel()
+    }
     return weights, evaluated(model)
 
 
-def together(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Gradients, torch.Tensor]]:
+def together(
+    cases: list[tuple[str, dict[str, Any]]],
+) -> list[tuple[Gradients, torch.Tensor]]:
     found = []
     for name, knobs in cases:
         parallel = parallel_model(built(name), **MODELS[name][1], **knobs)
@@ -142,10 +171,20 @@ def together(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Gradients, t
         parallel.prepare_optimizer(optimizer)
         for step in range(STEPS):
             optimizer.zero_grad()
-            parallel.module(inputs(step, parallel.mesh.data_rank)).square().mean().backward()
+            parallel.module(
+                inputs(step, parallel.mesh.data_rank)
+            ).square().mean().backward()
             optimizer.step()
-        own = {name for name, parameter in parallel.module.named_parameters() if parameter.numel()}
-        weights = {name: value for name, value in full_weights(parallel.module).items() if name in own}
+        own = {
+            name
+            for name, parameter in parallel.module.named_parameters()
+            if parameter.numel()
+        }
+        weights = {
+            name: value
+            for name, value in full_weights(parallel.module).items()
+            if name in own
+        }
         found.append((weights, evaluated(parallel.module)))
     return found
 
@@ -158,7 +197,9 @@ def test_models_that_fsdp2_would_refuse_train_like_one_process() -> None:
     for rank in run_ranks(together, 2, cases):
         for (name, knobs), (weights, output) in zip(cases, rank, strict=True):
             assert differences(weights, expected[name][0]) == [], f"{name}, {knobs}"
-            assert torch.allclose(output, expected[name][1], rtol=0, atol=1e-12), f"{name}, {knobs}"
+            assert torch.allclose(output, expected[name][1], rtol=0, atol=1e-12), (
+                f"{name}, {knobs}"
+            )
 
 
 class Functional(nn.Module):

@@ -20,8 +20,8 @@ VOCABULARY, LENGTH, PIXELS = 19, 6, 8
 
 @dataclass(frozen=True)
 class Specimen:
-    """``loss(model, run, batch)``: ``run(method, *args)`` calls a method of the model as a step would
-    (:meth:`ParallelModel.run_as_forward` on ranks)."""
+    """``loss(model, run, batch)``: ``run(method, *args)`` calls a method of the model
+    as a step would (:meth:`ParallelModel.run_as_forward` on ranks)."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Callable[..., Any], Any], torch.Tensor]
@@ -44,18 +44,24 @@ def vectors(generator: torch.Generator) -> torch.Tensor:
     return torch.randn(3, 6, generator=generator, dtype=torch.float64)
 
 
-def causal_loss(model: nn.Module, run: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
+def causal_loss(
+    model: nn.Module, run: Callable[..., Any], batch: torch.Tensor
+) -> torch.Tensor:
     """From the logits: Transformers' own loss is computed in float32."""
     logits = model(input_ids=batch).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
-def class_loss(model: nn.Module, run: Callable[..., Any], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def class_loss(
+    model: nn.Module, run: Callable[..., Any], batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     output = model(batch[0])
     return F.cross_entropy(getattr(output, "logits", output), batch[1])
 
 
-def square_loss(model: nn.Module, run: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
+def square_loss(
+    model: nn.Module, run: Callable[..., Any], batch: torch.Tensor
+) -> torch.Tensor:
     return model(batch).double().square().mean()
 
 
@@ -66,30 +72,58 @@ def step_loss(model: nn.Module, run: Callable[..., Any], batch: Any) -> torch.Te
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "n_embd": 12,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": LENGTH,
+        "vocab_size": VOCABULARY,
+    }
+    quiet = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, **quiet, use_cache=False))
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    more = {"intermediate_size": 17, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "use_cache": False}
+    sizes = {
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    more = {
+        "intermediate_size": 17,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+        "use_cache": False,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, **more))
 
 
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 15}
+    sizes = {
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 15,
+    }
     more = {"image_size": PIXELS, "patch_size": 4, "num_labels": 5}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return ViTForImageClassification(ViTConfig(**sizes, **more, **quiet))
 
 
 class Residual(nn.Module):
-    """Convolutions with BatchNorm; ``frozen`` statistics, as in fine-tuning, also while training."""
+    """Convolutions with BatchNorm; ``frozen`` statistics, as in fine-tuning, also while
+    training."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -153,13 +187,18 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    def forward(self, ids: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert memory is not None
-        return (super().forward(ids) + memory.mean(1, keepdim=True)) @ self.embedding.weight.T
+        return (
+            super().forward(ids) + memory.mean(1, keepdim=True)
+        ) @ self.embedding.weight.T
 
 
 class Translator(nn.Module):
-    """Steps like a LightningModule: no forward of its own, one embedding shared by two children."""
+    """Steps like a LightningModule: no forward of its own, one embedding shared by two
+    children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,11 +211,15 @@ class Translator(nn.Module):
 
 
 class WithOwnParameters(nn.Module):
-    """Steps like a LightningModule, and owns a temperature, a bias, and a 0-d gate of its own."""
+    """Steps like a LightningModule, and owns a temperature, a bias, and a 0-d gate of
+    its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(5, 6))
+        self.temperature, self.bias = (
+            nn.Parameter(torch.ones(1)),
+            nn.Parameter(torch.zeros(5, 6)),
+        )
         self.gate = nn.Parameter(torch.tensor(0.3))
         self.first, self.second = Mlp(), Mlp()
 
@@ -190,17 +233,28 @@ class Listed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directions = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(3))
-        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.randn(6)), "gain": nn.Parameter(torch.tensor(0.7))})
+        self.directions = nn.ParameterList(
+            nn.Parameter(torch.randn(6)) for _ in range(3)
+        )
+        self.named = nn.ParameterDict(
+            {
+                "shift": nn.Parameter(torch.randn(6)),
+                "gain": nn.Parameter(torch.tensor(0.7)),
+            }
+        )
         self.blocks = nn.ModuleDict({"a": Mlp(), "b": Mlp()})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks["b"](self.blocks["a"](x)) * self.named["gain"] + self.named["shift"]
+        x = (
+            self.blocks["b"](self.blocks["a"](x)) * self.named["gain"]
+            + self.named["shift"]
+        )
         return torch.stack([x @ direction for direction in self.directions])
 
 
 class TiedBlocks(nn.Module):
-    """A linear layer that is one object in both blocks, and a weight of one block used by the head."""
+    """A linear layer that is one object in both blocks, and a weight of one block used
+    by the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +286,9 @@ class Shared(nn.Module):
 def compiled() -> nn.Module:
     """Compiled blocks, one by one; without code generation, which takes its time."""
     model = TiedBlocks()
-    model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)  # type: ignore[misc]
+    model.blocks = nn.ModuleList(
+        torch.compile(block, backend="eager") for block in model.blocks
+    )  # type: ignore[misc]
     return model
 
 
@@ -262,7 +318,9 @@ class InFloat32(nn.Module):
 class MixedDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(Mlp().double(), InFloat32()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Mlp().double(), InFloat32()) for _ in range(2)
+        )
         self.mixed, self.norm = MixedLeaf(), nn.LayerNorm(6, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -284,20 +342,32 @@ SPECIMENS: dict[str, Specimen] = {
     "ViT": Specimen(vit, class_loss, images),
     "convnet": Specimen(conv_net, class_loss, images),
     "tied across children": Specimen(Translator, step_loss, tokens, entry="steps"),
-    "tied across children, by hand": Specimen(Translator, step_loss, tokens, entry="children"),
+    "tied across children, by hand": Specimen(
+        Translator, step_loss, tokens, entry="children"
+    ),
     "own parameters": Specimen(WithOwnParameters, step_loss, vectors, entry="steps"),
-    "own parameters, by hand": Specimen(WithOwnParameters, step_loss, vectors, entry="children"),
+    "own parameters, by hand": Specimen(
+        WithOwnParameters, step_loss, vectors, entry="children"
+    ),
     "parameter list": Specimen(Listed, square_loss, vectors),
     "tied across blocks": Specimen(TiedBlocks, square_loss, vectors),
     "shared block": Specimen(Shared, square_loss, vectors),
     "compiled blocks": Specimen(compiled, square_loss, vectors),
-    "compiled": Specimen(lambda: torch.compile(TiedBlocks(), backend="eager"), square_loss, vectors),  # type: ignore
+    "compiled": Specimen(
+        lambda: torch.compile(TiedBlocks(), backend="eager"), square_loss, vectors
+    ),  # type: ignore
     "sequential": Specimen(sequential, square_loss, vectors),
-    "every layer a unit": Specimen(TiedBlocks, square_loss, vectors, knobs={"units": {"min_parameters": 1}}),
+    "every layer a unit": Specimen(
+        TiedBlocks, square_loss, vectors, knobs={"units": {"min_parameters": 1}}
+    ),
     # float32 parameters in it: 3 steps of a few roundings, 6e-8 each.
     "mixed dtypes": Specimen(MixedDtypes, square_loss, vectors, tolerance=1e-6),
     "mixed dtypes, small units": Specimen(
-        MixedDtypes, square_loss, vectors, knobs={"units": {"min_parameters": 1}}, tolerance=1e-6
+        MixedDtypes,
+        square_loss,
+        vectors,
+        knobs={"units": {"min_parameters": 1}},
+        tolerance=1e-6,
     ),
 }
 KEEP_DTYPE = {"mixed dtypes", "mixed dtypes, small units"}

@@ -1,9 +1,11 @@
-"""Runs the cells of examples/tour.ipynb one after another in one process, without Jupyter, and gives what they show.
+"""Runs the cells of examples/tour.ipynb one after another in one process, without
+Jupyter, and gives what they show.
 
     python -m tests.examples.notebook_runner           # prints the texts, as JSON
     python -m tests.examples.notebook_runner --write   # puts texts and pictures into the notebook
 
-Cells are plain Python, or begin with `%%writefile NAME`. Pictures are what `plt.show()` shows.
+Cells are plain Python, or begin with `%%writefile NAME`. Pictures are what `plt.show()`
+shows.
 """
 
 from __future__ import annotations
@@ -56,7 +58,11 @@ def run_cell(source: str, names: dict[str, Any]) -> Outputs:
 
 
 def _text(text: str) -> dict[str, Any]:
-    return {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
+    return {
+        "name": "stdout",
+        "output_type": "stream",
+        "text": text.splitlines(keepends=True),
+    }
 
 
 def _picture(png: bytes) -> dict[str, Any]:
@@ -65,7 +71,8 @@ def _picture(png: bytes) -> dict[str, Any]:
 
 
 def texts(outputs: Outputs) -> list[str]:
-    """What a cell shows, pictures as a word: they differ with versions of matplotlib."""
+    """What a cell shows, pictures as a word: they differ with versions of
+    matplotlib."""
     return ["".join(each["text"]) if "text" in each else "picture" for each in outputs]
 
 
@@ -83,7 +90,9 @@ def main() -> None:
         finally:
             os.chdir(ROOT)
     if "--write" in sys.argv[1:]:
-        NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        NOTEBOOK.write_text(
+            json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     else:
         json.dump(shown, sys.stdout)
 

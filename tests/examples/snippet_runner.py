@@ -1,6 +1,8 @@
-"""Runs the code blocks of the pages, handed over as JSON on stdin, one after the other in an empty folder each.
+"""Runs the code blocks of the pages, handed over as JSON on stdin, one after the other
+in an empty folder each.
 
-One JSON line on stdout says how each went. A ``try`` in a block shows an error: when none comes, that is one.
+One JSON line on stdout says how each went. A ``try`` in a block shows an error: when
+none comes, that is one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def run_block(source: str, name: str) -> None:
     """Run one block as a program.
 
     Raises:
-        AssertionError: a ``try`` in it met no error, or what the block asserts does not hold.
+        AssertionError: a ``try`` in it met no error, or what the block asserts does not
+            hold.
     """
     tree = ast.fix_missing_locations(_ErrorsMustCome().visit(ast.parse(source, name)))
     exec(compile(tree, name, "exec"), {"__name__": "__main__"})
@@ -40,7 +43,10 @@ def main() -> None:
     """Run the (name, source) pairs on stdin."""
     for name, source in json.load(sys.stdin):
         problem = None
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             os.chdir(folder)
             try:
                 run_block(source, name)

@@ -1,4 +1,5 @@
-"""Examples say nothing that is not theirs when they begin (tests/examples/test_accelerate_examples.py listens)."""
+"""Examples say nothing that is not theirs when they begin
+(tests/examples/test_accelerate_examples.py listens)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ def test_every_example_is_calm_before_it_imports_others(name: str) -> None:
     lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
     calm = lines.index("import calm  # noqa: F401")
     noisy = [
-        number for number, line in enumerate(lines) if line.startswith(("from transformers", "import transformers"))
+        number
+        for number, line in enumerate(lines)
+        if line.startswith(("from transformers", "import transformers"))
     ]
     assert noisy and calm < min(noisy)

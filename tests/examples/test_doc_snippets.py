@@ -1,8 +1,9 @@
-"""What README.md and the other pages show can be pasted: blocks marked with `<!-- this runs -->` run, the other ones
-import what is there and give it arguments that it has, and links lead somewhere.
+"""What README.md and the other pages show can be pasted: blocks marked with `<!-- this
+runs -->` run, the other ones import what is there and give it arguments that it has,
+and links lead somewhere.
 
-All blocks run in one process, one after the other in an empty folder each, so that torch and Lightning are imported
-once.
+All blocks run in one process, one after the other in an empty folder each, so that
+torch and Lightning are imported once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ YAML_BLOCK = re.compile(r"```yaml\n(.*?)\n```", re.DOTALL)
 
 
 def python_blocks(marked: bool) -> list[tuple[str, str]]:
-    """(page and number, source) of every block with the mark, or of every one without."""
+    """(page and number, source) of every block with the mark, or of every one
+    without."""
     found = []
     for page in PAGES:
         blocks = PYTHON_BLOCK.findall(page.read_text(encoding="utf-8"))
@@ -55,8 +57,16 @@ def test_marked_code_blocks_run() -> None:
     found = python_blocks(marked=True)
     marks = sum(page.read_text(encoding="utf-8").count(MARK) for page in PAGES)
     assert len(found) == marks >= 6, "a mark must stand right above a python block"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SMP_", "SLURM_"))}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SMP_", "SLURM_"))
+    }
+    environment |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.examples.snippet_runner"],
         input=json.dumps(found),
@@ -64,11 +74,22 @@ def test_marked_code_blocks_run() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=800,  # the end of a hang: on a busy machine the imports alone take minutes
+        # The end of a hang: on a busy machine the imports alone take minutes.
+        timeout=800,
     )
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
-    assert [report["name"] for report in reports] == [name for name, _ in found], done.stderr[-3000:]
-    problems = [f"{report['name']}:\n{report['problem']}" for report in reports if report["problem"]]
+    reports = [
+        json.loads(line)
+        for line in done.stdout.splitlines()
+        if line.startswith('{"name"')
+    ]
+    assert [report["name"] for report in reports] == [name for name, _ in found], (
+        done.stderr[-3000:]
+    )
+    problems = [
+        f"{report['name']}:\n{report['problem']}"
+        for report in reports
+        if report["problem"]
+    ]
     assert not problems, "\n".join(problems)
 
 
@@ -80,7 +101,8 @@ def test_a_block_that_shows_an_error_fails_when_none_comes() -> None:
 
 
 def test_blocks_that_are_not_run_name_what_is_there() -> None:
-    """Imports are made, and what is called by an imported name takes the keywords it is given."""
+    """Imports are made, and what is called by an imported name takes the keywords it is
+    given."""
     wrong = []
     for name, source in python_blocks(marked=False):
         nodes = list(ast.walk(ast.parse(source, name)))
@@ -89,15 +111,23 @@ def test_blocks_that_are_not_run_name_what_is_there() -> None:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 exec(compile(ast.Module([node], []), name, "exec"), there)
         for node in nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in there:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in there
+            ):
                 given = {keyword.arg for keyword in node.keywords if keyword.arg}
                 unknown = given - keywords_of(there[node.func.id])
-                wrong += [f"{name}, line {node.lineno}: {node.func.id} takes no {word}" for word in sorted(unknown)]
+                wrong += [
+                    f"{name}, line {node.lineno}: {node.func.id} takes no {word}"
+                    for word in sorted(unknown)
+                ]
     assert wrong == []
 
 
 def keywords_of(called: Any) -> set[str]:
-    """Arguments of a class or function; ``**knobs`` and the like are the knobs, or those of the class above."""
+    """Arguments of a class or function; ``**knobs`` and the like are the knobs, or
+    those of the class above."""
     found: set[str] = set()
     for kind in getattr(called, "__mro__", (called,)):
         if isinstance(kind, type) and "__init__" not in vars(kind):
@@ -114,7 +144,11 @@ def keywords_of(called: Any) -> set[str]:
 
 def test_yaml_blocks_hold_knobs_that_exist(tmp_path: Path) -> None:
     """Or a cluster, for the planner."""
-    found = [block for page in PAGES for block in YAML_BLOCK.findall(page.read_text(encoding="utf-8"))]
+    found = [
+        block
+        for page in PAGES
+        for block in YAML_BLOCK.findall(page.read_text(encoding="utf-8"))
+    ]
     sections = [block for block in found if "smp_config" in yaml.safe_load(block)]
     for block in sections:
         SmpConfig.from_dict(yaml.safe_load(block)["smp_config"])
@@ -128,7 +162,11 @@ def test_yaml_blocks_hold_knobs_that_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("http", "mailto:"))]
+    links = [
+        link
+        for link in re.findall(r"\]\(([^)\s]+)\)", text)
+        if not link.startswith(("http", "mailto:"))
+    ]
     broken = []
     for link in links:
         path, _, anchor = link.partition("#")
@@ -138,7 +176,10 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
             if target.suffix == ".md" and target.exists()
             else []
         )
-        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        anchors = {
+            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in headings
+        }
         if not target.exists() or (anchor and anchor not in anchors):
             broken.append(link)
     assert broken == []
@@ -146,6 +187,15 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_the_page_on_lightning_names_every_strategy_that_is_registered() -> None:
     importlib.import_module("lightning_smp")
-    registered = {name for name in StrategyRegistry.available_strategies() if name.startswith("smp_")}
-    table = (ROOT / "docs" / "lightning.md").read_text().split("| name | partition group |", 1)[1].split("\n\n", 1)[0]
+    registered = {
+        name
+        for name in StrategyRegistry.available_strategies()
+        if name.startswith("smp_")
+    }
+    table = (
+        (ROOT / "docs" / "lightning.md")
+        .read_text()
+        .split("| name | partition group |", 1)[1]
+        .split("\n\n", 1)[0]
+    )
     assert set(re.findall(r'^\| `"(smp_\w+)"`', table, re.MULTILINE)) == registered

@@ -1,4 +1,5 @@
-"""examples/tour.ipynb runs from its first cell to its last, and shows the texts that stand in it."""
+"""examples/tour.ipynb runs from its first cell to its last, and shows the texts that
+stand in it."""
 
 from __future__ import annotations
 
@@ -16,14 +17,20 @@ from tests.examples.notebook_runner import NOTEBOOK, WRITES, code_cells, texts
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_stands_in_it() -> None:
-    """Losses of the layouts are compared in the notebook itself (1e-12, float64); bytes are counted, so they are equal.
+    """Losses of the layouts are compared in the notebook itself (1e-12, float64); bytes
+    are counted, so they are equal.
 
     `python -m tests.examples.notebook_runner --write` writes it anew.
     """
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    done = run_script(["-W", "ignore", "-m", "tests.examples.notebook_runner"], env={"PYTHONPATH": str(ROOT)})
+    done = run_script(
+        ["-W", "ignore", "-m", "tests.examples.notebook_runner"],
+        env={"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout) == [texts(cell["outputs"]) for cell in code_cells(notebook)]
+    assert json.loads(done.stdout) == [
+        texts(cell["outputs"]) for cell in code_cells(notebook)
+    ]
 
 
 def test_the_notebook_is_python_with_pictures_and_no_paths_of_a_machine() -> None:

@@ -12,8 +12,28 @@ from tests.harness import run_script
 
 @pytest.mark.slow
 def test_both_curves_fall_together(tmp_path: Path) -> None:
-    flags = ["--steps", "40", "--vocab-size", "300", "--max-mb", "0.3", "--width", "32", "--seq-len", "32"]
-    done = run_script(["examples/train_fp8.py", "--out", tmp_path, "--cache-dir", tmp_path / "cache", *flags])
+    flags = [
+        "--steps",
+        "40",
+        "--vocab-size",
+        "300",
+        "--max-mb",
+        "0.3",
+        "--width",
+        "32",
+        "--seq-len",
+        "32",
+    ]
+    done = run_script(
+        [
+            "examples/train_fp8.py",
+            "--out",
+            tmp_path,
+            "--cache-dir",
+            tmp_path / "cache",
+            *flags,
+        ]
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "fp8.json").read_text())
     for losses in report["loss"].values():

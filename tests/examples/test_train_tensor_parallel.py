@@ -16,7 +16,16 @@ SCRIPT = ROOT / "examples" / "train_tensor_parallel.py"
 def test_losses_are_the_same_at_every_degree(tmp_path: Path) -> None:
     """1e-5: float32 sums in another order, over three steps."""
     out = tmp_path / "seen.json"
-    options = ["--length", "64", "--steps", "3", "--out", out, "--cache-dir", tmp_path / "cache"]
+    options = [
+        "--length",
+        "64",
+        "--steps",
+        "3",
+        "--out",
+        out,
+        "--cache-dir",
+        tmp_path / "cache",
+    ]
     finished = run_script([SCRIPT, *options])
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     one, two, four = json.loads(out.read_text())

@@ -24,23 +24,30 @@ class Adversaries(LanguageModule):
 
     def configure_optimizers(self) -> Any:
         generator = torch.optim.AdamW(self.generator.parameters(), lr=0.01)
-        return [generator, torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)]
+        return [
+            generator,
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9),
+        ]
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(7)
-        rows = torch.randn(self.batches * GLOBAL_BATCH, 10, generator=generator, dtype=torch.float64)
+        rows = torch.randn(
+            self.batches * GLOBAL_BATCH, 10, generator=generator, dtype=torch.float64
+        )
         return loader(rows, shuffle=True)
 
     def generator_loss(self, noise: torch.Tensor) -> torch.Tensor:
         said = self.discriminator(self.generator(noise))
         return F.binary_cross_entropy_with_logits(said, torch.ones_like(said))
 
-    def discriminator_loss(self, noise: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def discriminator_loss(
+        self, noise: torch.Tensor, real: torch.Tensor
+    ) -> torch.Tensor:
         said = self.discriminator(real)
         made = self.discriminator(self.generator(noise).detach())
-        return F.binary_cross_entropy_with_logits(said, torch.ones_like(said)) + F.binary_cross_entropy_with_logits(
-            made, torch.zeros_like(made)
-        )
+        return F.binary_cross_entropy_with_logits(
+            said, torch.ones_like(said)
+        ) + F.binary_cross_entropy_with_logits(made, torch.zeros_like(made))
 
     def evaluation_step(self, batch: torch.Tensor, name: str) -> torch.Tensor:
         loss = self.generator_loss(torch.zeros(len(batch), 4, dtype=torch.float64))
@@ -50,7 +57,10 @@ class Adversaries(LanguageModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         noise, real = batch[:, :4], batch[:, 4:]
         optimizers = self.optimizers()
-        losses = (lambda: self.generator_loss(noise), lambda: self.discriminator_loss(noise, real))
+        losses = (
+            lambda: self.generator_loss(noise),
+            lambda: self.discriminator_loss(noise, real),
+        )
         for optimizer, loss_function in zip(optimizers, losses, strict=True):  # type: ignore[arg-type]
             getattr(self, self.options["style"])(optimizer, loss_function)
 
@@ -72,7 +82,8 @@ class Adversaries(LanguageModule):
         optimizer.step()
 
     def leaking(self, optimizer: Any, loss_function: Any) -> None:
-        """The discriminator's step sees what the generator's backward left, in one process as on ranks."""
+        """The discriminator's step sees what the generator's backward left, in one
+        process as on ranks."""
         self.manual_backward(self.note(loss_function()))
         optimizer.step()
         optimizer.zero_grad()

@@ -26,12 +26,15 @@ def rows(batches: int, seed: int) -> list[dict[str, torch.Tensor]]:
         if row % 2:
             start = 3 + row % 7
             labels[start], position_ids[start:] = -100, torch.arange(LENGTH - start)
-        found.append({"input_ids": tokens, "labels": labels, "position_ids": position_ids})
+        found.append(
+            {"input_ids": tokens, "labels": labels, "position_ids": position_ids}
+        )
     return found
 
 
 class HfModule(LightningModule):
-    """A Transformers model as it is written without context parallelism, but for where the targets are."""
+    """A Transformers model as it is written without context parallelism, but for where
+    the targets are."""
 
     def __init__(self, context: int = 1, batches: int = 8, **options: Any) -> None:
         super().__init__()
@@ -50,14 +53,22 @@ class HfModule(LightningModule):
                 use_cache=False,
             )
         )
-        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=VOCABULARY, ignore_index=-100)
+        self.accuracy = torchmetrics.Accuracy(
+            "multiclass", num_classes=VOCABULARY, ignore_index=-100
+        )
 
     def loader(self, batches: int, seed: int, shuffle: bool = False) -> DataLoader:
         """``shuffle``: as Lightning's sampler does on ranks."""
         data: Any = rows(batches, seed)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle) if ranks == 1 else None
-        return DataLoader(data, batch_size=GLOBAL_BATCH * self.context // ranks, sampler=sampler)
+        sampler = (
+            DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
+            if ranks == 1
+            else None
+        )
+        return DataLoader(
+            data, batch_size=GLOBAL_BATCH * self.context // ranks, sampler=sampler
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.model(**batch).loss
@@ -76,7 +87,11 @@ class HfModule(LightningModule):
         return out.loss
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"logits": self.model(**{k: v for k, v in batch.items() if "labels" not in k}).logits}
+        return {
+            "logits": self.model(
+                **{k: v for k, v in batch.items() if "labels" not in k}
+            ).logits
+        }
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

@@ -1,17 +1,22 @@
-"""A training script, as a user would write one, in which something happens in the middle of a step.
+"""A training script, as a user would write one, in which something happens in the
+middle of a step.
 
     python -m tests.lightning.ending_script RANKS EVENT RANK FOLDER [TIMEOUT] [STAGES]
 
-In the third step RANK raises an exception ("raise"), is killed ("kill"), stopped ("stop") or cut off ("cut"), leaves by
-sys.exit ("exit") or because it has no more batches ("short"), or presses Ctrl-C for the main process ("interrupt") or
-for all at once, as a terminal does ("interrupt-all"). "kill-in-save", "stop-in-behind", "cut-in-load" and their like
-strike it in a save, in one behind training, or in a load; "stop-in-report" stops rank 0 where it looks who was lost
-when RANK has been killed. "raise-saving" raises, and callbacks save at exceptions; "launcher" tells its parent process
-to end. Every rank writes its process id into FOLDER. TIMEOUT: of collectives, in seconds.
+In the third step RANK raises an exception ("raise"), is killed ("kill"), stopped
+("stop") or cut off ("cut"), leaves by sys.exit ("exit") or because it has no more
+batches ("short"), or presses Ctrl-C for the main process ("interrupt") or for all at
+once, as a terminal does ("interrupt-all"). "kill-in-save", "stop-in-behind",
+"cut-in-load" and their like strike it in a save, in one behind training, or in a load;
+"stop-in-report" stops rank 0 where it looks who was lost when RANK has been killed.
+"raise-saving" raises, and callbacks save at exceptions; "launcher" tells its parent
+process to end. Every rank writes its process id into FOLDER. TIMEOUT: of collectives,
+in seconds.
 
-The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
-before they have met the loss themselves, or in the middle of answering it (Lightning's handler starts a collective).
-What they say by themselves is what is looked at here; torchrun's own report names the rank either way.
+The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy
+machine it would end the survivors before they have met the loss themselves, or in the
+middle of answering it (Lightning's handler starts a collective). What they say by
+themselves is what is looked at here; torchrun's own report names the rank either way.
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_smp import SmpShardedStrategy
 from tests.striking import strike, strike_in
 
-# Of collectives: a rank may start this much later than the others on a busy machine. A lost one is noticed at once.
+# Of collectives: a rank may start this much later than the others on a busy machine. A
+# lost one is noticed at once.
 TIMEOUT = 200.0
 
 
@@ -70,7 +76,8 @@ class Model(LightningModule):
 
     def on_train_start(self) -> None:
         if self.event != "launcher":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # here, because Lightning sets its own when fit begins
+            # Here, because Lightning sets its own when fit begins.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (self.folder / str(self.global_rank)).write_text(str(os.getpid()))
         self.trainer.strategy.barrier()
 
@@ -118,16 +125,25 @@ class Stream(IterableDataset[torch.Tensor]):
         self.ends = event == "short" and rank == int(os.environ.get("LOCAL_RANK", 0))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from (torch.randn(4) for _ in (range(4) if self.ends else itertools.count()))
+        yield from (
+            torch.randn(4) for _ in (range(4) if self.ends else itertools.count())
+        )
 
 
 def main() -> None:
-    ranks, event, rank, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    ranks, event, rank, folder = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        int(sys.argv[3]),
+        Path(sys.argv[4]),
+    )
     timeout = timedelta(seconds=float(sys.argv[5]) if len(sys.argv) > 5 else TIMEOUT)
     stages = int(sys.argv[6]) if len(sys.argv) > 6 else 1
     torch.manual_seed(0)  # stages read the same samples
     checkpoint = "async" if event.endswith("-in-behind") else "sharded"
-    callbacks = [OnExceptionCheckpoint(folder.parent)] if event == "raise-saving" else []
+    callbacks = (
+        [OnExceptionCheckpoint(folder.parent)] if event == "raise-saving" else []
+    )
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,
@@ -146,7 +162,10 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model, loader = Model(event, rank, folder), DataLoader(Stream(event, rank), batch_size=2)  # type: ignore[arg-type]
+    model, loader = (
+        Model(event, rank, folder),
+        DataLoader(Stream(event, rank), batch_size=2),
+    )  # type: ignore[arg-type]
     trainer.fit(model, loader)
     if event.endswith("-in-load"):
         if trainer.global_rank == rank:

@@ -1,4 +1,5 @@
-"""The end of a run that loses processes, and a watch over the files that the next one opens."""
+"""The end of a run that loses processes, and a watch over the files that the next one
+opens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Lost(Exception):
 
 
 class Watch:
-    """The paths below a folder that this process opens; an audit hook stays until the process ends."""
+    """The paths below a folder that this process opens; an audit hook stays until the
+    process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.below = f"{folder}/"

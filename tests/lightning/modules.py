@@ -1,7 +1,8 @@
 """LightningModules and data of the tests in this folder.
 
-The ranks' batches together are what one process sees in one batch: `DistributedSampler`, which Lightning puts into
-every loader on ranks and shuffles in training, deals out one permutation, to rank r of W the places r, r + W, ...
+The ranks' batches together are what one process sees in one batch:
+`DistributedSampler`, which Lightning puts into every loader on ranks and shuffles in
+training, deals out one permutation, to rank r of W the places r, r + W, ...
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ def rank() -> int:
 def token_rows(batches: int, seed: int = 7) -> torch.Tensor:
     """Tokens [batches * GLOBAL_BATCH, LENGTH + 1], equal wherever it is called."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (batches * GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    return torch.randint(
+        VOCABULARY, (batches * GLOBAL_BATCH, LENGTH + 1), generator=generator
+    )
 
 
-def loader(*tensors: torch.Tensor, shuffle: bool = False, kind: type[DataLoader] = DataLoader) -> DataLoader:
-    """Batches of GLOBAL_BATCH samples over all ranks. ``shuffle``: as Lightning's sampler does on ranks."""
+def loader(
+    *tensors: torch.Tensor, shuffle: bool = False, kind: type[DataLoader] = DataLoader
+) -> DataLoader:
+    """Batches of GLOBAL_BATCH samples over all ranks. ``shuffle``: as Lightning's
+    sampler does on ranks."""
     data: Any = TensorDataset(*tensors) if len(tensors) > 1 else tensors[0]
     if dist.is_initialized():
         return kind(data, batch_size=GLOBAL_BATCH // dist.get_world_size())
@@ -40,7 +46,8 @@ def loader(*tensors: torch.Tensor, shuffle: bool = False, kind: type[DataLoader]
 
 
 class LanguageModule(LightningModule):
-    """TroubledModel (tied, frozen, unused, uneven and 0-d parameters) with AdamW; other initial weights on each rank.
+    """TroubledModel (tied, frozen, unused, uneven and 0-d parameters) with AdamW; other
+    initial weights on each rank.
 
     Args:
         batches: training batches per epoch.
@@ -49,10 +56,17 @@ class LanguageModule(LightningModule):
         options: read by subclasses.
     """
 
-    def __init__(self, batches: int = 4, val_batches: int = 2, lr: float = 1e-2, **options: Any) -> None:
+    def __init__(
+        self, batches: int = 4, val_batches: int = 2, lr: float = 1e-2, **options: Any
+    ) -> None:
         super().__init__()
         torch.manual_seed(rank())
-        self.batches, self.val_batches, self.lr, self.options = batches, val_batches, lr, options
+        self.batches, self.val_batches, self.lr, self.options = (
+            batches,
+            val_batches,
+            lr,
+            options,
+        )
         self.losses: list[torch.Tensor] = []
         self.build()
 
@@ -98,13 +112,20 @@ class LanguageModule(LightningModule):
 
 
 class PlainModel(nn.Module):
-    """Embedding, two blocks and a head, all of modules that can initialise themselves."""
+    """Embedding, two blocks and a head, all of modules that can initialise
+    themselves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11), nn.Tanh(), nn.Linear(11, WIDTH)) for _ in range(2)
+            nn.Sequential(
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, 11),
+                nn.Tanh(),
+                nn.Linear(11, WIDTH),
+            )
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -118,8 +139,8 @@ class PlainModel(nn.Module):
 class LateModule(LanguageModule):
     """Built in `configure_model`.
 
-    options["weights"]: what it starts from. options["once"]: not built again when it is there, as Lightning asks; on
-    one device a second build would lose what was trained.
+    options["weights"]: what it starts from. options["once"]: not built again when it is
+    there, as Lightning asks; on one device a second build would lose what was trained.
     """
 
     def build(self) -> None:
@@ -152,8 +173,8 @@ class PictureModule(LanguageModule):
         return F.cross_entropy(self.model(pictures), labels)
 
     def configure_optimizers(self) -> Any:
-        """BatchNorm takes a scale out of the weights before it, whose gradient along it is noise: AdamW would amplify
-        that."""
+        """BatchNorm takes a scale out of the weights before it, whose gradient along it
+        is noise: AdamW would amplify that."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def train_dataloader(self) -> Any:
@@ -164,16 +185,22 @@ class PictureModule(LanguageModule):
 
 
 def pictures(batches: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures float64 [batches * GLOBAL_BATCH, 3, 6, 6], of other mean and spread from one to the next, and labels."""
+    """Pictures float64 [batches * GLOBAL_BATCH, 3, 6, 6], of other mean and spread from
+    one to the next, and labels."""
     generator = torch.Generator().manual_seed(seed)
     count = batches * GLOBAL_BATCH
-    spread, mean = torch.rand(2, count, 1, 1, 1, generator=generator, dtype=torch.float64)
+    spread, mean = torch.rand(
+        2, count, 1, 1, 1, generator=generator, dtype=torch.float64
+    )
     noise = torch.randn(count, 3, 6, 6, generator=generator, dtype=torch.float64)
-    return noise * (0.5 + spread) + mean, torch.randint(4, (count,), generator=generator)
+    return noise * (0.5 + spread) + mean, torch.randint(
+        4, (count,), generator=generator
+    )
 
 
 class ScheduledModule(LanguageModule):
-    """LanguageModule whose learning rate changes with every step; hyper-parameters say how to build it."""
+    """LanguageModule whose learning rate changes with every step; hyper-parameters say
+    how to build it."""
 
     def build(self) -> None:
         super().build()
@@ -181,5 +208,10 @@ class ScheduledModule(LanguageModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=20)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=self.lr, total_steps=20
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

@@ -1,5 +1,5 @@
-"""What people override in a LightningModule, and the callbacks that they write: parts of random programs
-(`tests.lightning.programs`)."""
+"""What people override in a LightningModule, and the callbacks that they write: parts
+of random programs (`tests.lightning.programs`)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,22 @@ from tests.lightning.running import whole
 
 
 def configure_gradient_clipping(
-    self: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    self: Any,
+    optimizer: Any,
+    gradient_clip_val: Any = None,
+    gradient_clip_algorithm: Any = None,
 ) -> None:
     bound = 0.3 if self.global_step % 2 else gradient_clip_val
-    self.clip_gradients(optimizer, gradient_clip_val=bound, gradient_clip_algorithm=gradient_clip_algorithm)
+    self.clip_gradients(
+        optimizer,
+        gradient_clip_val=bound,
+        gradient_clip_algorithm=gradient_clip_algorithm,
+    )
 
 
-def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+def optimizer_step(
+    self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+) -> None:
     """A warm-up by hand, as Lightning's page shows it."""
     optimizer.step(closure=optimizer_closure)
     if self.trainer.global_step < 5:
@@ -37,7 +46,9 @@ def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimi
             group["lr"] = 0.01 * (self.trainer.global_step + 1)
 
 
-def closure_first(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+def closure_first(
+    self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+) -> None:
     """Runs the closure itself and leaves every third step out."""
     if batch_idx % 3 == 2:
         optimizer_closure()
@@ -72,8 +83,12 @@ def lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
         scheduler.step(metric)
 
 
-def transfer_batch_to_device(self: Any, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-    batch = super(type(self), self).transfer_batch_to_device(batch, device, dataloader_idx)
+def transfer_batch_to_device(
+    self: Any, batch: Any, device: torch.device, dataloader_idx: int
+) -> Any:
+    batch = super(type(self), self).transfer_batch_to_device(
+        batch, device, dataloader_idx
+    )
     return batch * 1.5 if torch.is_tensor(batch) else batch
 
 
@@ -83,7 +98,11 @@ def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> Any:
 
 def gradient_norm(self: Any, optimizer: Any) -> None:
     """Logs the norm of all gradients, and of one."""
-    squares = [float(parameter.grad.norm()) ** 2 for parameter in self.net.parameters() if parameter.grad is not None]
+    squares = [
+        float(parameter.grad.norm()) ** 2
+        for parameter in self.net.parameters()
+        if parameter.grad is not None
+    ]
     self.log("norm", sum(squares) ** 0.5)
 
 
@@ -109,7 +128,9 @@ def configure_model(self: Any) -> None:
 
 
 METHODS: dict[str, dict[str, Callable[..., Any]]] = {
-    "configure_gradient_clipping": {"configure_gradient_clipping": configure_gradient_clipping},
+    "configure_gradient_clipping": {
+        "configure_gradient_clipping": configure_gradient_clipping
+    },
     "optimizer_step": {"optimizer_step": optimizer_step},
     "optimizer_step, closure first": {"optimizer_step": closure_first},
     "optimizer_zero_grad": {"optimizer_zero_grad": optimizer_zero_grad},
@@ -122,7 +143,10 @@ METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "gradient norm": {"on_before_optimizer_step": gradient_norm},
     "configure_callbacks": {"configure_callbacks": configure_callbacks},
     "on_train_epoch_end": {"on_train_epoch_end": on_train_epoch_end},
-    "state of the module": {"on_save_checkpoint": on_save_checkpoint, "on_load_checkpoint": on_load_checkpoint},
+    "state of the module": {
+        "on_save_checkpoint": on_save_checkpoint,
+        "on_load_checkpoint": on_load_checkpoint,
+    },
     "configure_model": {"configure_model": configure_model},
 }
 
@@ -144,7 +168,9 @@ class Noting(Callback):
 
 def noting(hook: str) -> Callable[..., None]:
     def note(self: Noting, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        self.module.seen.append(f"{self.name}: {hook} {trainer.current_epoch} {trainer.global_step}")
+        self.module.seen.append(
+            f"{self.name}: {hook} {trainer.current_epoch} {trainer.global_step}"
+        )
 
     return note
 
@@ -181,7 +207,9 @@ class Stop(Callback):
 
 
 class Skip(Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> Any:
         return -1 if trainer.current_epoch == 0 and batch_idx == 3 else None
 
 
@@ -198,7 +226,9 @@ class Writes(Callback):
     """Puts numbers into weights between steps."""
 
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 1:
             module.net.scale.fill_(1.25)
             module.net.blocks[1].down.weight.mul_(0.9)
@@ -209,7 +239,9 @@ class Writes(Callback):
 class Edits(Callback):
     """Takes the gradients of a part away, scales others."""
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, module: Any, optimizer: Any
+    ) -> None:
         module.net.norm.weight.grad = None
         gradient = module.net.front.weight.grad
         if gradient is not None:
@@ -220,7 +252,10 @@ class Swaps(Callback):
     """Other weights for the validation, and back."""
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.kept = {name: value.detach().clone() for name, value in module.net.named_parameters()}
+        self.kept = {
+            name: value.detach().clone()
+            for name, value in module.net.named_parameters()
+        }
         with torch.no_grad():
             for parameter in module.net.parameters():
                 parameter.mul_(0.5)
@@ -235,13 +270,18 @@ class Saves(Callback):
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 1:
-            trainer.save_checkpoint(f"{self.folder}/by-hand-{trainer.current_epoch}.ckpt")
+            trainer.save_checkpoint(
+                f"{self.folder}/by-hand-{trainer.current_epoch}.ckpt"
+            )
 
 
 class Average(Callback):
-    """An average as people write it: a dictionary of copies, put in place for validation, in the checkpoint."""
+    """An average as people write it: a dictionary of copies, put in place for
+    validation, in the checkpoint."""
 
     def __init__(self) -> None:
         self.average: dict[str, torch.Tensor] = {}
@@ -256,7 +296,10 @@ class Average(Callback):
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
         if self.average:
-            self.kept = {name: value.detach().clone() for name, value in module.net.state_dict().items()}
+            self.kept = {
+                name: value.detach().clone()
+                for name, value in module.net.state_dict().items()
+            }
             module.net.load_state_dict({**self.kept, **self.average})
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -270,14 +313,22 @@ class Average(Callback):
         self.average = state["average"]
 
 
-def callbacks_of(names: list[str], folder: Path, has_validation: bool) -> list[Callback]:
+def callbacks_of(
+    names: list[str], folder: Path, has_validation: bool
+) -> list[Callback]:
     monitor = "val_loss" if has_validation else "train_epoch"
     made: dict[str, Callable[[], Callback]] = {
-        "every n steps": lambda: ModelCheckpoint(folder, "n-{step}", every_n_train_steps=2, save_top_k=-1),
-        "early": lambda: EarlyStopping(monitor, patience=1, min_delta=0.01, strict=False),
+        "every n steps": lambda: ModelCheckpoint(
+            folder, "n-{step}", every_n_train_steps=2, save_top_k=-1
+        ),
+        "early": lambda: EarlyStopping(
+            monitor, patience=1, min_delta=0.01, strict=False
+        ),
         "rates": lambda: LearningRateMonitor("step"),
         "accumulation": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
-        "swa": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
+        "swa": lambda: StochasticWeightAveraging(
+            0.01, swa_epoch_start=1, annealing_epochs=1
+        ),
         "ema": lambda: EMAWeightAveraging(decay=0.7),
         "freeze and thaw": Thawing,
         "learning rate": Rate,

@@ -1,9 +1,10 @@
-"""Random programs of Lightning: modules, data, callbacks and flags of the Trainer drawn from seeds, each run on ranks
-and in one process.
+"""Random programs of Lightning: modules, data, callbacks and flags of the Trainer drawn
+from seeds, each run on ranks and in one process.
 
-`draw` makes a program of a seed, a dict of plain values; `run` plays it and returns what a user sees of it: losses,
-rows of the logger, the order of hooks, learning rates, checkpoints by name with their scores, weights, predictions.
-The ranks' batches together are those of one process (see `tests.lightning.modules`).
+`draw` makes a program of a seed, a dict of plain values; `run` plays it and returns
+what a user sees of it: losses, rows of the logger, the order of hooks, learning rates,
+checkpoints by name with their scores, weights, predictions. The ranks' batches together
+are those of one process (see `tests.lightning.modules`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,33 @@ BATCH = 4  # samples over all ranks
 Program = dict[str, Any]
 
 OPTIMIZERS = ("SGD", "AdamW", "Adam", "RMSprop", "NAdam", "Adagrad", "groups")
-SCHEDULES = ("none", "step", "epoch", "every second step", "plateau", "one cycle", "of the module", "cosine restarts")
-OPTIMIZATIONS = ("automatic", "automatic", "automatic", "by hand", "two by hand", "in windows by hand")
-LOADERS = ("one", "one", "one", "dict, shortest", "dict, longest", "list, sequential", "list, all")
+SCHEDULES = (
+    "none",
+    "step",
+    "epoch",
+    "every second step",
+    "plateau",
+    "one cycle",
+    "of the module",
+    "cosine restarts",
+)
+OPTIMIZATIONS = (
+    "automatic",
+    "automatic",
+    "automatic",
+    "by hand",
+    "two by hand",
+    "in windows by hand",
+)
+LOADERS = (
+    "one",
+    "one",
+    "one",
+    "dict, shortest",
+    "dict, longest",
+    "list, sequential",
+    "list, all",
+)
 OVERRIDES = (
     "configure_gradient_clipping", "optimizer_step", "optimizer_step, closure first", "optimizer_zero_grad",
     "on_before_optimizer_step", "on_after_backward", "backward", "lr_scheduler_step",
@@ -64,7 +89,9 @@ def draw(seed: int) -> Program:
 
     optimization = rng.choice(OPTIMIZATIONS)
     is_automatic = optimization == "automatic"
-    validation = rng.choice(("epoch", "epoch", "second epoch", "two batches", "half an epoch", "none"))
+    validation = rng.choice(
+        ("epoch", "epoch", "second epoch", "two batches", "half an epoch", "none")
+    )
     flags: dict[str, Any] = {
         "max_epochs": rng.randint(1, 4),
         "num_sanity_val_steps": rng.choice((0, 0, 2)),
@@ -98,7 +125,11 @@ def draw(seed: int) -> Program:
     schedule = rng.choice(SCHEDULES)
     # What Lightning refuses, or cannot do, in one process.
     if not is_automatic or "swa" in callbacks:
-        callbacks = [name for name in callbacks if name not in ("accumulation", "freeze and thaw")]
+        callbacks = [
+            name
+            for name in callbacks
+            if name not in ("accumulation", "freeze and thaw")
+        ]
     if optimization == "two by hand":
         callbacks = [name for name in callbacks if name != "swa"]
     if "accumulation" in callbacks:
@@ -109,15 +140,26 @@ def draw(seed: int) -> Program:
         schedule = "epoch"
     if "swa" in callbacks:  # copies the module before it is configured
         overrides = [name for name in overrides if name != "configure_model"]
-    if {"on_before_optimizer_step", "edits gradients", "gradient norm"} & {*overrides, *callbacks}:
-        knobs.pop("optimizer_shard", None)  # parameters have no gradients there, as is said
+    if {"on_before_optimizer_step", "edits gradients", "gradient norm"} & {
+        *overrides,
+        *callbacks,
+    }:
+        # Parameters have no gradients there, as is said.
+        knobs.pop("optimizer_shard", None)
     if "freeze and thaw" in callbacks:
         schedule = "none"
         overrides = [name for name in overrides if name != "configure_model"]
-    after = some(("validate", "validate best", "test", "predict", "fit again", "resume"), 3)
-    ends_early = {"stop", "skip an epoch"} & {*callbacks} or "max_steps" in flags or "on_train_batch_start" in overrides
+    after = some(
+        ("validate", "validate best", "test", "predict", "fit again", "resume"), 3
+    )
+    ends_early = (
+        {"stop", "skip an epoch"} & {*callbacks}
+        or "max_steps" in flags
+        or "on_train_batch_start" in overrides
+    )
     if ends_early and "resume" in after:
-        after.remove("resume")  # Lightning, in one process, begins the epoch's data anew
+        # Lightning, in one process, begins the epoch's data anew.
+        after.remove("resume")
     return {
         "seed": seed,
         "optimization": optimization,
@@ -126,7 +168,9 @@ def draw(seed: int) -> Program:
         "train": BATCH * rng.randint(3, 6) + rng.choice((0, 0, 2)),
         "val": rng.randint(5, 12),
         "loaders": rng.choice(LOADERS),
-        "val_loaders": rng.choice((0 if validation == "none" else 1, 1, 2)) if validation != "none" else 0,
+        "val_loaders": rng.choice((0 if validation == "none" else 1, 1, 2))
+        if validation != "none"
+        else 0,
         "overrides": overrides,
         "callbacks": callbacks,
         "output": rng.choice(("tensor", "dict")),
@@ -145,7 +189,8 @@ def world() -> int:
 
 
 class Net(nn.Module):
-    """[samples, tokens, WIDTH] -> the same; a part that is tied and one that is normalised."""
+    """[samples, tokens, WIDTH] -> the same; a part that is tied and one that is
+    normalised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +230,9 @@ class Drawn(LightningModule):
         if "configure_model" not in self.overrides:
             self.build()
         if "hyperparameters" in self.overrides:
-            self.save_hyperparameters({"width": WIDTH, "seed": program["seed"]}, logger=False)
+            self.save_hyperparameters(
+                {"width": WIDTH, "seed": program["seed"]}, logger=False
+            )
         if "metric objects" in self.overrides:
             self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
             self.largest = torchmetrics.MaxMetric().set_dtype(torch.float64)
@@ -194,8 +241,11 @@ class Drawn(LightningModule):
         torch.manual_seed(self.program["seed"])
         self.net, self.other = self.build_networks()
         generator = torch.Generator().manual_seed(self.program["seed"])
-        for parameter in self.parameters():  # the same in whichever precision it is built
-            parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        # The same in whichever precision it is built.
+        for parameter in self.parameters():
+            parameter.data = 0.4 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
 
     def build_networks(self) -> tuple[nn.Module, nn.Module | None]:
         return Net(), Other()
@@ -207,9 +257,13 @@ class Drawn(LightningModule):
     def rows_of(batch: Any) -> torch.Tensor:
         """The rows of a batch of any loader."""
         if isinstance(batch, Mapping):
-            return torch.cat([Drawn.rows_of(part) for part in batch.values() if part is not None])
+            return torch.cat(
+                [Drawn.rows_of(part) for part in batch.values() if part is not None]
+            )
         if isinstance(batch, (list, tuple)):
-            return torch.cat([Drawn.rows_of(part) for part in batch if part is not None])
+            return torch.cat(
+                [Drawn.rows_of(part) for part in batch if part is not None]
+            )
         return batch
 
     def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -218,7 +272,15 @@ class Drawn(LightningModule):
             return self.step_by_hand(x, batch_idx)
         loss = self.loss(x) + 0.1 * F.softplus(self.other(self.net(x))).mean()
         self.noted(loss)
-        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x), prog_bar=True)
+        self.log(
+            "train",
+            loss,
+            on_step=True,
+            on_epoch=True,
+            sync_dist=True,
+            batch_size=len(x),
+            prog_bar=True,
+        )
         if self.program["output"] == "dict":
             return {"loss": loss, "predicted": x.detach().sum()}
         return loss
@@ -233,14 +295,22 @@ class Drawn(LightningModule):
             first, second = optimizers
             self.toggle_optimizer(first)
             made = self.net(x)
-            loss = F.mse_loss(made, x.flip(-1) * 0.5) + 0.1 * F.softplus(-self.other(made)).mean()
+            loss = (
+                F.mse_loss(made, x.flip(-1) * 0.5)
+                + 0.1 * F.softplus(-self.other(made)).mean()
+            )
             first.zero_grad()
             self.manual_backward(loss)
-            self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            self.clip_gradients(
+                first, gradient_clip_val=0.5, gradient_clip_algorithm="norm"
+            )
             first.step()
             self.untoggle_optimizer(first)
             self.toggle_optimizer(second)
-            told = F.softplus(-self.other(x)).mean() + F.softplus(self.other(self.net(x).detach())).mean()
+            told = (
+                F.softplus(-self.other(x)).mean()
+                + F.softplus(self.other(self.net(x).detach())).mean()
+            )
             second.zero_grad()
             self.manual_backward(told)
             if batch_idx % 2 == 0:
@@ -257,12 +327,25 @@ class Drawn(LightningModule):
                 optimizers.zero_grad()
         self.step_schedules()
         self.noted(loss)
-        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))
+        self.log(
+            "train",
+            loss,
+            on_step=True,
+            on_epoch=True,
+            sync_dist=True,
+            batch_size=len(x),
+        )
 
     def step_schedules(self) -> None:
         """As manual optimization has to."""
         schedulers: Any = self.lr_schedulers()
-        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers] if schedulers else []:
+        for scheduler in (
+            schedulers
+            if isinstance(schedulers, list)
+            else [schedulers]
+            if schedulers
+            else []
+        ):
             if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step()
 
@@ -271,21 +354,37 @@ class Drawn(LightningModule):
         made = self.net(x)
         error = (made - x.flip(-1) * 0.5).square().mean((1, 2))
         self.log(f"{name}_loss", error.mean(), sync_dist=True, batch_size=len(x))
-        self.log(f"{name}_largest", error.max(), sync_dist=True, reduce_fx="max", batch_size=len(x))
-        self.log(f"{name}_count", float(len(x)), sync_dist=True, reduce_fx="sum", batch_size=len(x))
+        self.log(
+            f"{name}_largest",
+            error.max(),
+            sync_dist=True,
+            reduce_fx="max",
+            batch_size=len(x),
+        )
+        self.log(
+            f"{name}_count",
+            float(len(x)),
+            sync_dist=True,
+            reduce_fx="sum",
+            batch_size=len(x),
+        )
         if "metric objects" in self.overrides:
             self.error.update(made, x)
             self.largest.update(error)
             self.log(f"{name}_error", self.error)
             self.log(f"{name}_metric", self.largest)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.evaluate(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.evaluate(batch, "test")
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+    def predict_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> torch.Tensor:
         return self.net(self.rows_of(batch)).mean((1, 2))
 
     # Optimizers
@@ -296,7 +395,10 @@ class Drawn(LightningModule):
             return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
         if kind == "groups":
             trained = list(parameters)
-            groups = [{"params": trained[:3], "weight_decay": 0.1}, {"params": trained[3:], "lr": lr / 2}]
+            groups = [
+                {"params": trained[:3], "weight_decay": 0.1},
+                {"params": trained[3:], "lr": lr / 2},
+            ]
             return torch.optim.AdamW(groups, lr=lr, eps=1e-3)
         more = {} if kind == "Adagrad" else {"eps": 1e-3}
         return getattr(torch.optim, kind)(parameters, lr=lr, **more)
@@ -307,8 +409,15 @@ class Drawn(LightningModule):
             return None
         if kind == "plateau":
             monitor = "val_loss" if self.program["val_loaders"] == 1 else "train_epoch"
-            scheduler: Any = schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
-            return {"scheduler": scheduler, "monitor": monitor, "interval": "epoch", "strict": False}
+            scheduler: Any = schedules.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=0.05
+            )
+            return {
+                "scheduler": scheduler,
+                "monitor": monitor,
+                "interval": "epoch",
+                "strict": False,
+            }
         if kind == "one cycle":
             scheduler = schedules.OneCycleLR(optimizer, max_lr=0.05, total_steps=200)
         elif kind == "of the module":
@@ -318,12 +427,23 @@ class Drawn(LightningModule):
         else:
             scheduler = schedules.StepLR(optimizer, step_size=1, gamma=0.8)
         frequency = 2 if kind == "every second step" else 1
-        return {"scheduler": scheduler, "interval": "epoch" if kind == "epoch" else "step", "frequency": frequency}
+        return {
+            "scheduler": scheduler,
+            "interval": "epoch" if kind == "epoch" else "step",
+            "frequency": frequency,
+        }
 
     def configure_optimizers(self) -> Any:
         if self.program["optimization"] == "two by hand":
-            optimizers = [self.optimizer_of(self.net.parameters()), self.optimizer_of(self.other.parameters())]
-            schedulers = [scheduler for each in optimizers if (scheduler := self.schedule_of(each))]
+            optimizers = [
+                self.optimizer_of(self.net.parameters()),
+                self.optimizer_of(self.other.parameters()),
+            ]
+            schedulers = [
+                scheduler
+                for each in optimizers
+                if (scheduler := self.schedule_of(each))
+            ]
             return optimizers, schedulers
         if "freeze and thaw" in self.program["callbacks"]:
             trained = [each for each in self.parameters() if each.requires_grad]
@@ -331,12 +451,17 @@ class Drawn(LightningModule):
         else:
             optimizer = self.optimizer_of(self.parameters())
         scheduler = self.schedule_of(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler} if scheduler else optimizer
+        return (
+            {"optimizer": optimizer, "lr_scheduler": scheduler}
+            if scheduler
+            else optimizer
+        )
 
     # Data
 
     def loader(self, samples: int, seed: int, is_training: bool = False) -> DataLoader:
-        """In training Lightning's sampler shuffles on ranks, whatever the loader says."""
+        """In training Lightning's sampler shuffles on ranks, whatever the loader
+        says."""
         data = rows(samples, seed)
         if not is_alone():
             return DataLoader(data, batch_size=BATCH // world())
@@ -353,10 +478,15 @@ class Drawn(LightningModule):
         if kind.startswith("dict"):
             mode = "min_size" if kind == "dict, shortest" else "max_size_cycle"
             return CombinedLoader({"a": first, "b": second}, mode)
-        return CombinedLoader([first, second], "max_size" if kind == "list, all" else "max_size_cycle")
+        return CombinedLoader(
+            [first, second], "max_size" if kind == "list, all" else "max_size_cycle"
+        )
 
     def val_dataloader(self) -> Any:
-        loaders = [self.loader(self.program["val"] + 3 * number, 5 + number) for number in range(2)]
+        loaders = [
+            self.loader(self.program["val"] + 3 * number, 5 + number)
+            for number in range(2)
+        ]
         return loaders[: self.program["val_loaders"]]
 
     def test_dataloader(self) -> Any:
@@ -375,13 +505,35 @@ def module_of(program: Program) -> LightningModule:
     return kind(program)
 
 
-def trainer_of(program: Program, module: LightningModule, folder: Path, knobs: dict[str, Any], **more: Any) -> Trainer:
+def trainer_of(
+    program: Program,
+    module: LightningModule,
+    folder: Path,
+    knobs: dict[str, Any],
+    **more: Any,
+) -> Trainer:
     has_validation = bool(program["val_loaders"])
     monitor = "val_loss" if program["val_loaders"] == 1 else None
-    saver = ModelCheckpoint(folder, "{epoch}-{step}", monitor=monitor, save_top_k=2 if monitor else 1, save_last=True)
-    callbacks = [Noting(module, "c"), *callbacks_of(program["callbacks"], folder, has_validation), saver]
+    saver = ModelCheckpoint(
+        folder,
+        "{epoch}-{step}",
+        monitor=monitor,
+        save_top_k=2 if monitor else 1,
+        save_last=True,
+    )
+    callbacks = [
+        Noting(module, "c"),
+        *callbacks_of(program["callbacks"], folder, has_validation),
+        saver,
+    ]
     log = CSVLogger(folder, "log", "v")
-    flags = {**QUIET, "enable_checkpointing": True, "logger": log, **program["flags"], **more}
+    flags = {
+        **QUIET,
+        "enable_checkpointing": True,
+        "logger": log,
+        **program["flags"],
+        **more,
+    }
     if not is_alone():
         flags |= {"strategy": strategy(**knobs), "devices": world()}
     return Trainer(callbacks=callbacks, precision="64-true", **flags)
@@ -403,7 +555,8 @@ def weights_of(trainer: Trainer, module: LightningModule) -> dict[str, torch.Ten
     parallel = getattr(trainer.strategy, "_parallel", None)
     if parallel is None or parallel.pipeline is None:
         return whole_weights(module)
-    from tests.core.pipeline.cases import of_all_stages  # imports Transformers, which takes seconds
+    # Imports Transformers, which takes seconds.
+    from tests.core.pipeline.cases import of_all_stages
 
     weights = of_all_stages(parallel, dict(module.named_parameters()))
     return {**weights, "net.back.weight": weights["net.front.weight"]}  # tied
@@ -425,7 +578,8 @@ def run(
     again: dict[str, Any] | None = None,
     make: Callable[[Program], LightningModule] = module_of,
 ) -> dict[str, Any]:
-    """Play a program; ``again``: other knobs for what resumes; ``make``: its module. Collective on ranks."""
+    """Play a program; ``again``: other knobs for what resumes; ``make``: its module.
+    Collective on ranks."""
     place = Path(folder)
     module: Any = make(program)
     trainer = trainer_of(program, module, place, program["knobs"])
@@ -433,20 +587,31 @@ def run(
     seen: dict[str, Any] = {"log": [], "metrics": {}}
 
     def note(name: str) -> None:
-        seen["metrics"][name] = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        seen["metrics"][name] = {
+            key: float(value) for key, value in trainer.callback_metrics.items()
+        }
         seen[f"weights {name}"] = weights_of(trainer, module)
-        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        rates = [
+            [group["lr"] for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ]
         seen[f"rates {name}"] = [float(rate) for rates_of in rates for rate in rates_of]
         seen[f"place {name}"] = [trainer.current_epoch, trainer.global_step]
 
     note("fit")
     saver: Any = trainer.checkpoint_callback
     seen["names"] = [Path(saver.best_model_path).name, Path(saver.last_model_path).name]
-    seen["scores"] = {Path(path).name: float(score) for path, score in saver.best_k_models.items()}
+    seen["scores"] = {
+        Path(path).name: float(score) for path, score in saver.best_k_models.items()
+    }
     for name in program["after"]:
         if name == "validate" and program["val_loaders"]:
             seen[name] = trainer.validate(module, verbose=False)
-        elif name == "validate best" and program["val_loaders"] == 1 and saver.best_model_path:
+        elif (
+            name == "validate best"
+            and program["val_loaders"] == 1
+            and saver.best_model_path
+        ):
             seen[name] = trainer.validate(module, ckpt_path="best", verbose=False)
             note(name)
         elif name == "test":
@@ -465,13 +630,29 @@ def run(
             module = make(program)
             module.losses, module.seen = losses, hooks
             epochs = trainer.current_epoch + 2
-            trainer = trainer_of(program, module, place, again or program["knobs"], max_epochs=epochs, max_steps=-1)
-            trainer.fit(module, ckpt_path=str(place / "resume.ckpt"), weights_only=False)
+            trainer = trainer_of(
+                program,
+                module,
+                place,
+                again or program["knobs"],
+                max_epochs=epochs,
+                max_steps=-1,
+            )
+            trainer.fit(
+                module, ckpt_path=str(place / "resume.ckpt"), weights_only=False
+            )
             note(name)
-    seen["files"] = sorted(path.name for path in place.iterdir() if path.name.endswith(".ckpt"))
+    seen["files"] = sorted(
+        path.name for path in place.iterdir() if path.name.endswith(".ckpt")
+    )
     seen["log"] = table(trainer) if trainer.is_global_zero else []
     losses = torch.stack(module.losses) if module.losses else torch.zeros(0)
     if not is_alone():
         dist.all_reduce(losses)
         losses /= world()
-    return {"losses": losses.tolist(), "seen": module.seen, "counts": dict(module.counts), **seen}
+    return {
+        "losses": losses.tolist(),
+        "seen": module.seen,
+        "counts": dict(module.counts),
+        **seen,
+    }

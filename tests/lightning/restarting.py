@@ -1,11 +1,13 @@
-"""A run that goes on by itself: a training script as docs/restarts.md shows, whose ranks are killed meanwhile.
+"""A run that goes on by itself: a training script as docs/restarts.md shows, whose
+ranks are killed meanwhile.
 
     torchrun --max-restarts N ... -m tests.lightning.restarting FOLDER PLAN
 
-PLAN is JSON: epochs, batches of an epoch, ``every`` so many steps a checkpoint, how (``checkpoint``), and ``kills``: at
-which step which rank is killed, in its training step ("step"), in its optimizer step ("optimizer"), in its hook while a
-checkpoint is saved ("save"), or its launcher with it ("node"). Each kill happens once, however often the run comes
-there. Ranks write the loss of each batch to files.
+PLAN is JSON: epochs, batches of an epoch, ``every`` so many steps a checkpoint, how
+(``checkpoint``), and ``kills``: at which step which rank is killed, in its training
+step ("step"), in its optimizer step ("optimizer"), in its hook while a checkpoint is
+saved ("save"), or its launcher with it ("node"). Each kill happens once, however often
+the run comes there. Ranks write the loss of each batch to files.
 """
 
 from __future__ import annotations
@@ -56,8 +58,12 @@ class KilledModule(LanguageModule):
         loss = super().training_step(batch, batch_idx)
         if self.plan.get("draws", True):
             loss = loss * (1 + 0.1 * torch.rand(()))
-        with open(self.folder / f"losses-{self.trainer.world_size}-{rank()}", "a") as file:
-            place = f"{self.trainer.global_step} {self.trainer.fit_loop.total_batch_idx}"
+        with open(
+            self.folder / f"losses-{self.trainer.world_size}-{rank()}", "a"
+        ) as file:
+            place = (
+                f"{self.trainer.global_step} {self.trainer.fit_loop.total_batch_idx}"
+            )
             file.write(f"{place} {float(loss.detach()).hex()}\n")
         return loss
 
@@ -83,8 +89,15 @@ def train(folder: str, plan: dict[str, Any]) -> Run:
     seed_everything(3, verbose=False)
     world = int(os.environ["WORLD_SIZE"])
     module = KilledModule(place, plan)
-    saver = SmpCheckpoint(place / "checkpoints", checkpoint_interval=plan["every"], keep_last=2)
-    flags = {**QUIET, "enable_checkpointing": True, "max_epochs": plan["epochs"], "callbacks": [saver]}
+    saver = SmpCheckpoint(
+        place / "checkpoints", checkpoint_interval=plan["every"], keep_last=2
+    )
+    flags = {
+        **QUIET,
+        "enable_checkpointing": True,
+        "max_epochs": plan["epochs"],
+        "callbacks": [saver],
+    }
     trainer = Trainer(
         precision=plan.get("precision", "32-true"),
         strategy=strategy(shard_degree=world, checkpoint=plan["checkpoint"]),
@@ -93,11 +106,14 @@ def train(folder: str, plan: dict[str, Any]) -> Run:
         **flags,
     )
     trainer.fit(module, ckpt_path="last")
-    return report(trainer, module, steps=trainer.global_step, weights=whole_weights(module))
+    return report(
+        trainer, module, steps=trainer.global_step, weights=whole_weights(module)
+    )
 
 
 def noted(folder: Path, world: int) -> dict[int, dict[str, set[str]]]:
-    """The losses that ranks of a world of this size have noted: rank -> "step batch" -> all values it had."""
+    """The losses that ranks of a world of this size have noted: rank -> "step batch" ->
+    all values it had."""
     found: dict[int, dict[str, set[str]]] = {}
     for number in range(world):
         values = found[number] = {}

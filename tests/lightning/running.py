@@ -1,7 +1,9 @@
-"""Trainers of the tests in this folder: on the ranks of the pool, posing as torchrun's, and in one process.
+"""Trainers of the tests in this folder: on the ranks of the pool, posing as torchrun's,
+and in one process.
 
-`together` runs a module under `SmpShardedStrategy` on gloo ranks that pose as nodes of two and `alone` runs it in the
-pytest process under Lightning's own single-device strategy; both return a `Run`, and `assert_same` compares them.
+`together` runs a module under `SmpShardedStrategy` on gloo ranks that pose as nodes of
+two and `alone` runs it in the pytest process under Lightning's own single-device
+strategy; both return a `Run`, and `assert_same` compares them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ QUIET = {
 
 @dataclass
 class Run:
-    """What a run showed: a loss per training batch, whole weights, logged metrics, and what the case added."""
+    """What a run showed: a loss per training batch, whole weights, logged metrics, and
+    what the case added."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -47,9 +50,14 @@ def strategy(**knobs: Any) -> SmpShardedStrategy:
 
 
 def make_trainer(knobs: dict[str, Any] | None = None, **flags: Any) -> Trainer:
-    """On a rank of the pool: a Trainer with our strategy; in the pytest process: on one device without it."""
+    """On a rank of the pool: a Trainer with our strategy; in the pytest process: on one
+    device without it."""
     if dist.is_initialized():
-        flags = {"strategy": strategy(**(knobs or {})), "devices": dist.get_world_size(), **flags}
+        flags = {
+            "strategy": strategy(**(knobs or {})),
+            "devices": dist.get_world_size(),
+            **flags,
+        }
     else:
         flags = {"devices": 1, **flags}
     return Trainer(**{**QUIET, **flags})
@@ -62,12 +70,20 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def whole_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = module.state_dict()
-    return {name.replace("_orig_mod.", ""): whole(value) for name, value in state.items() if torch.is_tensor(value)}
+    return {
+        name.replace("_orig_mod.", ""): whole(value)
+        for name, value in state.items()
+        if torch.is_tensor(value)
+    }
 
 
 def report(trainer: Trainer, module: LightningModule, **extra: Any) -> Run:
     """Collective on ranks: losses are averaged over them, weights made whole."""
-    losses = torch.stack([loss.double() for loss in module.losses]) if module.losses else torch.zeros(0)
+    losses = (
+        torch.stack([loss.double() for loss in module.losses])
+        if module.losses
+        else torch.zeros(0)
+    )
     if dist.is_initialized():
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
@@ -97,7 +113,8 @@ def fit_twice(
     second: dict[str, Any],
     **flags: Any,
 ) -> tuple[Trainer, LightningModule]:
-    """Fits an epoch, saves, and goes on in another trainer with other knobs. Losses are those of both."""
+    """Fits an epoch, saves, and goes on in another trainer with other knobs. Losses are
+    those of both."""
     trainer, module = make_trainer(first, **flags), kind(**options)
     trainer.fit(module)
     trainer.save_checkpoint(folder / "half.ckpt")
@@ -108,31 +125,50 @@ def fit_twice(
     return trainer, module
 
 
-def together(case: Callable[..., Run], *args: Any, ranks: int = 4, **kwargs: Any) -> list[Run]:
+def together(
+    case: Callable[..., Run], *args: Any, ranks: int = 4, **kwargs: Any
+) -> list[Run]:
     """``case`` on the ranks of the pool, two to a node."""
     return run_ranks(case, ranks, *args, ranks_per_node=2, **kwargs)
 
 
-def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
+) -> tuple[float, str]:
     """Largest difference of any element of any weight, and whose it is."""
-    assert ours.keys() == theirs.keys(), f"only one has {sorted(ours.keys() ^ theirs.keys())}"
-    return max((float((ours[name].double() - theirs[name].double()).abs().max()), name) for name in theirs)
+    assert ours.keys() == theirs.keys(), (
+        f"only one has {sorted(ours.keys() ^ theirs.keys())}"
+    )
+    return max(
+        (float((ours[name].double() - theirs[name].double()).abs().max()), name)
+        for name in theirs
+    )
 
 
-def assert_same(runs: Sequence[Run] | Run, expected: Run, tolerance: float = 1e-12) -> None:
-    """Losses, metrics and weights of every rank are within ``tolerance`` of the one process's.
+def assert_same(
+    runs: Sequence[Run] | Run, expected: Run, tolerance: float = 1e-12
+) -> None:
+    """Losses, metrics and weights of every rank are within ``tolerance`` of the one
+    process's.
 
-    1e-12 is a few hundred float64 rounding errors of sums in another order; any wrong factor, missing reduction or
-    stale weight is many orders larger.
+    1e-12 is a few hundred float64 rounding errors of sums in another order; any wrong
+    factor, missing reduction or stale weight is many orders larger.
     """
     for run in [runs] if isinstance(runs, Run) else runs:
         assert len(run.losses) == len(expected.losses)
-        for step, (ours, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
-            assert abs(ours - theirs) <= tolerance, f"loss of batch {step}: {ours} against {theirs}"
+        for step, (ours, theirs) in enumerate(
+            zip(run.losses, expected.losses, strict=True)
+        ):
+            assert abs(ours - theirs) <= tolerance, (
+                f"loss of batch {step}: {ours} against {theirs}"
+            )
         assert run.metrics.keys() == expected.metrics.keys()
         for name, theirs in expected.metrics.items():
-            # Metrics are kept in float32 by Lightning unless they are float64 themselves.
-            assert abs(run.metrics[name] - theirs) <= tolerance, f"{name}: {run.metrics[name]} against {theirs}"
+            # Metrics are kept in float32 by Lightning unless they are float64
+            # themselves.
+            assert abs(run.metrics[name] - theirs) <= tolerance, (
+                f"{name}: {run.metrics[name]} against {theirs}"
+            )
         difference, name = worst(run.weights, expected.weights)
         assert difference <= tolerance, f"{name} is {difference} off"
 
@@ -151,7 +187,12 @@ class SaveAt(Callback):
         self.path, self.place = path, (epoch, batch)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         if (trainer.current_epoch, batch_idx) == self.place:
             trainer.save_checkpoint(self.path)

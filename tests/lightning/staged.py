@@ -15,7 +15,8 @@ from tests.lightning.modules import LanguageModule
 
 
 class StagedModule(LanguageModule):
-    """options: batch_size; kind of the model; pairs: batches are (tokens, targets); late: built in configure_model."""
+    """options: batch_size; kind of the model; pairs: batches are (tokens, targets);
+    late: built in configure_model."""
 
     def build(self) -> None:
         self.calls = 0
@@ -27,7 +28,9 @@ class StagedModule(LanguageModule):
             self._build_model()
 
     def _build_model(self) -> None:
-        self.model = example_of(build(self.options["kind"], seed=torch.initial_seed() % 100))
+        self.model = example_of(
+            build(self.options["kind"], seed=torch.initial_seed() % 100)
+        )
 
     def loss(self, batch: Any) -> torch.Tensor:
         if isinstance(batch, torch.Tensor):
@@ -40,7 +43,9 @@ class StagedModule(LanguageModule):
         loss = self.loss(batch)
         self.log("train_loss", loss, on_epoch=True, sync_dist=True)
         tokens = batch if isinstance(batch, torch.Tensor) else batch[0]
-        self.log_dict({"twice": 2 * loss.detach()}, sync_dist=True, batch_size=len(tokens))
+        self.log_dict(
+            {"twice": 2 * loss.detach()}, sync_dist=True, batch_size=len(tokens)
+        )
         return {"loss": loss, "tokens": tokens.numel()} if batch_idx % 2 else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -48,7 +53,12 @@ class StagedModule(LanguageModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+                "interval": "step",
+            }
+        ]
 
     def train_dataloader(self) -> Any:
         return self._loader(batches(1, 4).flatten(0, 2), shuffle=True)
@@ -66,4 +76,8 @@ class StagedModule(LanguageModule):
 
 
 def knobs_of(stages: int, shard: int = 1, **recipe: Any) -> dict[str, Any]:
-    return {"shard_degree": shard, "pipeline_parallel_degree": stages, "pipeline": recipe or "1f1b"}
+    return {
+        "shard_degree": shard,
+        "pipeline_parallel_degree": stages,
+        "pipeline": recipe or "1f1b",
+    }

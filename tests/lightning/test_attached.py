@@ -1,4 +1,5 @@
-"""Adapters that a callback attaches in the middle of a fit: one process's training, or an error on all ranks."""
+"""Adapters that a callback attaches in the middle of a fit: one process's training, or
+an error on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, PlainModel, rank
 from tests.lightning.running import Run, assert_same, make_trainer, report, together
 
-FLAGS: dict[str, Any] = {"precision": "64-true", "max_epochs": 2, "gradient_clip_val": 0.5}
+FLAGS: dict[str, Any] = {
+    "precision": "64-true",
+    "max_epochs": 2,
+    "gradient_clip_val": 0.5,
+}
 
 
 class Block(nn.Module):
@@ -36,7 +41,8 @@ class Adapted(LanguageModule):
 
 
 class Attach(Callback):
-    """Attaches adapters before the second epoch, of other values on each rank, and adds them to the optimizer.
+    """Attaches adapters before the second epoch, of other values on each rank, and adds
+    them to the optimizer.
 
     Args:
         on_ranks: that attach them.
@@ -50,14 +56,23 @@ class Attach(Callback):
             return
         torch.manual_seed(5 + rank())
         for block in pl_module.model.blocks:
-            block.adapter = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)).double()
+            block.adapter = nn.Sequential(
+                nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+            ).double()
         if len(self.on_ranks) > 1 or trainer.world_size == 1:
-            late = [parameter for block in pl_module.model.blocks for parameter in block.adapter.parameters()]
+            late = [
+                parameter
+                for block in pl_module.model.blocks
+                for parameter in block.adapter.parameters()
+            ]
             trainer.optimizers[0].add_param_group({"params": late, "lr": 0.05})
 
 
 def attached(knobs: dict[str, Any] | None, on_ranks: tuple[int, ...]) -> Run:
-    module, trainer = Adapted(batches=2), make_trainer(knobs, callbacks=[Attach(on_ranks)], **FLAGS)
+    module, trainer = (
+        Adapted(batches=2),
+        make_trainer(knobs, callbacks=[Attach(on_ranks)], **FLAGS),
+    )
     trainer.fit(module)
     return report(trainer, module)
 
@@ -67,8 +82,13 @@ def attached(knobs: dict[str, Any] | None, on_ranks: tuple[int, ...]) -> Run:
     [
         {"shard_degree": 2, "units": ["Block"]},
         pytest.param({"shard_degree": 1}, marks=pytest.mark.slow),
-        pytest.param({"shard_degree": 2, "optimizer_shard": "world", "units": ["Block"]}, marks=pytest.mark.slow),
-        pytest.param({"shard_degree": 4, "state_offload": "optimizer"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"shard_degree": 2, "optimizer_shard": "world", "units": ["Block"]},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"shard_degree": 4, "state_offload": "optimizer"}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -84,4 +104,7 @@ def refused(knobs: dict[str, Any]) -> str:
 
 def test_an_adapter_of_one_rank_is_refused_on_all() -> None:
     for said in run_ranks(refused, 2, {"shard_degree": 2, "units": ["Block"]}):
-        assert "only on rank 1 'model.blocks.0.adapter.0.bias' was attached to the model" in said
+        assert (
+            "only on rank 1 'model.blocks.0.adapter.0.bias' was attached to the model"
+            in said
+        )

@@ -1,4 +1,5 @@
-"""Between a Trainer's runs a call that needs all ranks says so at once where one of them is elsewhere."""
+"""Between a Trainer's runs a call that needs all ranks says so at once where one of
+them is elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def after_fit() -> dict[str, Any]:
-    """What each of four ranks, two of which hold a model together, gets and is told after a run."""
+    """What each of four ranks, two of which hold a model together, gets and is told
+    after a run."""
     rank, module = dist.get_rank(), LanguageModule(batches=1)
     trainer = make_trainer({"shard_degree": 2})
     trainer.fit(module)
@@ -43,7 +45,9 @@ def after_fit() -> dict[str, Any]:
     if rank < 2:  # the other two hold a whole model as well
         predict()
         seen["another run"] = said(predict if rank == 0 else validate)
-        seen["a save"] = said(predict if rank == 0 else lambda: trainer.save_checkpoint("nowhere"))
+        seen["a save"] = said(
+            predict if rank == 0 else lambda: trainer.save_checkpoint("nowhere")
+        )
     validate()
     seen["goes on"] = predict() == seen["together"] and watch is watch_ranks()
     if rank == 1:
@@ -65,7 +69,17 @@ def test_a_call_that_not_all_ranks_make_after_fit_says_where_each_of_them_is() -
     assert [seen["goes on"] for seen in ranks] == [True] * 4
     for seen in ranks[:2]:
         for event, call in ("another run", "validate"), ("a save", "save_checkpoint"):
-            assert re.search(r"rank 0 (is )?at LanguageModule\.model\(\.\.\.\)", seen[event]), seen[event]
-            assert re.search(rf"rank 1 (is )?at trainer\.{call}\(\.\.\.\)", seen[event]), seen[event]
-    assert "rank 1 is at" in ranks[1]["nobody comes"] and ranks[0]["too late"] == ranks[1]["nobody comes"]
-    assert "rank 1 at the end of its process" in ranks[0]["the end"] and "is_global_zero" in ranks[0]["the end"]
+            assert re.search(
+                r"rank 0 (is )?at LanguageModule\.model\(\.\.\.\)", seen[event]
+            ), seen[event]
+            assert re.search(
+                rf"rank 1 (is )?at trainer\.{call}\(\.\.\.\)", seen[event]
+            ), seen[event]
+    assert (
+        "rank 1 is at" in ranks[1]["nobody comes"]
+        and ranks[0]["too late"] == ranks[1]["nobody comes"]
+    )
+    assert (
+        "rank 1 at the end of its process" in ranks[0]["the end"]
+        and "is_global_zero" in ranks[0]["the end"]
+    )

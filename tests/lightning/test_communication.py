@@ -1,4 +1,5 @@
-"""The Trainer with every way of saving bytes: exact ones train like one process, encoded ones resume as they were."""
+"""The Trainer with every way of saving bytes: exact ones train like one process,
+encoded ones resume as they were."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def fit_several(cases: list[dict[str, Any]]) -> list[Run]:
 
 
 @pytest.mark.parametrize(
-    "schemes", [EXACT_SCHEMES[1:4], pytest.param(EXACT_SCHEMES, marks=pytest.mark.slow)], ids=["some", "all"]
+    "schemes",
+    [EXACT_SCHEMES[1:4], pytest.param(EXACT_SCHEMES, marks=pytest.mark.slow)],
+    ids=["some", "all"],
 )
 def test_exact_schemes_train_like_one_process(schemes: list[dict[str, Any]]) -> None:
     expected = fit_from(None, 1)
@@ -39,26 +42,46 @@ def test_exact_schemes_train_like_one_process(schemes: list[dict[str, Any]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "degree", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+    "degree",
+    [
+        2,
+        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(1, marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_rounded_off_is_saved_and_goes_on(degree: int, tmp_path: Path) -> None:
-    """A resumed run equals the one that was not interrupted to float64's rounding, only if the remainders of its 4-bit
-    sums were saved too; another layout of ranks starts without them and stays near."""
+    """A resumed run equals the one that was not interrupted to float64's rounding, only
+    if the remainders of its 4-bit sums were saved too; another layout of ranks starts
+    without them and stays near."""
     knobs = {"shard_degree": degree, "compression": "int4"}
     saved = str(tmp_path / "saved")
     uninterrupted = together(fit_from, knobs, 3)
     together(fit_from, knobs, 1, save=saved)
     assert_goes_on(together(fit_from, knobs, 3, load=saved), uninterrupted[0])
-    exact = together(fit_from, {**knobs, "compression": {"reduce": None, "error_feedback": False}}, 3, load=saved)
-    assert worst(exact[0].weights, uninterrupted[0].weights)[0] > 1e-9, "encoding changes what is learned"
-    elsewhere = together(fit_from, {**knobs, "shard_degree": min(degree, 2)}, 3, load=saved, ranks=2)
+    exact = together(
+        fit_from,
+        {**knobs, "compression": {"reduce": None, "error_feedback": False}},
+        3,
+        load=saved,
+    )
+    assert worst(exact[0].weights, uninterrupted[0].weights)[0] > 1e-9, (
+        "encoding changes what is learned"
+    )
+    elsewhere = together(
+        fit_from, {**knobs, "shard_degree": min(degree, 2)}, 3, load=saved, ranks=2
+    )
     assert len(elsewhere[0].losses) == len(after(uninterrupted[0], 1).losses)
     assert EXACT["precision"] == "64-true"
 
 
-@pytest.mark.parametrize("whole_file", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_half_precision_parameters_resume_from_float32_weights(whole_file: bool, tmp_path: Path) -> None:
-    """To the last bit, which only weights that were not rounded when they were saved give."""
+@pytest.mark.parametrize(
+    "whole_file", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_half_precision_parameters_resume_from_float32_weights(
+    whole_file: bool, tmp_path: Path
+) -> None:
+    """To the last bit, which only weights that were not rounded when they were saved
+    give."""
     knobs = {"shard_degree": 1, "optimizer_shard": "world", "param_dtype": "bfloat16"}
     knobs["checkpoint"] = {"full_state_dict": whole_file}
     saved, flags = str(tmp_path / "saved.ckpt"), {"precision": "32-true", "ranks": 2}

@@ -1,4 +1,5 @@
-"""Sequences over context ranks under the Trainer: losses, evaluation, metrics and predictions of one process."""
+"""Sequences over context ranks under the Trainer: losses, evaluation, metrics and
+predictions of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from smp_core.context_parallel import positions, weighted_mean
-from tests.lightning.context_modules import GLOBAL_BATCH, LENGTH, VOCABULARY, WIDTH, HfModule, rows
+from tests.lightning.context_modules import (
+    GLOBAL_BATCH,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    HfModule,
+    rows,
+)
 from tests.lightning.running import Run, make_trainer, report, together, whole_weights
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
@@ -22,15 +30,25 @@ EXACT: dict[str, Any] = {"precision": "64-true"}
 class PlainModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.words, self.places = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(64, WIDTH),
+        )
         # No bias: a key's has no gradient but rounding, of which Adam makes steps.
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2)
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.places(positions(tokens))
         for block in self.blocks:
-            q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in block(x).chunk(3, -1))
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            q, k, v = (
+                part.unflatten(-1, (2, -1)).transpose(1, 2)
+                for part in block(x).chunk(3, -1)
+            )
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+                1, 2
+            ).flatten(2)
         return x @ self.words.weight.T
 
 
@@ -60,14 +78,25 @@ class PairModule(HfModule):
         logits = self.model(tokens).flatten(0, 1)
         self.accuracy(logits, target.flatten())
         self.log("accuracy", self.accuracy, on_epoch=True)
-        self.log("val_loss", weighted_mean(F.cross_entropy(logits, target.flatten())), sync_dist=True)
+        self.log(
+            "val_loss",
+            weighted_mean(F.cross_entropy(logits, target.flatten())),
+            sync_dist=True,
+        )
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.trainer.strategy.full_sequence(self.model(batch[0])) if self.context > 1 else self.model(batch[0])
+        return (
+            self.trainer.strategy.full_sequence(self.model(batch[0]))
+            if self.context > 1
+            else self.model(batch[0])
+        )
 
 
 def pairs(samples: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, labels = (torch.stack([sample[key] for sample in samples]) for key in ("input_ids", "labels"))
+    tokens, labels = (
+        torch.stack([sample[key] for sample in samples])
+        for key in ("input_ids", "labels")
+    )
     return tokens, F.pad(labels, (0, 1), value=-100)[:, 1:]
 
 
@@ -78,9 +107,17 @@ class Noisy(IterableDataset):
         self.context, self.batches = context, batches
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, ranks = (
+            (dist.get_rank(), dist.get_world_size())
+            if dist.is_initialized()
+            else (0, 1)
+        )
         data = rows(self.batches, 1)[rank // self.context :: ranks // self.context]
-        yield from data if rank % self.context == 0 else [{**row, "input_ids": row["input_ids"] * 0} for row in data]
+        yield from (
+            data
+            if rank % self.context == 0
+            else [{**row, "input_ids": row["input_ids"] * 0} for row in data]
+        )
 
 
 class StreamModule(HfModule):
@@ -90,17 +127,31 @@ class StreamModule(HfModule):
         return DataLoader(data, batch_size=GLOBAL_BATCH * self.context // ranks)
 
 
-def life(kind: type[HfModule], options: dict[str, Any], knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
+def life(
+    kind: type[HfModule],
+    options: dict[str, Any],
+    knobs: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Run:
     """Fit with validation, then predict."""
     on_ranks = dist.is_initialized()
-    module = kind(context=(knobs or {}).get("context_parallel_degree", 1) if on_ranks else 1, **options)
-    if on_ranks and (knobs or {}).get("context_parallel_degree", 1) > 1 and kind is not PairModule:
+    module = kind(
+        context=(knobs or {}).get("context_parallel_degree", 1) if on_ranks else 1,
+        **options,
+    )
+    if (
+        on_ranks
+        and (knobs or {}).get("context_parallel_degree", 1) > 1
+        and kind is not PairModule
+    ):
         knobs = {**(knobs or {}), "full_outputs": True}
     trainer = make_trainer(knobs, use_distributed_sampler=True, **flags)
     trainer.fit(module)
     run = report(trainer, module)
     predictions = trainer.predict(module)
-    run.extra["predicted"] = [batch["logits"] if isinstance(batch, dict) else batch for batch in predictions]
+    run.extra["predicted"] = [
+        batch["logits"] if isinstance(batch, dict) else batch for batch in predictions
+    ]
     run.weights = whole_weights(module)
     return run
 
@@ -109,43 +160,72 @@ def predicted_in_order(runs: list[Run], context: int) -> torch.Tensor:
     """Rows as one process has them: sample i of a batch is on data rank i."""
     firsts = [run.extra["predicted"] for run in runs[::context]]
     for rank, run in enumerate(runs):
-        for ours, first in zip(run.extra["predicted"], firsts[rank // context], strict=True):
+        for ours, first in zip(
+            run.extra["predicted"], firsts[rank // context], strict=True
+        ):
             assert torch.equal(ours, first), "context peers predict the same"
-    return torch.cat([torch.stack(parts, 1).flatten(0, 1) for parts in zip(*firsts, strict=True)])
+    return torch.cat(
+        [torch.stack(parts, 1).flatten(0, 1) for parts in zip(*firsts, strict=True)]
+    )
 
 
-def check(runs: list[Run], expected: Run, context: int, loss_tolerance: float, per_step: float) -> None:
+def check(
+    runs: list[Run], expected: Run, context: int, loss_tolerance: float, per_step: float
+) -> None:
     for run in runs:
         assert len(run.losses) == len(expected.losses)
-        for step, (ours, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
-            assert abs(ours - theirs) <= loss_tolerance + per_step * step, f"step {step}: {ours} against {theirs}"
+        for step, (ours, theirs) in enumerate(
+            zip(run.losses, expected.losses, strict=True)
+        ):
+            assert abs(ours - theirs) <= loss_tolerance + per_step * step, (
+                f"step {step}: {ours} against {theirs}"
+            )
         assert run.metrics.keys() == expected.metrics.keys()
         for name, value in expected.metrics.items():
             assert abs(run.metrics[name] - value) <= 5e-6, name
-    ours, theirs = predicted_in_order(runs, context), torch.cat(expected.extra["predicted"])
+    ours, theirs = (
+        predicted_in_order(runs, context),
+        torch.cat(expected.extra["predicted"]),
+    )
     assert ours.shape == theirs.shape == (8, LENGTH, VOCABULARY)
-    # Logits grow with the weights, whose own differences Adam enlarges where gradients are near zero.
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4 if ours.dtype == torch.float32 else 1e-9)
+    # Logits grow with the weights, whose own differences Adam enlarges where gradients
+    # are near zero.
+    torch.testing.assert_close(
+        ours, theirs, rtol=0, atol=2e-4 if ours.dtype == torch.float32 else 1e-9
+    )
 
 
 DEGREES = [(4, 2), (2, 2), (4, 4)]
 
 
 @pytest.mark.parametrize(
-    ("shard", "context"), [pytest.param(*pair, marks=() if pair == (2, 2) else pytest.mark.slow) for pair in DEGREES]
+    ("shard", "context"),
+    [
+        pytest.param(*pair, marks=() if pair == (2, 2) else pytest.mark.slow)
+        for pair in DEGREES
+    ],
 )
-def test_steps_of_a_transformers_model_equal_one_process(shard: int, context: int) -> None:
-    """float32: losses to 1e-6 + 2e-7 per step, which is summation order; then validation, accuracy and predictions."""
+def test_steps_of_a_transformers_model_equal_one_process(
+    shard: int, context: int
+) -> None:
+    """float32: losses to 1e-6 + 2e-7 per step, which is summation order; then
+    validation, accuracy and predictions."""
     expected = life(HfModule, {})
     knobs = {"shard_degree": shard, "context_parallel_degree": context}
     check(together(life, HfModule, {}, knobs), expected, context, 1e-6, 2e-7)
 
 
-@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "weighted", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_pairs_and_torchs_own_attention_equal_one_process(weighted: bool) -> None:
-    """float64, in windows of two micro-batches: the loss that the step returns is a mean over its own targets; it is
-    weighted before backward, or by the module, which can log it then."""
-    options, knobs = {"batches": 6, "weighted": weighted}, {"shard_degree": 4, "context_parallel_degree": 2}
+    """float64, in windows of two micro-batches: the loss that the step returns is a
+    mean over its own targets; it is weighted before backward, or by the module, which
+    can log it then."""
+    options, knobs = (
+        {"batches": 6, "weighted": weighted},
+        {"shard_degree": 4, "context_parallel_degree": 2},
+    )
     flags = {**EXACT, "accumulate_grad_batches": 2}
     expected = life(PairModule, options, **flags)
     runs = together(life, PairModule, options, knobs, **flags)
@@ -163,6 +243,10 @@ def test_context_peers_train_on_the_first_ones_stream() -> None:
 def test_losses_in_chunks_are_those_of_all_tokens_at_once() -> None:
     """float32, as above. Logits are there in validation and predictions."""
     options = {"batches": 3}
-    knobs = {"shard_degree": 4, "context_parallel_degree": 2, "chunked_cross_entropy": 5}
+    knobs = {
+        "shard_degree": 4,
+        "context_parallel_degree": 2,
+        "chunked_cross_entropy": 5,
+    }
     expected = life(HfModule, options)
     check(together(life, HfModule, options, knobs), expected, 2, 1e-6, 2e-7)

@@ -1,4 +1,5 @@
-"""A stream that every rank reads is dealt out: training and evaluation equal one process, whatever the layout."""
+"""A stream that every rank reads is dealt out: training and evaluation equal one
+process, whatever the layout."""
 
 from __future__ import annotations
 
@@ -18,15 +19,30 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.core.pipeline.cases import of_all_stages
 from tests.harness import run_ranks
-from tests.lightning.running import Run, assert_same, make_trainer, report, together, worst
+from tests.lightning.running import (
+    Run,
+    assert_same,
+    make_trainer,
+    report,
+    together,
+    worst,
+)
 
 LENGTH, VOCABULARY = 8, 29
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shards": {"shard_degree": 4},
     "replicas": {"shard_degree": 2},
-    "tensor": {"shard_degree": 2, "tensor_parallel_degree": 2, "tensor_parallel": "auto"},
+    "tensor": {
+        "shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "tensor_parallel": "auto",
+    },
     "context": {"shard_degree": 4, "context_parallel_degree": 2},
-    "stages": {"shard_degree": 2, "pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}},
+    "stages": {
+        "shard_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "pipeline": {"microbatches": 2},
+    },
 }
 KINDS = ("plain", "sized", "ready", "hf", "workers", "split", "text")
 DATA_RANKS = {"shards": 4, "replicas": 4, "tensor": 2, "context": 2, "stages": 2}
@@ -37,8 +53,9 @@ class Case:
     """What is streamed.
 
     Attributes:
-        kind: plain, sized (tells its length), ready (batches), hf (Hugging Face's), workers (split among them), split
-            (by data rank, by the dataset itself), text (batches of dicts with a list of text beside the tokens).
+        kind: plain, sized (tells its length), ready (batches), hf (Hugging Face's),
+            workers (split among them), split (by data rank, by the dataset itself),
+            text (batches of dicts with a list of text beside the tokens).
         rows, val_rows: of the streams.
     """
 
@@ -53,19 +70,33 @@ class Case:
 
 
 def tokens(rows: int, seed: int) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class Stream(IterableDataset):
-    """Items of a tensor, dealt out to workers, and from ``first`` on every ``step``-th."""
+    """Items of a tensor, dealt out to workers, and from ``first`` on every
+    ``step``-th."""
 
-    def __init__(self, items: Any, by_worker: bool = False, first: int = 0, step: int = 1) -> None:
-        self.items, self.by_worker, self.first, self.step = items, by_worker, first, step
+    def __init__(
+        self, items: Any, by_worker: bool = False, first: int = 0, step: int = 1
+    ) -> None:
+        self.items, self.by_worker, self.first, self.step = (
+            items,
+            by_worker,
+            first,
+            step,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         own = self.items[self.first :: self.step]
-        return iter(own[worker.id :: worker.num_workers] if self.by_worker and worker is not None else own)
+        return iter(
+            own[worker.id :: worker.num_workers]
+            if self.by_worker and worker is not None
+            else own
+        )
 
 
 class Sized(Stream):
@@ -73,20 +104,33 @@ class Sized(Stream):
         return len(self.items[self.first :: self.step])
 
 
-def loader_of(case: Case, rows: int, seed: int, first: int = 0, step: int = 1) -> DataLoader[Any]:
+def loader_of(
+    case: Case, rows: int, seed: int, first: int = 0, step: int = 1
+) -> DataLoader[Any]:
     data = tokens(rows, seed)
     if case.kind == "ready":
-        return DataLoader(Stream([as_batch(part) for part in data.split(case.batch_size)]), batch_size=None)
+        return DataLoader(
+            Stream([as_batch(part) for part in data.split(case.batch_size)]),
+            batch_size=None,
+        )
     dataset: Any
     if case.kind == "hf":
         columns = {"input_ids": data.tolist(), "labels": data.tolist()}
-        dataset = Dataset.from_dict(columns).to_iterable_dataset(num_shards=2).with_format("torch")
+        dataset = (
+            Dataset.from_dict(columns)
+            .to_iterable_dataset(num_shards=2)
+            .with_format("torch")
+        )
     elif case.kind == "text":
         dataset = Stream([{**as_batch(row), "text": str(row.tolist())} for row in data])
     else:
         kind = Sized if case.kind == "sized" else Stream
-        dataset = kind([as_batch(row) for row in data], case.kind == "workers", first, step)
-    return DataLoader(dataset, case.batch_size, num_workers=case.workers, drop_last=case.drop_last)
+        dataset = kind(
+            [as_batch(row) for row in data], case.kind == "workers", first, step
+        )
+    return DataLoader(
+        dataset, case.batch_size, num_workers=case.workers, drop_last=case.drop_last
+    )
 
 
 def as_batch(rows: torch.Tensor) -> dict[str, Any]:
@@ -96,19 +140,29 @@ def as_batch(rows: torch.Tensor) -> dict[str, Any]:
 def tokens_of(batch: Any) -> torch.Tensor:
     found = batch["input_ids"]
     if "text" in batch:
-        assert batch["text"] == [str(row.tolist()) for row in found], "text stays with its tokens"
+        assert batch["text"] == [str(row.tolist()) for row in found], (
+            "text stays with its tokens"
+        )
     return found
 
 
 class Streaming(LightningModule):
-    """A small Llama on streams; in one process a batch is those of all data ranks of the case's layout."""
+    """A small Llama on streams; in one process a batch is those of all data ranks of
+    the case's layout."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
         torch.manual_seed(3)
-        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, use_cache=False, **sizes)
+        sizes = {
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=16, use_cache=False, **sizes
+        )
         self.model: Any = LlamaForCausalLM(config).double()
         self.losses: list[torch.Tensor] = []
         self.rows = 0
@@ -117,11 +171,18 @@ class Streaming(LightningModule):
         return self._loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch), sync_dist=True, batch_size=len(batch["input_ids"]))
+        self.log(
+            "val_loss",
+            self._loss(batch),
+            sync_dist=True,
+            batch_size=len(batch["input_ids"]),
+        )
 
     def _loss(self, batch: Any) -> torch.Tensor:
         tokens_of(batch)  # looks at the text beside them
-        return self.model(**{name: value for name, value in batch.items() if name != "text"}).loss
+        return self.model(
+            **{name: value for name, value in batch.items() if name != "text"}
+        ).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
@@ -133,15 +194,21 @@ class Streaming(LightningModule):
             first = (places["rank"], places["num_replicas"]) if splits else (0, 1)
             return loader_of(self.case, rows, seed, *first)
         if splits:
-            loaders = [loader_of(self.case, rows, seed, rank, ranks) for rank in range(ranks)]
+            loaders = [
+                loader_of(self.case, rows, seed, rank, ranks) for rank in range(ranks)
+            ]
             each = [[tokens_of(batch) for batch in loader] for loader in loaders]
             groups = [list(group) for group in zip(*each, strict=True)]
         else:
             read = [tokens_of(batch) for batch in loader_of(self.case, rows, seed)]
-            groups = [read[start : start + ranks] for start in range(0, len(read), ranks)]
+            groups = [
+                read[start : start + ranks] for start in range(0, len(read), ranks)
+            ]
             if self.case.drop_last and self.case.kind != "ready":
                 groups = [group for group in groups if len(group) == ranks]
-        return DataLoader(Stream([as_batch(torch.cat(group)) for group in groups]), batch_size=None)
+        return DataLoader(
+            Stream([as_batch(torch.cat(group)) for group in groups]), batch_size=None
+        )
 
     def train_dataloader(self) -> Any:
         return self._loader(self.case.rows, 1)
@@ -157,10 +224,14 @@ def fit(case: Case) -> Run:
     trainer.fit(module)
     run = report(trainer, module)
     if case.layout == "stages" and dist.is_initialized():
-        run.weights = of_all_stages(trainer.strategy.parallel, dict(module.named_parameters()))  # type: ignore[attr-defined]
+        run.weights = of_all_stages(
+            trainer.strategy.parallel, dict(module.named_parameters())
+        )  # type: ignore[attr-defined]
     else:
         run.weights = {name: run.weights[name] for name, _ in module.named_parameters()}
-    return replace(run, metrics={"val_loss": float(trainer.callback_metrics["val_loss"])})
+    return replace(
+        run, metrics={"val_loss": float(trainer.callback_metrics["val_loss"])}
+    )
 
 
 def fit_each(cases: list[Case]) -> list[Run]:
@@ -168,18 +239,23 @@ def fit_each(cases: list[Case]) -> list[Run]:
 
 
 def draw(seed: int) -> Case:
-    """The number of samples is what it may be, but for what the models of the layouts cannot take."""
+    """The number of samples is what it may be, but for what the models of the layouts
+    cannot take."""
     generator = random.Random(seed)
     layout = generator.choice(list(LAYOUTS))
     kind = generator.choice(KINDS)
     if layout in ("stages", "context") and kind == "text":
         kind = "plain"  # lists are not cut
     ranks, size = DATA_RANKS[layout], generator.choice([2, 3, 4])
-    rows, drop_last = generator.randint(ranks * size, 3 * ranks * size), generator.random() < 0.3
+    rows, drop_last = (
+        generator.randint(ranks * size, 3 * ranks * size),
+        generator.random() < 0.3,
+    )
     workers = 2 if kind == "workers" else generator.choice([0, 0, 1])
     if layout == "stages":
         size, rows = 4, rows + rows % 2  # micro-batches
-    # Lightning's, too, leaves out or repeats what does not go round; a batch with fewer samples than ranks would be.
+    # Lightning's, too, leaves out or repeats what does not go round; a batch with fewer
+    # samples than ranks would be.
     val_rows = ranks * size * generator.randint(1, 2) + (size if size >= ranks else 0)
     if kind == "split":
         rows = val_rows = ranks * size * generator.randint(1, 3)
@@ -187,13 +263,23 @@ def draw(seed: int) -> Case:
         workers, drop_last = 0, False
     if kind in ("workers", "hf") and workers:
         rows = val_rows = 2 * ranks * size * generator.randint(1, 2)
-    return Case(layout, kind, rows, val_rows, size, drop_last, workers, generator.choice([1, 1, 2]))
+    return Case(
+        layout,
+        kind,
+        rows,
+        val_rows,
+        size,
+        drop_last,
+        workers,
+        generator.choice([1, 1, 2]),
+    )
 
 
 def assert_like_one_process(cases: list[Case]) -> None:
     for case, *runs in zip(cases, *together(fit_each, cases), strict=True):
         try:
-            # Lightning adds up what is logged in float32; a sample that counted twice would be far more.
+            # Lightning adds up what is logged in float32; a sample that counted twice
+            # would be far more.
             assert_same(runs, expected := fit(case), 1e-5)
             for run in runs:
                 # Transformers' loss is float32, and so is the weight of a short batch.
@@ -203,15 +289,22 @@ def assert_like_one_process(cases: list[Case]) -> None:
 
 
 # A batch left over for two of four ranks; then at random, every layout and every kind.
-STREAMS = [Case("shards", "plain", 38, 36, 4, False, 0, 1), *map(draw, (1, 5, 16, 19, 22, 27))]
+STREAMS = [
+    Case("shards", "plain", 38, 36, 4, False, 0, 1),
+    *map(draw, (1, 5, 16, 19, 22, 27)),
+]
 
 
 def test_every_layout_and_kind_of_stream_is_there() -> None:
-    assert {case.layout for case in STREAMS} == set(LAYOUTS) and {case.kind for case in STREAMS} == set(KINDS)
+    assert {case.layout for case in STREAMS} == set(LAYOUTS) and {
+        case.kind for case in STREAMS
+    } == set(KINDS)
 
 
 @pytest.mark.parametrize(
-    "cases", [STREAMS[::2], pytest.param(STREAMS[1::2], marks=pytest.mark.slow)], ids=["half", "rest"]
+    "cases",
+    [STREAMS[::2], pytest.param(STREAMS[1::2], marks=pytest.mark.slow)],
+    ids=["half", "rest"],
 )
 def test_a_stream_is_dealt_out_as_one_process_reads_it(cases: list[Case]) -> None:
     assert_like_one_process(cases)
@@ -232,8 +325,12 @@ class OwnStreams(Streaming):
 
 
 def own_streams() -> tuple[str, int, list[str]]:
-    """What is said to tensor ranks; the samples that a data rank sees, and what is said to these."""
-    case, flags = Case("shards", "plain", 12, 12, 2, False, 0, 1), {"limit_val_batches": 0}
+    """What is said to tensor ranks; the samples that a data rank sees, and what is said
+    to these."""
+    case, flags = (
+        Case("shards", "plain", 12, 12, 2, False, 0, 1),
+        {"limit_val_batches": 0},
+    )
     tensor = {"shard_degree": 1, "tensor_parallel_degree": 2, "tensor_parallel": "auto"}
     with pytest.raises(ValueError) as refused:
         make_trainer(tensor, **flags).fit(OwnStreams(case))
@@ -257,11 +354,20 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks() -> None:
+def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks() -> (
+    None
+):
     for rank, (refused, seen, said) in enumerate(run_ranks(own_streams, 2)):
-        assert "ranks 0 and 1 compute the same samples" in refused and "distributed_sampler_kwargs" in refused
+        assert (
+            "ranks 0 and 1 compute the same samples" in refused
+            and "distributed_sampler_kwargs" in refused
+        )
         assert seen == 12, "all of its own stream"
-        about = [line for line in said if "use_distributed_sampler=False" in line and "seed_everything" in line]
+        about = [
+            line
+            for line in said
+            if "use_distributed_sampler=False" in line and "seed_everything" in line
+        ]
         assert len(about) == (1 if rank == 0 else 0)
 
 

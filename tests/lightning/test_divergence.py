@@ -1,5 +1,6 @@
-"""Ranks that take different ways through a model under Lightning's Trainer: an error before the step, or one process's
-numbers (1e-12 in float64) where the branches are optional units."""
+"""Ranks that take different ways through a model under Lightning's Trainer: an error
+before the step, or one process's numbers (1e-12 in float64) where the branches are
+optional units."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class BranchingModule(LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         way = "lr"[dist.get_rank()] if index == 3 else "lr"
-        self.seen.append([p.to_local().detach().clone() for p in self.model.head.parameters()])
+        self.seen.append(
+            [p.to_local().detach().clone() for p in self.model.head.parameters()]
+        )
         return loss_of(self.model, batch_of(dist.get_rank(), 0, index), way)
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -48,11 +51,17 @@ class BranchingModule(LightningModule):
 def stopped() -> dict[str, Any]:
     module = BranchingModule()
     trainer = make_trainer(
-        {"shard_degree": 2, "units": ["Block"]}, max_epochs=1, accumulate_grad_batches=2, limit_val_batches=0
+        {"shard_degree": 2, "units": ["Block"]},
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        limit_val_batches=0,
     )
     with pytest.raises(RanksDiverged) as error:
         trainer.fit(module)
-    during, after = module.seen[-1], [p.to_local() for p in module.model.head.parameters()]
+    during, after = (
+        module.seen[-1],
+        [p.to_local() for p in module.model.head.parameters()],
+    )
     unchanged = all(map(torch.equal, during, after))
     moved = not torch.equal(module.seen[0][0], after[0])
     evaluated = make_trainer({"shard_degree": 2, "units": ["Block"]})
@@ -71,17 +80,24 @@ def test_ranks_that_go_apart_stop_before_the_step() -> None:
         where = "in micro-batch 2, rank 0: all_gather of 'model.left.0' in forward; rank 1: all_gather of 'model.right"
         assert where in seen["said"], seen["said"]
         assert seen["weights"] and seen["step"] == 1
-        assert "rank 0: all_gather of 'model.right.0'" in seen["evaluation"], seen["evaluation"]
+        assert "rank 0: all_gather of 'model.right.0'" in seen["evaluation"], seen[
+            "evaluation"
+        ]
 
 
 class OptionalModule(LightningModule):
-    """The blocks are the module's own children; which of them a rank calls follows from rank and batch."""
+    """The blocks are the module's own children; which of them a rank calls follows from
+    rank and batch."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         model = Branching()
-        self.left, self.right, self.head = nn.Sequential(*model.left), nn.Sequential(*model.right), model.head
+        self.left, self.right, self.head = (
+            nn.Sequential(*model.left),
+            nn.Sequential(*model.right),
+            model.head,
+        )
         self.losses: list[torch.Tensor] = []
 
     def loss(self, rank: int, index: int) -> torch.Tensor:
@@ -119,17 +135,27 @@ class PicturedModule(OptionalModule):
 
 
 def optional() -> list[Run]:
-    knobs: dict[str, Any] = {"shard_degree": 2, "units": {"modules": ["Block"], "optional": ["left", "right"]}}
+    knobs: dict[str, Any] = {
+        "shard_degree": 2,
+        "units": {"modules": ["Block"], "optional": ["left", "right"]},
+    }
     found: dict[str, Any] = {"shard_degree": 2, "units": {"optional": "auto"}}
     return [
-        fit(OptionalModule, knobs={**knobs, "activations": "full"}, accumulate_grad_batches=3),
+        fit(
+            OptionalModule,
+            knobs={**knobs, "activations": "full"},
+            accumulate_grad_batches=3,
+        ),
         fit(OptionalModule, knobs=knobs, accumulate_grad_batches=1),
         fit(PicturedModule, knobs=found, accumulate_grad_batches=3),
     ]
 
 
 def test_optional_units_may_be_left_out_by_any_rank() -> None:
-    expected = [fit(OptionalModule, accumulate_grad_batches=3), fit(OptionalModule, accumulate_grad_batches=1)]
+    expected = [
+        fit(OptionalModule, accumulate_grad_batches=3),
+        fit(OptionalModule, accumulate_grad_batches=1),
+    ]
     expected += [fit(PicturedModule, accumulate_grad_batches=3)]
     for runs in run_ranks(optional, 2):
         for ours, theirs in zip(runs, expected, strict=True):

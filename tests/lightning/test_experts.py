@@ -13,9 +13,23 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.core.expert_parallel import models as models  # makes its models known
 from tests.core.pipeline.cases import of_all_stages
-from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of, own_loss
+from tests.core.tensor_parallel.model_cases import (
+    Wide,
+    batches,
+    build,
+    loss_of,
+    own_loss,
+)
 from tests.harness import run_ranks
-from tests.lightning.running import Run, SaveAt, assert_same, make_trainer, report, together, whole_weights
+from tests.lightning.running import (
+    Run,
+    SaveAt,
+    assert_same,
+    make_trainer,
+    report,
+    together,
+    whole_weights,
+)
 from tests.lightning.staged import StagedModule, knobs_of
 
 BATCH, STEPS = 8, 6
@@ -36,10 +50,15 @@ class Experts(L.LightningModule):
 
     def validation_step(self, tokens: torch.Tensor, batch_idx: int) -> None:
         with Wide():
-            self.log("val_loss", own_loss(logits_of(self.model, tokens), tokens), sync_dist=True)
+            self.log(
+                "val_loss",
+                own_loss(logits_of(self.model, tokens), tokens),
+                sync_dist=True,
+            )
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)  # no steps made of rounding
+        # No steps made of rounding.
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
     def loader(self) -> DataLoader:
         rows = list(batches(1, STEPS).flatten(0, 2))
@@ -56,12 +75,19 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def trained(
-    knobs: dict[str, Any] | None = None, kind: str = "own experts", save: str = "", load: str | None = None
+    knobs: dict[str, Any] | None = None,
+    kind: str = "own experts",
+    save: str = "",
+    load: str | None = None,
 ) -> Run:
     """Two epochs; saved in the middle of the first, or loaded from there."""
     module = Experts(kind)
     savers = [SaveAt(save, 0, 3)] if save else []
-    flags: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
+    flags: dict[str, Any] = {
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "max_epochs": 2,
+    }
     trainer = make_trainer(knobs, precision="64-true", callbacks=savers, **flags)
     trainer.fit(module, ckpt_path=load)
     return report(trainer, module)
@@ -81,14 +107,19 @@ def test_a_fit_equals_one_process() -> None:
 def test_auxiliary_losses_are_those_of_one_process() -> None:
     """float64, 1e-12, as above."""
     expected = trained(kind="balanced")
-    assert_same(together(trained, {**KNOBS, "router_balance": "global"}, "balanced"), expected)
+    assert_same(
+        together(trained, {**KNOBS, "router_balance": "global"}, "balanced"), expected
+    )
 
 
 def staged(batch_size: int, knobs: dict[str, Any], **flags: Any) -> Run:
-    """One epoch through pipeline stages; what is logged and the losses are means over ranks."""
+    """One epoch through pipeline stages; what is logged and the losses are means over
+    ranks."""
     with Wide():
         module = StagedModule(kind="balanced on 4 stages", batch_size=batch_size)
-        trainer = make_trainer(knobs, gradient_clip_val=0.5, accumulate_grad_batches=2, **flags)
+        trainer = make_trainer(
+            knobs, gradient_clip_val=0.5, accumulate_grad_batches=2, **flags
+        )
         trainer.fit(module)
     losses = torch.stack([loss.double() for loss in module.losses])
     parallel = getattr(trainer.strategy, "_parallel", None)
@@ -103,15 +134,17 @@ def staged(batch_size: int, knobs: dict[str, Any], **flags: Any) -> Run:
 
 
 def test_auxiliary_losses_over_stages_are_those_of_one_process() -> None:
-    """float64, 1e-12, as above. An evaluation has the loss of a rank's tokens: all of them where a stage is one
-    rank."""
+    """float64, 1e-12, as above. An evaluation has the loss of a rank's tokens: all of
+    them where a stage is one rank."""
     expected = staged(8, {})
     assert "val_loss" in expected.metrics
     assert_same(together(staged, 8, knobs_of(4, microbatches=1)), expected)
 
 
 @pytest.mark.slow
-def test_auxiliary_losses_over_stages_of_several_ranks_are_those_of_one_process() -> None:
+def test_auxiliary_losses_over_stages_of_several_ranks_are_those_of_one_process() -> (
+    None
+):
     """float64, 1e-12, as above."""
     expected = staged(8, {}, limit_val_batches=0)
     knobs = {**knobs_of(2, shard=2, microbatches=1), "expert_parallel_degree": 2}
@@ -119,13 +152,19 @@ def test_auxiliary_losses_over_stages_of_several_ranks_are_those_of_one_process(
 
 
 def saved_and_resumed(path: str) -> tuple[Run, Run]:
-    return trained(KNOBS, save=path), trained({**KNOBS, "expert_parallel_degree": 2}, load=path)
+    return trained(KNOBS, save=path), trained(
+        {**KNOBS, "expert_parallel_degree": 2}, load=path
+    )
 
 
 @pytest.mark.slow  # in the normal run: tests/core/expert_parallel/test_checkpoints.py
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_degree(tmp_path: Path) -> None:
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_degree(
+    tmp_path: Path,
+) -> None:
     """float64, 1e-12, as above."""
-    for whole, resumed in run_ranks(saved_and_resumed, 4, str(tmp_path / "saved"), ranks_per_node=4, timeout=300):
+    for whole, resumed in run_ranks(
+        saved_and_resumed, 4, str(tmp_path / "saved"), ranks_per_node=4, timeout=300
+    ):
         assert len(resumed.losses) == 2 * STEPS - 4
         rest = Run(whole.losses[4:], whole.weights, whole.metrics, whole.extra)
         assert_same(resumed, rest)

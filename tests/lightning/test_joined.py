@@ -1,4 +1,5 @@
-"""Ranks of which one runs out of batches before the other train like one process, which sees the batches there are."""
+"""Ranks of which one runs out of batches before the other train like one process, which
+sees the batches there are."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ EPOCHS = 2
 
 def batches_of(place: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(place)
-    return [torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator) for size in SIZES[place]]
+    return [
+        torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
+        for size in SIZES[place]
+    ]
 
 
 class Stream(IterableDataset):
@@ -41,15 +45,22 @@ class Stream(IterableDataset):
 
 
 class Streaming(LanguageModule):
-    """options: weigh; sized, whether loaders tell their length. In one process a batch is those of all ranks."""
+    """options: weigh; sized, whether loaders tell their length. In one process a batch
+    is those of all ranks."""
 
     def train_dataloader(self) -> Any:
         if dist.is_initialized():
             own: Any = batches_of(rank())
-            stream = own if self.options["sized"] else DataLoader(Stream(own), batch_size=None)
+            stream = (
+                own
+                if self.options["sized"]
+                else DataLoader(Stream(own), batch_size=None)
+            )
             return JoinedLoader(stream, self.options["weigh"])
         mine, theirs = batches_of(0), batches_of(1)
-        together = [[mine[place], *theirs[place : place + 1]] for place in range(len(mine))]
+        together = [
+            [mine[place], *theirs[place : place + 1]] for place in range(len(mine))
+        ]
         return DataLoader(Stream(together), batch_size=None)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -61,31 +72,56 @@ class Streaming(LanguageModule):
 
 
 def fit(options: dict[str, Any], folder: str | None = None, **flags: Any) -> Run:
-    """folder: the run is saved in the middle of the second epoch, when one rank repeats, and another one goes on."""
+    """folder: the run is saved in the middle of the second epoch, when one rank
+    repeats, and another one goes on."""
     monitor = SmpMonitor(every_n_steps=1)
-    flags = {"limit_val_batches": 0, "max_epochs": EPOCHS, "callbacks": [monitor], **flags}
+    flags = {
+        "limit_val_batches": 0,
+        "max_epochs": EPOCHS,
+        "callbacks": [monitor],
+        **flags,
+    }
     path = None if folder is None else f"{folder}/left"
     if path is not None:
-        saving = LambdaCallback(on_train_batch_end=lambda at, *_: at.global_step == 9 and at.save_checkpoint(path))
-        make_trainer({"shard_degree": 2}, **{**flags, "callbacks": [saving]}).fit(Streaming(**options).double())
+        saving = LambdaCallback(
+            on_train_batch_end=lambda at, *_: (
+                at.global_step == 9 and at.save_checkpoint(path)
+            )
+        )
+        make_trainer({"shard_degree": 2}, **{**flags, "callbacks": [saving]}).fit(
+            Streaming(**options).double()
+        )
     module = Streaming(**options).double()
     trainer = make_trainer({"shard_degree": 2}, **flags)
     trainer.fit(module, ckpt_path=path)
-    run = report(trainer, module, steps=trainer.global_step, samples=monitor.latest["samples"])
+    run = report(
+        trainer, module, steps=trainer.global_step, samples=monitor.latest["samples"]
+    )
     return replace(run, metrics={})  # of the monitor
 
 
 @pytest.mark.parametrize(
     ("weigh", "sized", "window"),
-    [("samples", False, 1), ("ranks", True, 2), *(pytest.param("ranks", False, 2, marks=pytest.mark.slow),)],
+    [
+        ("samples", False, 1),
+        ("ranks", True, 2),
+        *(pytest.param("ranks", False, 2, marks=pytest.mark.slow),),
+    ],
 )
-def test_a_rank_that_runs_out_trains_like_one_process(weigh: str, sized: bool, window: int) -> None:
-    options, flags = {"weigh": weigh, "sized": sized}, {"accumulate_grad_batches": window}
+def test_a_rank_that_runs_out_trains_like_one_process(
+    weigh: str, sized: bool, window: int
+) -> None:
+    options, flags = (
+        {"weigh": weigh, "sized": sized},
+        {"accumulate_grad_batches": window},
+    )
     runs = together(fit, options, ranks=2, **flags)
     assert_same(runs, fit(options, **flags))
     for run in runs:
         assert run.extra["steps"] == EPOCHS * -(-5 // window)
-        assert run.extra["samples"] == EPOCHS * sum(map(sum, SIZES)), "a repeated batch is not counted"
+        assert run.extra["samples"] == EPOCHS * sum(map(sum, SIZES)), (
+            "a repeated batch is not counted"
+        )
 
 
 def test_it_goes_on_in_the_middle_of_an_epoch(tmp_path: Any) -> None:
@@ -112,7 +148,8 @@ class Shuffled(Sampler[int]):
 
 
 def refusals() -> tuple[dict[str, str], list[int]]:
-    """What is said on this rank where a loader cannot be joined; and the epochs that a sampler was told."""
+    """What is said on this rank where a loader cannot be joined; and the epochs that a
+    sampler was told."""
     options: dict[str, Any] = {"weigh": "ranks", "sized": True}
     own, module = batches_of(0), Streaming(**options).double()
     two, nothing = {"shard_degree": 2}, {"limit_val_batches": 0}
@@ -131,7 +168,9 @@ def refusals() -> tuple[dict[str, str], list[int]]:
     said["other strategy"] = str(failed.value)
     sampler = Shuffled()
     loader = DataLoader(token_rows(1), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    make_trainer(two, **nothing, max_epochs=2).fit(Streaming(**options).double(), JoinedLoader(loader))
+    make_trainer(two, **nothing, max_epochs=2).fit(
+        Streaming(**options).double(), JoinedLoader(loader)
+    )
     return said, sampler.epochs
 
 
@@ -142,7 +181,10 @@ def test_what_cannot_be_joined_is_refused_on_all_ranks() -> None:
         assert "needs strategy='smp_sharded'" in said["other strategy"]
         assert "one of several training loaders" in said["several"]
         assert "samples=lambda batch" in said["no tensor"]
-    trainer, mesh = SimpleNamespace(train_dataloader=JoinedLoader([])), SimpleNamespace(data_size=1)
+    trainer, mesh = (
+        SimpleNamespace(train_dataloader=JoinedLoader([])),
+        SimpleNamespace(data_size=1),
+    )
     mesh.topology = SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match="where ranks share a batch"):
         require_joined_alone(trainer, mesh)  # type: ignore[arg-type]

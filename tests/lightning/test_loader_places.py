@@ -1,5 +1,6 @@
-"""A run goes on in the middle of an epoch where its data loader keeps its own place, as torchdata's StatefulDataLoader
-does: no sample is seen twice or lost, although Lightning reads a stream one batch ahead of training."""
+"""A run goes on in the middle of an epoch where its data loader keeps its own place, as
+torchdata's StatefulDataLoader does: no sample is seen twice or lost, although Lightning
+reads a stream one batch ahead of training."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ KINDS = ("dealt", "split", "sized")
 
 
 class Stream(IterableDataset):
-    """Numbers from ``place`` on, of which ``taken`` are this rank's; it counts what it has read."""
+    """Numbers from ``place`` on, of which ``taken`` are this rank's; it counts what it
+    has read."""
 
     def __init__(self, taken: list[int]) -> None:
         self.taken, self.place = taken, 0
@@ -58,9 +60,12 @@ class Seeing(LightningModule):
         rank, size = self.trainer.strategy.data_rank, self.trainer.strategy.data_size
         if self.kind == "dealt":
             return KeepsPlace(Stream(list(range(ROWS))), batch_size=BATCH)
-        # Ranks take of the stream at places that differ: rank 0 has fewer rows at its beginning.
+        # Ranks take of the stream at places that differ: rank 0 has fewer rows at its
+        # beginning.
         first = [row for row in range(ROWS // 2) if (row % 4 == 3) == (rank == 0)]
-        second = [row for row in range(ROWS // 2, ROWS) if (row % 4 == 3) == (rank == 1)]
+        second = [
+            row for row in range(ROWS // 2, ROWS) if (row % 4 == 3) == (rank == 1)
+        ]
         return (Sized if self.kind == "sized" else KeepsPlace)(
             Stream([*first, *second][: ROWS // size]), batch_size=BATCH
         )
@@ -77,18 +82,26 @@ class SavesAfter(Callback):
     def __init__(self, batches: int, path: Path) -> None:
         self.batches, self.path = batches, path
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx + 1 == self.batches:
             trainer.save_checkpoint(self.path)
 
 
 def seen(kind: str, accumulate: int, folder: Path) -> dict[str, Any]:
-    """What this rank trains on without an end, and what it does from each of three checkpoints on."""
+    """What this rank trains on without an end, and what it does from each of three
+    checkpoints on."""
 
     def fit(steps: int, **more: Any) -> tuple[Trainer, list[list[int]]]:
         module = Seeing(kind)
         callbacks = more.pop("callbacks", [])
-        flags = {"max_epochs": -1, "max_steps": steps, "accumulate_grad_batches": accumulate, "callbacks": callbacks}
+        flags = {
+            "max_epochs": -1,
+            "max_steps": steps,
+            "accumulate_grad_batches": accumulate,
+            "callbacks": callbacks,
+        }
         trainer = make_trainer({"shard_degree": 2}, **flags)
         trainer.fit(module, **more)
         return trainer, module.seen
@@ -97,8 +110,15 @@ def seen(kind: str, accumulate: int, folder: Path) -> dict[str, Any]:
     _, whole = fit(STEPS, callbacks=saves)
     trainer, _ = fit(2)
     trainer.save_checkpoint(folder / "ended")
-    places = {"after-3": 3 // accumulate * accumulate, "after-4": 4, "ended": 2 * accumulate}
-    return {name: (whole[place:], fit(STEPS, ckpt_path=folder / name)[1]) for name, place in places.items()}
+    places = {
+        "after-3": 3 // accumulate * accumulate,
+        "after-4": 4,
+        "ended": 2 * accumulate,
+    }
+    return {
+        name: (whole[place:], fit(STEPS, ckpt_path=folder / name)[1])
+        for name, place in places.items()
+    }
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -1,4 +1,5 @@
-"""Manual optimization equals one process: two optimizers, accumulation by hand, parameters of the LightningModule."""
+"""Manual optimization equals one process: two optimizers, accumulation by hand,
+parameters of the LightningModule."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch import nn
 from tests.core.models import VOCABULARY, loss_of
 from tests.lightning.adversaries import Adversaries
 from tests.lightning.modules import LanguageModule
-from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
+from tests.lightning.running import (
+    Run,
+    assert_same,
+    fit,
+    make_trainer,
+    report,
+    together,
+)
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
 
@@ -26,17 +34,23 @@ EXACT: dict[str, Any] = {"precision": "64-true"}
         ("toggled", 2),
         ("leaking", 4),
         pytest.param("in_closure", 2, marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("toggled", 4), ("toggled", 1), ("cleared", 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("toggled", 4), ("toggled", 1), ("cleared", 2))
+        ),
     ],
 )
 def test_two_optimizers_train_like_one_process(style: str, degree: int) -> None:
     expected = fit(Adversaries, {"style": style}, **EXACT)
-    assert_same(together(fit, Adversaries, {"style": style}, {"shard_degree": degree}, **EXACT), expected)
+    assert_same(
+        together(fit, Adversaries, {"style": style}, {"shard_degree": degree}, **EXACT),
+        expected,
+    )
 
 
 class StepsLast(Adversaries):
-    """Both backward passes, then both steps: the discriminator's forward gathers the generator before its step, and
-    nothing frees it in between."""
+    """Both backward passes, then both steps: the discriminator's forward gathers the
+    generator before its step, and nothing frees it in between."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         noise, real = batch[:, :4], batch[:, 4:]
@@ -51,7 +65,10 @@ class StepsLast(Adversaries):
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_forward_uses_weights_from_before_a_step(degree: int) -> None:
-    assert_same(together(fit, StepsLast, knobs={"shard_degree": degree}, **EXACT), fit(StepsLast, **EXACT))
+    assert_same(
+        together(fit, StepsLast, knobs={"shard_degree": degree}, **EXACT),
+        fit(StepsLast, **EXACT),
+    )
 
 
 class Sharing(Adversaries):
@@ -65,12 +82,17 @@ class Sharing(Adversaries):
 
     def configure_optimizers(self) -> Any:
         generator = torch.optim.AdamW(self.generator.parameters(), lr=0.01)
-        return [generator, torch.optim.SGD(self.discriminator[2].parameters(), lr=0.1, momentum=0.9)]
+        return [
+            generator,
+            torch.optim.SGD(self.discriminator[2].parameters(), lr=0.1, momentum=0.9),
+        ]
 
 
 def test_two_networks_may_share_a_unit() -> None:
     style, knobs = {"style": "cleared"}, {"shard_degree": 2, "units": ["Linear"]}
-    assert_same(together(fit, Sharing, style, knobs, **EXACT), fit(Sharing, style, **EXACT))
+    assert_same(
+        together(fit, Sharing, style, knobs, **EXACT), fit(Sharing, style, **EXACT)
+    )
 
 
 class ByHand(LanguageModule):
@@ -83,11 +105,15 @@ class ByHand(LanguageModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         last = batch_idx % 2 == 1
-        block = getattr(self.trainer.strategy, "block_backward_sync", contextlib.nullcontext)
+        block = getattr(
+            self.trainer.strategy, "block_backward_sync", contextlib.nullcontext
+        )
         context: Any = contextlib.nullcontext()
         if self.options["way"] == "toggle_model":
             context = optimizer.toggle_model(sync_grad=last)
-        elif self.options["way"] == "every backward blocked" or (self.options["way"] == "block" and not last):
+        elif self.options["way"] == "every backward blocked" or (
+            self.options["way"] == "block" and not last
+        ):
             context = block()
         with context:
             loss = self.loss(batch)
@@ -104,17 +130,22 @@ class ByHand(LanguageModule):
     [
         "toggle_model",
         "every backward blocked",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("block", "nothing blocked")),
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in ("block", "nothing blocked")
+        ),
     ],
 )
 def test_accumulation_by_hand_equals_one_process(way: str) -> None:
     expected = fit(ByHand, {"way": "nothing blocked"}, **EXACT)
-    assert_same(together(fit, ByHand, {"way": way}, {"shard_degree": 2}, **EXACT), expected)
+    assert_same(
+        together(fit, ByHand, {"way": way}, {"shard_degree": 2}, **EXACT), expected
+    )
 
 
 class TwoSpeeds(Adversaries):
-    """The generator steps after every second batch, its first backward blocked; the discriminator after every one, in
-    the middle of the generator's window."""
+    """The generator steps after every second batch, its first backward blocked; the
+    discriminator after every one, in the middle of the generator's window."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         noise, real = batch[:, :4], batch[:, 4:]
@@ -132,7 +163,10 @@ class TwoSpeeds(Adversaries):
 
 
 def test_one_optimizer_may_step_inside_the_window_of_another() -> None:
-    assert_same(together(fit, TwoSpeeds, knobs={"shard_degree": 2}, **EXACT), fit(TwoSpeeds, **EXACT))
+    assert_same(
+        together(fit, TwoSpeeds, knobs={"shard_degree": 2}, **EXACT),
+        fit(TwoSpeeds, **EXACT),
+    )
 
 
 class Twins(Adversaries):
@@ -146,21 +180,32 @@ class Twins(Adversaries):
 def fit_monitored(folder: str, knobs: dict[str, Any] | None = None) -> Run:
     monitor = LearningRateMonitor("step")
     module = Twins(style="toggled", batches=2)
-    trainer = make_trainer(knobs, callbacks=[monitor], logger=CSVLogger(folder), log_every_n_steps=1, **EXACT)
+    trainer = make_trainer(
+        knobs,
+        callbacks=[monitor],
+        logger=CSVLogger(folder),
+        log_every_n_steps=1,
+        **EXACT,
+    )
     trainer.fit(module)
     return report(trainer, module, rates=dict(monitor.lrs))
 
 
-def test_the_learning_rates_of_two_optimizers_of_one_kind_are_both_logged(tmp_path: Path) -> None:
+def test_the_learning_rates_of_two_optimizers_of_one_kind_are_both_logged(
+    tmp_path: Path,
+) -> None:
     expected = fit_monitored(str(tmp_path / "alone"))
     assert list(expected.extra["rates"]) == ["lr-AdamW", "lr-AdamW-1"]
-    for run in together(fit_monitored, str(tmp_path / "ours"), {"shard_degree": 2}, ranks=2):
+    for run in together(
+        fit_monitored, str(tmp_path / "ours"), {"shard_degree": 2}, ranks=2
+    ):
         assert_same(run, expected)
         assert run.extra["rates"] == expected.extra["rates"]
 
 
 class OwnParameters(LanguageModule):
-    """Parameters directly on the LightningModule, one of them 0-d, beside a child's; uneven: 23 rows."""
+    """Parameters directly on the LightningModule, one of them 0-d, beside a child's;
+    uneven: 23 rows."""
 
     def build(self) -> None:
         super().build()
@@ -185,9 +230,21 @@ class OwnParameters(LanguageModule):
         return None
 
 
-@pytest.mark.parametrize("degree", [2, *(pytest.param(degree, marks=pytest.mark.slow) for degree in (1, 4))])
+@pytest.mark.parametrize(
+    "degree", [2, *(pytest.param(degree, marks=pytest.mark.slow) for degree in (1, 4))]
+)
 @pytest.mark.parametrize("manual", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_parameters_of_the_lightning_module_itself_train_like_one_process(manual: bool, degree: int) -> None:
-    flags = {**EXACT, **({} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})}
+def test_parameters_of_the_lightning_module_itself_train_like_one_process(
+    manual: bool, degree: int
+) -> None:
+    flags = {
+        **EXACT,
+        **({} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    }
     expected = fit(OwnParameters, {"manual": manual}, **flags)
-    assert_same(together(fit, OwnParameters, {"manual": manual}, {"shard_degree": degree}, **flags), expected)
+    assert_same(
+        together(
+            fit, OwnParameters, {"manual": manual}, {"shard_degree": degree}, **flags
+        ),
+        expected,
+    )

@@ -1,4 +1,5 @@
-"""The memory knobs under the Trainer: the same losses and weights as without, to the last bit."""
+"""The memory knobs under the Trainer: the same losses and weights as without, to the
+last bit."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def fit(**knobs: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     module = Module()
     loader = DataLoader(tokens(3, samples=16), batch_size=2)
-    trainer = make_trainer({"shard_degree": 2, **knobs}, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    trainer = make_trainer(
+        {"shard_degree": 2, **knobs},
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+    )
     trainer.fit(module, loader, loader)
     weights = {name: whole(parameter) for name, parameter in module.named_parameters()}
     return module.losses, {**weights, "loss": trainer.callback_metrics["loss"]}
@@ -57,7 +63,13 @@ def test_every_saver_trains_the_same() -> None:
     settings = {
         "none": {},
         "by name": {"activations": {"checkpoint": {"model.blocks.[02]": "full"}}},
-        "inputs offloaded": {"activations": {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}},
+        "inputs offloaded": {
+            "activations": {
+                "checkpoint": "full",
+                "offload": True,
+                "offload_min_bytes": 0,
+            }
+        },
         "optimizer offloaded": {"state_offload": "optimizer"},
         "all offloaded": {"state_offload": "all", "activations": "selective"},
         "slices over the world": {"shard_degree": 1, "optimizer_shard": "world"},
@@ -71,9 +83,13 @@ def test_every_saver_trains_the_same() -> None:
         assert len(found["none"][0]) == 8
         for name, (its_losses, its_weights) in found.items():
             # The norm that clips is a sum over other parts where slices are stepped.
-            losses, weights = found["slices over the world" if "slices" in name else "none"]
+            losses, weights = found[
+                "slices over the world" if "slices" in name else "none"
+            ]
             assert all(map(torch.equal, its_losses, losses)), name
-            assert all(torch.equal(its_weights[key], value) for key, value in weights.items()), name
+            assert all(
+                torch.equal(its_weights[key], value) for key, value in weights.items()
+            ), name
 
 
 def watched(folder: str) -> dict[str, Any]:
@@ -109,11 +125,22 @@ def test_the_monitor_takes_peaks_apart_on_request(tmp_path: Path) -> None:
     shards = max(found["shards"] for found in ranks)
     last = steps[8].device
     assert (last["parameters"], last["optimizer"]) == (shards, 2 * shards)
-    assert last["activations"] > 0 and last["gathered"] > 0 and 0 <= last["gradients"] <= shards
+    assert (
+        last["activations"] > 0
+        and last["gathered"] > 0
+        and 0 <= last["gradients"] <= shards
+    )
     for found in ranks:
-        figures = {kind: found["latest"][f"peak_{kind}_gib"] for kind in KINDS if kind != "other"}
+        figures = {
+            kind: found["latest"][f"peak_{kind}_gib"]
+            for kind in KINDS
+            if kind != "other"
+        }
         assert figures == {kind: last[kind] / 2**30 for kind in figures}
-        assert "peak_other_gib" not in found["latest"] and "peak_host_rss_gib" in found["latest"]
+        assert (
+            "peak_other_gib" not in found["latest"]
+            and "peak_host_rss_gib" in found["latest"]
+        )
         assert found["still watched"] == 0, "hooks of saved tensors are left over"
         assert "activations 0.000 GiB" in found["summary"]
     assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")
@@ -123,13 +150,19 @@ def test_the_monitor_takes_peaks_apart_on_request(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "broken.jsonl").write_text('{"step": 1}\n{}\n')
     refused = CliRunner().invoke(app, ["memory-report", str(tmp_path / "broken.jsonl")])
-    assert refused.exit_code == 1 and "line 1: not a line of SmpMonitor's memory log" in refused.output
+    assert (
+        refused.exit_code == 1
+        and "line 1: not a line of SmpMonitor's memory log" in refused.output
+    )
 
 
 def test_what_is_asked_of_the_monitor_wrongly() -> None:
     with pytest.raises(ValueError, match="memory_every_n_steps=0"):
         SmpMonitor(memory_every_n_steps=0)
-    with pytest.raises(ValueError, match=r"no step was watched; write SmpMonitor\(memory_every_n_steps=100\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no step was watched; write SmpMonitor\(memory_every_n_steps=100\)",
+    ):
         SmpMonitor().save_memory_plot("nothing.png")
     trainer = make_trainer(callbacks=[SmpMonitor(memory_every_n_steps=1)])
     with pytest.raises(ValueError, match="SingleDeviceStrategy; leave it out"):
@@ -142,7 +175,8 @@ class Plain(Module):
 
 
 def plan_with_sgd(gib: float) -> dict[str, Any]:
-    """Degrees and warnings when configure_optimizers makes SGD, by planner.optimizer."""
+    """Degrees and warnings when configure_optimizers makes SGD, by
+    planner.optimizer."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -150,20 +184,31 @@ def plan_with_sgd(gib: float) -> dict[str, Any]:
     found = {}
     for planned in ("auto", "sgd"):
         said.clear()
-        knobs = {"planner": {"device_memory_gib": gib, "memory_headroom": 0.0, "optimizer": planned}}
+        knobs = {
+            "planner": {
+                "device_memory_gib": gib,
+                "memory_headroom": 0.0,
+                "optimizer": planned,
+            }
+        }
         trainer = make_trainer(knobs, max_steps=1)
         trainer.fit(Plain(), DataLoader(tokens(3, samples=4)))
-        found[planned] = (trainer.strategy.mesh.shard_degree, [line for line in said if "planned for" in line])
+        found[planned] = (
+            trainer.strategy.mesh.shard_degree,
+            [line for line in said if "planned for" in line],
+        )
     logging.getLogger("smp").removeHandler(handler)
     return found
 
 
 def test_a_plan_for_another_optimizer_is_said_and_can_be_asked_for() -> None:
-    """Room for four copies of the parameters: SGD has parameters, gradients and (gathered at once) at most a third;
-    AdamW has two states more."""
+    """Room for four copies of the parameters: SGD has parameters, gradients and
+    (gathered at once) at most a third; AdamW has two states more."""
     model_bytes = sum(parameter.numel() for parameter in Module().parameters()) * 4
     degrees = run_ranks(plan_with_sgd, 2, 3.9 * model_bytes / 2**30)
     for rank, found in enumerate(degrees):
         assert found["auto"][0] == 2 and found["sgd"] == (1, [])
         assert len(found["auto"][1]) == (1 if rank == 0 else 0)
-    assert "planned for adamw and gave 2; found SGD, 0 states" in degrees[0]["auto"][1][0]
+    assert (
+        "planned for adamw and gave 2; found SGD, 0 states" in degrees[0]["auto"][1][0]
+    )

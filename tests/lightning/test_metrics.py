@@ -1,4 +1,5 @@
-"""What is logged is the global batch's: sync_dist, torchmetrics, all_gather, and what loggers write."""
+"""What is logged is the global batch's: sync_dist, torchmetrics, all_gather, and what
+loggers write."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EXACT: dict[str, Any] = {"precision": "64-true"}
 
 
 class Measured(LanguageModule):
-    """Logs by every way that Lightning has; each is over all samples, whoever held them."""
+    """Logs by every way that Lightning has; each is over all samples, whoever held
+    them."""
 
     def build(self) -> None:
         super().build()
@@ -33,15 +35,36 @@ class Measured(LanguageModule):
         self.seen(batch.numel())
         self.log("seen", self.seen, on_step=False, on_epoch=True)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("token_sum", batch.sum(), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
-        self.log("token_max", batch[:, 0].max().double(), reduce_fx="max", on_epoch=True, sync_dist=True)
-        self.log("token_min", batch[:, 1].min().double(), reduce_fx="min", on_epoch=True, sync_dist=True)
+        self.log(
+            "token_sum",
+            batch.sum(),
+            reduce_fx="sum",
+            on_step=False,
+            on_epoch=True,
+            sync_dist=True,
+        )
+        self.log(
+            "token_max",
+            batch[:, 0].max().double(),
+            reduce_fx="max",
+            on_epoch=True,
+            sync_dist=True,
+        )
+        self.log(
+            "token_min",
+            batch[:, 1].min().double(),
+            reduce_fx="min",
+            on_epoch=True,
+            sync_dist=True,
+        )
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         logits = self.model(batch[:, :-1]).flatten(0, 1)
         self.accuracy(logits, batch[:, 1:].flatten())
-        self.spread.update(logits.mean(1), torch.zeros(len(logits), dtype=torch.float64))
+        self.spread.update(
+            logits.mean(1), torch.zeros(len(logits), dtype=torch.float64)
+        )
         self.log_dict({"accuracy": self.accuracy, "spread": self.spread}, on_epoch=True)
         return super().validation_step(batch, batch_idx)
 
@@ -59,18 +82,33 @@ def fit_measured(knobs: dict[str, Any] | None = None) -> Run:
 
 @pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_metrics_are_those_of_the_global_batch(degree: int) -> None:
-    """Callback metrics of both kinds on every rank; counts are exact, the rest to 1e-12."""
+    """Callback metrics of both kinds on every rank; counts are exact, the rest to
+    1e-12."""
     expected = fit_measured()
-    names = {"seen", "train_loss_epoch", "token_sum", "token_max_epoch", "accuracy", "spread", "val_loss", "gathered"}
+    names = {
+        "seen",
+        "train_loss_epoch",
+        "token_sum",
+        "token_max_epoch",
+        "accuracy",
+        "spread",
+        "val_loss",
+        "gathered",
+    }
     assert names <= expected.metrics.keys()
     assert expected.metrics["seen"] == 4 * 8 * 7
     assert_same(together(fit_measured, {"shard_degree": degree}), expected)
 
 
 def fit_logged(folder: str, knobs: dict[str, Any] | None = None) -> Run:
-    loggers = [CSVLogger(folder, name="csv", version=0), TensorBoardLogger(folder, name="tb", version=0)]
+    loggers = [
+        CSVLogger(folder, name="csv", version=0),
+        TensorBoardLogger(folder, name="tb", version=0),
+    ]
     module = Measured()
-    trainer = make_trainer(knobs, logger=loggers, log_every_n_steps=1, max_epochs=2, **EXACT)
+    trainer = make_trainer(
+        knobs, logger=loggers, log_every_n_steps=1, max_epochs=2, **EXACT
+    )
     trainer.fit(module)
     return report(trainer, module)
 
@@ -85,11 +123,15 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder / "tb" / "version_0"))
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def test_loggers_write_what_they_write_for_one_process(tmp_path: Path) -> None:
-    """CSV rows to 1e-12; TensorBoard keeps float32, 1e-6 of each value; files of one process only."""
+    """CSV rows to 1e-12; TensorBoard keeps float32, 1e-6 of each value; files of one
+    process only."""
     alone, ours = tmp_path / "alone", tmp_path / "ours"
     fit_logged(str(alone))
     together(fit_logged, str(ours), {"shard_degree": 2}, ranks=2)
@@ -107,8 +149,15 @@ def test_loggers_write_what_they_write_for_one_process(tmp_path: Path) -> None:
         values = [value for _, value in written[tag]]
         assert values == pytest.approx([value for _, value in points], rel=1e-6), tag
     files = [
-        sorted(path.name.partition(".")[0] for path in (at / "tb" / "version_0").iterdir()) for at in (ours, alone)
+        sorted(
+            path.name.partition(".")[0] for path in (at / "tb" / "version_0").iterdir()
+        )
+        for at in (ours, alone)
     ]
     assert files[0] == files[1]
-    hyper_parameters = [(at / "csv" / "version_0" / "hparams.yaml").read_text() for at in (ours, alone)]
-    assert hyper_parameters[0] == hyper_parameters[1] and "width: 8" in hyper_parameters[0]
+    hyper_parameters = [
+        (at / "csv" / "version_0" / "hparams.yaml").read_text() for at in (ours, alone)
+    ]
+    assert (
+        hyper_parameters[0] == hyper_parameters[1] and "width: 8" in hyper_parameters[0]
+    )

@@ -1,4 +1,5 @@
-"""Kinds of models: vision, frozen for a while, compiled; each trains like one process."""
+"""Kinds of models: vision, frozen for a while, compiled; each trains like one
+process."""
 
 from __future__ import annotations
 
@@ -15,17 +16,34 @@ from torch import nn
 from smp_core.checkpoint import read_index
 from tests.core.models import TroubledModel
 from tests.lightning.modules import LanguageModule, PictureModule
-from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
+from tests.lightning.running import (
+    Run,
+    assert_same,
+    fit,
+    make_trainer,
+    report,
+    together,
+)
 
-EXACT: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+EXACT: dict[str, Any] = {
+    "precision": "64-true",
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.1,
+}
 
 
 class Convolutions(PictureModule):
-    """Kernels [out, in, height, width] with fewer rows than ranks (3) and an uneven number (7)."""
+    """Kernels [out, in, height, width] with fewer rows than ranks (3) and an uneven
+    number (7)."""
 
     def build(self) -> None:
         self.model = nn.Sequential(
-            nn.Conv2d(3, 7, 3), nn.GELU(), nn.GroupNorm(1, 7), nn.Conv2d(7, 3, 3), nn.Flatten(), nn.Linear(12, 4)
+            nn.Conv2d(3, 7, 3),
+            nn.GELU(),
+            nn.GroupNorm(1, 7),
+            nn.Conv2d(7, 3, 3),
+            nn.Flatten(),
+            nn.Linear(12, 4),
         )
 
 
@@ -60,16 +78,26 @@ class VisionTransformer(PictureModule):
         pytest.param(VisionTransformer, 4, marks=pytest.mark.slow),
     ],
 )
-def test_vision_models_train_like_one_process(kind: type[PictureModule], degree: int) -> None:
+def test_vision_models_train_like_one_process(
+    kind: type[PictureModule], degree: int
+) -> None:
     flags = {**EXACT, "max_epochs": 2}
-    assert_same(together(fit, kind, knobs={"shard_degree": degree}, **flags), fit(kind, **flags))
+    assert_same(
+        together(fit, kind, knobs={"shard_degree": degree}, **flags), fit(kind, **flags)
+    )
 
 
 def test_blocks_of_a_transformers_vision_model_become_units() -> None:
     for run in together(fit_and_list_units, VisionTransformer, {"shard_degree": 2}):
         # Before 5 Transformers called the blocks vit.encoder.layer.0 and so on.
-        blocks = [re.fullmatch(r"model\.vit\.(?:layers|encoder\.layer)\.(\d+)", name) for name in run.extra["units"]]
-        assert sorted(block[1] for block in blocks if block) == ["0", "1"] and run.extra["whole"] == []
+        blocks = [
+            re.fullmatch(r"model\.vit\.(?:layers|encoder\.layer)\.(\d+)", name)
+            for name in run.extra["units"]
+        ]
+        assert (
+            sorted(block[1] for block in blocks if block) == ["0", "1"]
+            and run.extra["whole"] == []
+        )
 
 
 def fit_and_list_units(kind: type[LanguageModule], knobs: dict[str, Any]) -> Run:
@@ -77,23 +105,33 @@ def fit_and_list_units(kind: type[LanguageModule], knobs: dict[str, Any]) -> Run
     trainer = make_trainer(knobs, max_steps=1)
     trainer.fit(module)
     parallel = trainer.strategy.parallel  # type: ignore[attr-defined]
-    return report(trainer, module, units=[unit.name for unit in parallel.units], whole=list(parallel.plan.replicated))
+    return report(
+        trainer,
+        module,
+        units=[unit.name for unit in parallel.units],
+        whole=list(parallel.plan.replicated),
+    )
 
 
 class ThawLater(BaseFinetuning):
-    """Lightning's own way to finetune: the blocks are frozen first and join the optimizer in the second epoch."""
+    """Lightning's own way to finetune: the blocks are frozen first and join the
+    optimizer in the second epoch."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.model.blocks)
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer, lr=0.02)
+            self.unfreeze_and_add_param_group(
+                pl_module.model.blocks, optimizer, lr=0.02
+            )
 
 
 class TrainableOnly(LanguageModule):
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        return torch.optim.AdamW(
+            [p for p in self.parameters() if p.requires_grad], lr=self.lr
+        )
 
 
 def fit_thawing(knobs: dict[str, Any] | None = None) -> Run:
@@ -110,20 +148,29 @@ def test_blocks_that_are_thawed_later_train_like_one_process(degree: int) -> Non
 
 
 class Compiled(LanguageModule):
-    """options["backend"]: of torch.compile; options["blocks"]: compiles blocks in place of the whole model."""
+    """options["backend"]: of torch.compile; options["blocks"]: compiles blocks in place
+    of the whole model."""
 
     def build(self) -> None:
         model = TroubledModel()
         backend = self.options["backend"]
         if self.options.get("blocks"):
-            model.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in model.blocks)
+            model.blocks = nn.ModuleList(
+                torch.compile(block, backend=backend) for block in model.blocks
+            )
             self.model = model
         else:
             self.model = torch.compile(model, backend=backend)  # type: ignore[assignment]
 
 
-def fit_and_save(kind: type[LanguageModule], options: dict[str, Any], knobs: dict[str, Any], folder: str) -> Run:
-    """Then another module, not compiled, starts from the checkpoint and trains a second epoch."""
+def fit_and_save(
+    kind: type[LanguageModule],
+    options: dict[str, Any],
+    knobs: dict[str, Any],
+    folder: str,
+) -> Run:
+    """Then another module, not compiled, starts from the checkpoint and trains a second
+    epoch."""
     module = kind(**options)
     trainer = make_trainer(knobs, **EXACT)
     trainer.fit(module)
@@ -148,12 +195,17 @@ def check_compiled(options: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("blocks", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compiled_submodules_train_alike_and_save_plain_names(blocks: bool, tmp_path: Path) -> None:
-    """The backend that runs the captured graph as it is: capture, guards and names, without a C++ compiler."""
+def test_compiled_submodules_train_alike_and_save_plain_names(
+    blocks: bool, tmp_path: Path
+) -> None:
+    """The backend that runs the captured graph as it is: capture, guards and names,
+    without a C++ compiler."""
     check_compiled({"backend": "eager", "blocks": blocks}, tmp_path / "saved")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
-def test_compiled_submodules_train_alike_with_generated_code(blocks: bool, tmp_path: Path) -> None:
+def test_compiled_submodules_train_alike_with_generated_code(
+    blocks: bool, tmp_path: Path
+) -> None:
     check_compiled({"backend": "inductor", "blocks": blocks}, tmp_path / "saved")

@@ -1,4 +1,5 @@
-"""Muon under Trainer: one process's training on shards, through a checkpoint that another degree goes on from."""
+"""Muon under Trainer: one process's training on shards, through a checkpoint that
+another degree goes on from."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.lightning.running import Run, assert_same, fit, fit_twice, report, to
 
 
 class ByMuon(LanguageModule):
-    """A model without matrices whose gradients are rounding errors, which Muon makes large."""
+    """A model without matrices whose gradients are rounding errors, which Muon makes
+    large."""
 
     def build(self) -> None:
         self.model = PlainModel()
@@ -33,4 +35,7 @@ def in_two_fits(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> 
 
 def test_trains_and_resumes_like_one_process(tmp_path: Path) -> None:
     expected = fit(ByMuon, {"batches": 3}, max_epochs=2, **FLAGS)
-    assert_same(together(in_two_fits, tmp_path, {"shard_degree": 4}, {"shard_degree": 2}), expected)
+    assert_same(
+        together(in_two_fits, tmp_path, {"shard_degree": 4}, {"shard_degree": 2}),
+        expected,
+    )

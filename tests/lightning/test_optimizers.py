@@ -1,5 +1,5 @@
-"""Optimizers as users make them under Lightning: in ``__init__``, used by several fits, with rates that are tensors,
-beside schedules. All of them train as one process does."""
+"""Optimizers as users make them under Lightning: in ``__init__``, used by several fits,
+with rates that are tensors, beside schedules. All of them train as one process does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 
 from tests.lightning.adversaries import Adversaries
 from tests.lightning.modules import LanguageModule
-from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
+from tests.lightning.running import (
+    Run,
+    assert_same,
+    fit,
+    make_trainer,
+    report,
+    together,
+)
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
 WORLD: dict[str, Any] = {"shard_degree": 1, "optimizer_shard": "world"}
@@ -34,13 +41,18 @@ def fit_twice(knobs: dict[str, Any] | None = None) -> Run:
     return report(trainer, module)
 
 
-@pytest.mark.parametrize("knobs", [pytest.param({"shard_degree": 2}, marks=pytest.mark.slow), WORLD], ids=str)
-def test_an_optimizer_made_in_init_trains_the_sharded_module_in_every_fit(knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "knobs", [pytest.param({"shard_degree": 2}, marks=pytest.mark.slow), WORLD], ids=str
+)
+def test_an_optimizer_made_in_init_trains_the_sharded_module_in_every_fit(
+    knobs: dict[str, Any],
+) -> None:
     assert_same(together(fit_twice, knobs, ranks=2), fit_twice())
 
 
 class TensorRate(LanguageModule):
-    """A rate that is a tensor, and a schedule that is made before the strategy sees the optimizer."""
+    """A rate that is a tensor, and a schedule that is made before the strategy sees the
+    optimizer."""
 
     def configure_optimizers(self) -> Any:
         rate = torch.tensor(0.01, dtype=torch.float64)
@@ -58,14 +70,26 @@ def resumed(knobs: dict[str, Any], path: str) -> Run:
         if epoch == 1:
             trainer.save_checkpoint(path)
     on_host = getattr(trainer.optimizers[0], "host_bytes", int)()
-    return report(trainer, module, on_host=on_host, rate=float(trainer.optimizers[0].param_groups[0]["lr"]))
+    return report(
+        trainer,
+        module,
+        on_host=on_host,
+        rate=float(trainer.optimizers[0].param_groups[0]["lr"]),
+    )
 
 
-RESUMED = [{"shard_degree": 2, "state_offload": "optimizer"}, {**WORLD, "checkpoint": "full"}]
+RESUMED = [
+    {"shard_degree": 2, "state_offload": "optimizer"},
+    {**WORLD, "checkpoint": "full"},
+]
 
 
-@pytest.mark.parametrize("knobs", [pytest.param(RESUMED[0], marks=pytest.mark.slow), RESUMED[1]], ids=str)
-def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(knobs: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "knobs", [pytest.param(RESUMED[0], marks=pytest.mark.slow), RESUMED[1]], ids=str
+)
+def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(
+    knobs: dict[str, Any], tmp_path: Path
+) -> None:
     expected = fit(TensorRate, {"batches": 2}, max_epochs=2, **EXACT)
     expected.losses = expected.losses[2:]
     for run in together(resumed, knobs, str(tmp_path / "ours.ckpt"), ranks=2):
@@ -74,9 +98,12 @@ def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(knobs: di
         assert ("state_offload" in knobs) == (run.extra["on_host"] > 0)
 
 
-@pytest.mark.parametrize("style", ["toggled", pytest.param("cleared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "style", ["toggled", pytest.param("cleared", marks=pytest.mark.slow)]
+)
 def test_two_optimizers_over_the_world_keep_their_gradients_apart(style: str) -> None:
-    """What an optimizer steps are masters then; switching them off has to switch off the parameters."""
+    """What an optimizer steps are masters then; switching them off has to switch off
+    the parameters."""
     knobs = {"shard_degree": 2, "optimizer_shard": "world"}
     runs = together(fit, Adversaries, {"style": style}, knobs, **EXACT)
     assert_same(runs, fit(Adversaries, {"style": style}, **EXACT))

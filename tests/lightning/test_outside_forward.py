@@ -1,4 +1,5 @@
-"""What users do with weights in hooks, outside of forward: numbers of them, loading, copies, calls of submodules."""
+"""What users do with weights in hooks, outside of forward: numbers of them, loading,
+copies, calls of submodules."""
 
 from __future__ import annotations
 
@@ -13,21 +14,39 @@ from tests.lightning.running import Run, assert_same, make_trainer, report, toge
 
 
 class Numbers(LanguageModule):
-    """Statistics of weights in a hook, as numbers, are among the losses that are compared; and a decision by one."""
+    """Statistics of weights in a hook, as numbers, are among the losses that are
+    compared; and a decision by one."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        # 13 rows; 3 rows, fewer than ranks; a 0-d tensor. An empty part has no maximum, in torch.
-        weights = self.model.blocks[0].up.weight, self.model.blocks[1].narrow.weight, self.model.gain
+        # 13 rows; 3 rows, fewer than ranks; a 0-d tensor. An empty part has no maximum,
+        # in torch.
+        weights = (
+            self.model.blocks[0].up.weight,
+            self.model.blocks[1].narrow.weight,
+            self.model.gain,
+        )
         for number, weight in enumerate(weights):
-            found = [float(weight.norm()), weight.mean().item(), float((weight > 0).sum())]
+            found = [
+                float(weight.norm()),
+                weight.mean().item(),
+                float((weight > 0).sum()),
+            ]
             found += [] if number == 1 else [float(weight.abs().max())]
-            self.losses.append(torch.tensor([*found, float(bool(weight.isnan().any()))], dtype=torch.float64).sum())
-        if self.model.blocks[0].up.bias.max() > self.model.blocks[0].up.bias.abs().mean():
+            self.losses.append(
+                torch.tensor(
+                    [*found, float(bool(weight.isnan().any()))], dtype=torch.float64
+                ).sum()
+            )
+        if (
+            self.model.blocks[0].up.bias.max()
+            > self.model.blocks[0].up.bias.abs().mean()
+        ):
             self.losses.append(torch.tensor(1.0))
 
 
 class Restoring(LanguageModule):
-    """Goes back to whole weights of its own in the middle: of the root, and of a block."""
+    """Goes back to whole weights of its own in the middle: of the root, and of a
+    block."""
 
     def on_train_start(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -41,7 +60,11 @@ class Restoring(LanguageModule):
         if batch_idx == 1:
             self.model.load_state_dict(self.whole)
         elif batch_idx == 2:
-            block = {name.removeprefix("blocks.1."): value for name, value in self.whole.items() if "blocks.1" in name}
+            block = {
+                name.removeprefix("blocks.1."): value
+                for name, value in self.whole.items()
+                if "blocks.1" in name
+            }
             self.model.blocks[1].load_state_dict(block)
 
 
@@ -53,8 +76,12 @@ def fit(kind: type[LanguageModule], knobs: dict[str, Any] | None = None) -> Run:
 
 
 @pytest.mark.parametrize("kind", [Numbers, Restoring])
-@pytest.mark.parametrize("knobs", [{"shard_degree": 4}, {"shard_degree": 2, "optimizer_shard": "world"}])
-def test_hooks_see_and_load_whole_weights_as_in_one_process(kind: type[LanguageModule], knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "knobs", [{"shard_degree": 4}, {"shard_degree": 2, "optimizer_shard": "world"}]
+)
+def test_hooks_see_and_load_whole_weights_as_in_one_process(
+    kind: type[LanguageModule], knobs: dict[str, Any]
+) -> None:
     assert_same(together(fit, kind, knobs), fit(kind))
 
 
@@ -63,8 +90,14 @@ class CallsSubmodule(LanguageModule):
         hidden = torch.randn(2, 8)
         if self.options["how"] == "as a call":
             parallel = self.trainer.strategy.parallel
-            inside = parallel.call(self.model.blocks[0].up, hidden), parallel.call(self.model.blocks[0], hidden)
-            assert [each.shape[1] for each in (parallel.call(self.model.head, hidden), *inside)] == [23, 13, 8]
+            inside = (
+                parallel.call(self.model.blocks[0].up, hidden),
+                parallel.call(self.model.blocks[0], hidden),
+            )
+            assert [
+                each.shape[1]
+                for each in (parallel.call(self.model.head, hidden), *inside)
+            ] == [23, 13, 8]
         else:
             assert self.model.head(hidden).shape[1] == 23
 

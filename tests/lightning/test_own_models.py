@@ -1,4 +1,5 @@
-"""Models of one's own over context ranks under the Trainer: exact, or refused before a step is taken."""
+"""Models of one's own over context ranks under the Trainer: exact, or refused before a
+step is taken."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from smp_core.context_parallel import positions
-from tests.core.context_parallel.own_models import LENGTH, VOCABULARY, WIDTH, Case, OwnModel, draw, loss_of
+from tests.core.context_parallel.own_models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    OwnModel,
+    draw,
+    loss_of,
+)
 from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, make_trainer, report
 
@@ -38,12 +47,18 @@ class OwnModule(LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         generator = torch.Generator().manual_seed(3)
-        tokens, targets = torch.randint(VOCABULARY, (2, BATCH * STEPS, LENGTH), generator=generator)
+        tokens, targets = torch.randint(
+            VOCABULARY, (2, BATCH * STEPS, LENGTH), generator=generator
+        )
         data: Any = TensorDataset(tokens, targets)
         if dist.is_initialized():
             return DataLoader(data, batch_size=BATCH * 2 // dist.get_world_size())
         # In the order of Lightning's own sampler.
-        return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+        return DataLoader(
+            data,
+            batch_size=BATCH,
+            sampler=DistributedSampler(data, num_replicas=1, rank=0),
+        )
 
 
 class Scattered(OwnModule):
@@ -54,14 +69,19 @@ class Scattered(OwnModule):
         del self.model
         torch.manual_seed(1)
         self.counts, self.words = counts, nn.Embedding(VOCABULARY, WIDTH)
-        self.places, self.head = nn.Embedding(LENGTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.places, self.head = (
+            nn.Embedding(LENGTH, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         tokens, targets = batch
         places = torch.arange(tokens.shape[1]) if self.counts else positions(tokens)
         x = self.words(tokens) + self.places(places)
         q = x.unflatten(-1, (4, -1)).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(
+            1, 2
+        ).flatten(2)
         loss = loss_of(self.head(x), targets)
         self.losses.append(loss.detach())
         return loss
@@ -73,7 +93,9 @@ MORE = [*map(str, (16, 23, 38, 73, 75))]
 
 
 def module_of(name: str) -> OwnModule:
-    return Scattered(SCATTERED[name]) if name in SCATTERED else OwnModule(draw(int(name)))
+    return (
+        Scattered(SCATTERED[name]) if name in SCATTERED else OwnModule(draw(int(name)))
+    )
 
 
 def is_right(name: str) -> bool:
@@ -97,13 +119,16 @@ def lives(names: list[str]) -> list[Run | str]:
 
 
 def check(names: list[str]) -> None:
-    """float64, weights after two steps. Two rows' targets are as many on each rank, so that means are, too."""
+    """float64, weights after two steps. Two rows' targets are as many on each rank, so
+    that means are, too."""
     right = [name for name in names if is_right(name)]
     expected = dict(zip(right, lives(right), strict=True))
     for seen in run_ranks(lives, 4, names, ranks_per_node=2, timeout=1200):
         for name, ours in zip(names, seen, strict=True):
             if name not in expected:
-                assert isinstance(ours, str) and "context_parallel_degree=1" in ours, f"{name}: {ours}"
+                assert isinstance(ours, str) and "context_parallel_degree=1" in ours, (
+                    f"{name}: {ours}"
+                )
                 continue
             theirs = expected[name]
             assert isinstance(ours, Run) and isinstance(theirs, Run), f"{name}: {ours}"

@@ -1,5 +1,6 @@
-"""Hooks of parameters that a LightningModule registers in `__init__`, in `configure_model` or in `on_fit_start` see,
-and change, one process's gradients: float64, to 1e-12."""
+"""Hooks of parameters that a LightningModule registers in `__init__`, in
+`configure_model` or in `on_fit_start` see, and change, one process's gradients:
+float64, to 1e-12."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.lightning.running import Run, assert_same, make_trainer, report, toge
 def register(module: Any) -> None:
     """A mask of the rows that are trained, a clamp, and a note of the norm."""
     module.norms = []
-    first, *_, last, _ = (p for p in module.model.parameters() if p.requires_grad and p.ndim > 1)
+    first, *_, last, _ = (
+        p for p in module.model.parameters() if p.requires_grad and p.ndim > 1
+    )
     trained = torch.ones(len(first), 1)
     trained[::2] = 0
     first.register_hook(lambda gradient: gradient * trained)
@@ -49,7 +52,11 @@ def fits(knobs: dict[str, Any]) -> list[Run]:
     for kind in KINDS:
         module = kind(batches=5)
         trainer = make_trainer(
-            knobs, precision="64-true", accumulate_grad_batches=2, gradient_clip_val=0.1, limit_val_batches=0
+            knobs,
+            precision="64-true",
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.1,
+            limit_val_batches=0,
         )
         trainer.fit(module)
         runs.append(report(trainer, module, norms=module.norms))
@@ -68,11 +75,15 @@ def fits_of_all(layouts: list[dict[str, Any]]) -> list[list[Run]]:
     ],
     ids=str,
 )
-def test_hooks_of_a_module_see_and_change_one_processs_gradients(layout: dict[str, Any]) -> None:
+def test_hooks_of_a_module_see_and_change_one_processs_gradients(
+    layout: dict[str, Any],
+) -> None:
     expected = fits({})
     for by_layout in together(fits_of_all, [layout]):
         for runs in by_layout:
             for seen, right in zip(runs, expected, strict=True):
                 assert_same(seen, right)
                 assert right.extra["norms"]
-                assert seen.extra["norms"] == pytest.approx(right.extra["norms"], rel=1e-12)
+                assert seen.extra["norms"] == pytest.approx(
+                    right.extra["norms"], rel=1e-12
+                )

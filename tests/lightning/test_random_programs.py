@@ -1,4 +1,5 @@
-"""Random programs of Lightning give what they give in one process, to 1e-9 in float64, or are refused in words."""
+"""Random programs of Lightning give what they give in one process, to 1e-9 in float64,
+or are refused in words."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ def on_ranks(programs: list[tuple[Program, str]]) -> list[dict[str, Any] | str]:
     found: list[dict[str, Any] | str] = []
     for program, folder in programs:
         try:
-            found.append(run(program, folder, make=module_over_axes if "axes" in program else module_of))
+            found.append(
+                run(
+                    program,
+                    folder,
+                    make=module_over_axes if "axes" in program else module_of,
+                )
+            )
         except Exception as error:  # the same on all ranks
             found.append("".join(traceback.format_exception(error)))
     return found
@@ -37,30 +44,52 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         lines = [f"{path}: only one has {key}" for key in ours.keys() ^ theirs.keys()]
         for key in theirs:
-            lines += differences(ours[key], theirs[key], f"{path} / {key}") if key in ours else []
+            lines += (
+                differences(ours[key], theirs[key], f"{path} / {key}")
+                if key in ours
+                else []
+            )
         return lines
     if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
         if len(ours) != len(theirs):
-            return [f"{path}: {len(ours)} items, in one process {len(theirs)}: {ours} {theirs}"]
+            return [
+                f"{path}: {len(ours)} items, in one process {len(theirs)}: {ours} {theirs}"
+            ]
         lines = []
         for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             lines += differences(one, other, f"{path} / {number}")
         return lines
     if torch.is_tensor(theirs):
-        same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE)
-        return [] if same else [f"{path}: tensors are {(ours - theirs).abs().max()} apart"]
+        same = ours.shape == theirs.shape and torch.allclose(
+            ours, theirs, rtol=0, atol=TOLERANCE
+        )
+        return (
+            [] if same else [f"{path}: tensors are {(ours - theirs).abs().max()} apart"]
+        )
     try:
-        same = math.isclose(float(ours), float(theirs), rel_tol=0, abs_tol=TOLERANCE) or str(ours) == str(theirs)
+        same = math.isclose(
+            float(ours), float(theirs), rel_tol=0, abs_tol=TOLERANCE
+        ) or str(ours) == str(theirs)
     except (TypeError, ValueError):
         same = ours == theirs
     return [] if same else [f"{path}: {ours}, in one process {theirs}"]
 
 
-def problems(programs: list[Program], folder: Path, ranks: int = 2) -> list[tuple[Program, str]]:
-    programs = [{**program, "train": program["train"] // ranks * ranks} for program in programs]
-    expected = on_ranks([(program, str(folder / f"alone-{program['seed']}")) for program in programs])
-    placed = [(program, str(folder / f"ranks-{program['seed']}")) for program in programs]
-    of_ranks = run_ranks(on_ranks, ranks, placed, ranks_per_node=2, timeout=LIMIT + 30 * len(programs))
+def problems(
+    programs: list[Program], folder: Path, ranks: int = 2
+) -> list[tuple[Program, str]]:
+    programs = [
+        {**program, "train": program["train"] // ranks * ranks} for program in programs
+    ]
+    expected = on_ranks(
+        [(program, str(folder / f"alone-{program['seed']}")) for program in programs]
+    )
+    placed = [
+        (program, str(folder / f"ranks-{program['seed']}")) for program in programs
+    ]
+    of_ranks = run_ranks(
+        on_ranks, ranks, placed, ranks_per_node=2, timeout=LIMIT + 30 * len(programs)
+    )
     found = []
     for program, ours, theirs in zip(programs, of_ranks[0], expected, strict=True):
         if isinstance(theirs, str):
@@ -72,7 +101,9 @@ def problems(programs: list[Program], folder: Path, ranks: int = 2) -> list[tupl
     return found
 
 
-def on_lives(lives: list[tuple[Program, str, int | None]]) -> list[dict[str, Any] | str | None]:
+def on_lives(
+    lives: list[tuple[Program, str, int | None]],
+) -> list[dict[str, Any] | str | None]:
     warnings.filterwarnings("ignore")
     found: list[dict[str, Any] | str | None] = []
     for program, folder, number in lives:
@@ -83,19 +114,36 @@ def on_lives(lives: list[tuple[Program, str, int | None]]) -> list[dict[str, Any
     return found
 
 
-def problems_of_lives(programs: list[Program], folder: Path) -> list[tuple[Program, str]]:
+def problems_of_lives(
+    programs: list[Program], folder: Path
+) -> list[tuple[Program, str]]:
     """As `problems`, of runs that are interrupted and go on at other layouts."""
-    expected = on_lives([(program, str(folder / f"alone-{program['seed']}"), None) for program in programs])
+    expected = on_lives(
+        [
+            (program, str(folder / f"alone-{program['seed']}"), None)
+            for program in programs
+        ]
+    )
     last: dict[int, Any] = {}
     for number in range(3):
         for ranks in (4, 2, 1):
-            alive = [each for each in programs if number < len(each["lives"]) and each["lives"][number][0] == ranks]
-            alive = [each for each in alive if not isinstance(last.get(each["seed"]), str)]
-            lives = [(each, str(folder / f"ranks-{each['seed']}"), number) for each in alive]
+            alive = [
+                each
+                for each in programs
+                if number < len(each["lives"]) and each["lives"][number][0] == ranks
+            ]
+            alive = [
+                each for each in alive if not isinstance(last.get(each["seed"]), str)
+            ]
+            lives = [
+                (each, str(folder / f"ranks-{each['seed']}"), number) for each in alive
+            ]
             if not lives:
                 continue
             limit = LIMIT + 30 * len(lives)
-            shown = run_ranks(on_lives, ranks, lives, ranks_per_node=min(2, ranks), timeout=limit)[0]
+            shown = run_ranks(
+                on_lives, ranks, lives, ranks_per_node=min(2, ranks), timeout=limit
+            )[0]
             last |= {each["seed"]: one for each, one in zip(alive, shown, strict=True)}
     found = []
     for program, whole in zip(programs, expected, strict=True):
@@ -104,7 +152,11 @@ def problems_of_lives(programs: list[Program], folder: Path) -> list[tuple[Progr
             found.append((program, f"fails in one process: {whole[-600:]}"))
         elif isinstance(ours, str):
             found.append((program, ours[-1500:]))
-        elif whole is not None and ours is not None and (lines := differences(*reversed(rest_of(whole, ours)))):
+        elif (
+            whole is not None
+            and ours is not None
+            and (lines := differences(*reversed(rest_of(whole, ours))))
+        ):
             found.append((program, "\n".join(lines[:6])))
     return found
 
@@ -130,7 +182,8 @@ WRONG_ONCE: dict[str, Program] = {
 
 # And in runs that go on in the middle of an epoch.
 WRONG_WHEN_GOING_ON: dict[str, Program] = {
-    # Behind the end of the shorter of two loaders; behind a validation that a schedule looks at.
+    # Behind the end of the shorter of two loaders; behind a validation that a schedule
+    # looks at.
     "windows by epoch": {
         "callbacks": ["accumulation"], "schedule": "plateau", "loaders": "list, all", "train": 20,
         "optimizer": "Adagrad", "place": (1, 0.9),
@@ -144,7 +197,10 @@ WRONG_WHEN_GOING_ON: dict[str, Program] = {
 
 
 def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
-    programs = [{**BASE, **each, "seed": number} for number, each in enumerate(WRONG_ONCE.values())]
+    programs = [
+        {**BASE, **each, "seed": number}
+        for number, each in enumerate(WRONG_ONCE.values())
+    ]
     assert problems(programs, tmp_path) == []
 
 
@@ -153,7 +209,10 @@ def test_what_was_wrong_when_runs_went_on_is_as_in_one_process(tmp_path: Path) -
     for number, each in enumerate(WRONG_WHEN_GOING_ON.values()):
         program = {**BASE, **each, "seed": number}
         program["flags"] = {**program["flags"], "max_epochs": 3}
-        lives = [(2, program["knobs"], *program["place"]), (2, program["knobs"], -1, 0.0)]
+        lives = [
+            (2, program["knobs"], *program["place"]),
+            (2, program["knobs"], -1, 0.0),
+        ]
         programs.append({**program, "lives": lives})
     assert problems_of_lives(programs, tmp_path) == []
 
@@ -166,22 +225,39 @@ def test_a_drawn_program_is_as_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("first", range(100, 400, 50))
-def test_many_drawn_programs_are_as_in_one_process(first: int, ranks: int, tmp_path: Path) -> None:
-    assert problems([draw(seed) for seed in range(first, first + 50)], tmp_path, ranks) == []
+def test_many_drawn_programs_are_as_in_one_process(
+    first: int, ranks: int, tmp_path: Path
+) -> None:
+    assert (
+        problems([draw(seed) for seed in range(first, first + 50)], tmp_path, ranks)
+        == []
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(0, 80, 20))
-def test_many_drawn_programs_over_axes_are_as_in_one_process(first: int, tmp_path: Path) -> None:
-    assert problems([draw_over_axes(seed) for seed in range(first, first + 20)], tmp_path, 4) == []
+def test_many_drawn_programs_over_axes_are_as_in_one_process(
+    first: int, tmp_path: Path
+) -> None:
+    assert (
+        problems(
+            [draw_over_axes(seed) for seed in range(first, first + 20)], tmp_path, 4
+        )
+        == []
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(0, 80, 20))
 def test_many_drawn_programs_go_on_at_other_layouts(first: int, tmp_path: Path) -> None:
-    assert problems_of_lives([draw_lives(seed) for seed in range(first, first + 20)], tmp_path) == []
+    assert (
+        problems_of_lives(
+            [draw_lives(seed) for seed in range(first, first + 20)], tmp_path
+        )
+        == []
+    )
 
 
 def said_of_gradients(programs: list[tuple[Program, str]]) -> list[list[str]]:
@@ -198,13 +274,34 @@ def said_of_gradients(programs: list[tuple[Program, str]]) -> list[list[str]]:
     return found
 
 
-def test_hooks_that_look_for_gradients_where_there_are_none_are_named(tmp_path: Path) -> None:
-    hooks = {"overrides": ["on_before_optimizer_step", "on_after_backward"], "callbacks": ["edits gradients", "stop"]}
-    world = {**BASE, **hooks, "knobs": {"shard_degree": 1, "optimizer_shard": "world"}, "seed": 0}
+def test_hooks_that_look_for_gradients_where_there_are_none_are_named(
+    tmp_path: Path,
+) -> None:
+    hooks = {
+        "overrides": ["on_before_optimizer_step", "on_after_backward"],
+        "callbacks": ["edits gradients", "stop"],
+    }
+    world = {
+        **BASE,
+        **hooks,
+        "knobs": {"shard_degree": 1, "optimizer_shard": "world"},
+        "seed": 0,
+    }
     stages = {**IN_STAGES, **hooks, "seed": 1}
     first, other = run_ranks(
-        said_of_gradients, 2, [(world, str(tmp_path / "0")), (stages, str(tmp_path / "1"))], ranks_per_node=2
+        said_of_gradients,
+        2,
+        [(world, str(tmp_path / "0")), (stages, str(tmp_path / "1"))],
+        ranks_per_node=2,
     )
     assert [len(said) for said in first] == [1, 1] and other == [[], []]
-    for (said,), why in zip(first, ("no gradients on parameters", "gradients of its own stage's"), strict=True):
-        assert why in said and "what on_before_optimizer_step and Edits.on_before_optimizer_step" in said
+    for (said,), why in zip(
+        first,
+        ("no gradients on parameters", "gradients of its own stage's"),
+        strict=True,
+    ):
+        assert (
+            why in said
+            and "what on_before_optimizer_step and Edits.on_before_optimizer_step"
+            in said
+        )

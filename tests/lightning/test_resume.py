@@ -1,4 +1,5 @@
-"""A run that was saved goes on as if it had not been interrupted: on other numbers of ranks, other shard degrees."""
+"""A run that was saved goes on as if it had not been interrupted: on other numbers of
+ranks, other shard degrees."""
 
 from __future__ import annotations
 
@@ -18,13 +19,26 @@ from torch import nn
 
 from tests.lightning.modules import ScheduledModule
 from tests.lightning.resuming import BATCHES, assert_goes_on, fit_from
-from tests.lightning.running import Run, assert_same, make_trainer, report, together, whole_weights
+from tests.lightning.running import (
+    Run,
+    assert_same,
+    make_trainer,
+    report,
+    together,
+    whole_weights,
+)
 
 
 @contextmanager
 def one_rank_world() -> Iterator[None]:
-    """This process as the only rank of a process group, as torchrun --nproc-per-node=1 would start it."""
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    """This process as the only rank of a process group, as torchrun --nproc-per-node=1
+    would start it."""
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     with patch.dict(os.environ, environment):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -116,9 +130,13 @@ def validate_extended(path: str) -> Run:
 
 
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_without_strict_loading_what_fits_is_loaded_and_the_rest_kept(whole: bool, tmp_path: Path) -> None:
+def test_without_strict_loading_what_fits_is_loaded_and_the_rest_kept(
+    whole: bool, tmp_path: Path
+) -> None:
     path = str(tmp_path / "saved")
-    saved = on_ranks(4, {"shard_degree": 4, "checkpoint": {"full_state_dict": whole}}, 1, save=path)[0]
+    saved = on_ranks(
+        4, {"shard_degree": 4, "checkpoint": {"full_state_dict": whole}}, 1, save=path
+    )[0]
     runs = together(validate_extended, path, ranks=2)
     # What is not in the checkpoint is rank 0's, the same on all.
     kept = {f"added.{name}": value for name, value in runs[0].extra["start"].items()}
@@ -137,17 +155,29 @@ class WithBackbone(ScheduledModule):
         return super().loss(tokens) + self.backbone(row).pow(2).mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        return torch.optim.Adam(
+            [p for p in self.parameters() if p.requires_grad], lr=self.lr
+        )
 
 
 def fit_with_callbacks(
-    knobs: dict[str, Any] | None, epochs: int, load: str | None = None, save: str | None = None, timed: bool = False
+    knobs: dict[str, Any] | None,
+    epochs: int,
+    load: str | None = None,
+    save: str | None = None,
+    timed: bool = False,
 ) -> Run:
-    """The backbone is unfrozen after the first epoch. ``timed``: with a timer that has run out when it is restored."""
+    """The backbone is unfrozen after the first epoch. ``timed``: with a timer that has
+    run out when it is restored."""
     module = WithBackbone(batches=BATCHES)
     limit = timedelta(microseconds=1) if timed else timedelta(days=1)
-    callbacks = [BackboneFinetuning(1, backbone_initial_lr=1e-3, verbose=False), Timer(limit, verbose=False)]
-    trainer = make_trainer(knobs, max_epochs=epochs, precision="64-true", callbacks=callbacks)
+    callbacks = [
+        BackboneFinetuning(1, backbone_initial_lr=1e-3, verbose=False),
+        Timer(limit, verbose=False),
+    ]
+    trainer = make_trainer(
+        knobs, max_epochs=epochs, precision="64-true", callbacks=callbacks
+    )
     trainer.fit(module, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -156,16 +186,26 @@ def fit_with_callbacks(
 
 
 def test_callbacks_have_their_states_when_a_resumed_fit_starts(tmp_path: Path) -> None:
-    """BackboneFinetuning makes its parameter groups anew, and Timer stops before the first step, as in one process,
-    which rounds float64 weights to float32 when it loads them."""
-    ours, theirs, knobs = str(tmp_path / "ours"), str(tmp_path / "theirs"), {"shard_degree": 2}
+    """BackboneFinetuning makes its parameter groups anew, and Timer stops before the
+    first step, as in one process, which rounds float64 weights to float32 when it loads
+    them."""
+    ours, theirs, knobs = (
+        str(tmp_path / "ours"),
+        str(tmp_path / "theirs"),
+        {"shard_degree": 2},
+    )
     together(fit_with_callbacks, knobs, 2, save=ours, ranks=2)
     fit_with_callbacks(None, 2, save=theirs)
     expected = fit_with_callbacks(None, 3, load=theirs)
     runs = together(fit_with_callbacks, knobs, 3, load=ours, ranks=2)
     assert_same(runs, expected, tolerance=1e-6)
-    assert all(run.extra == expected.extra and len(run.extra["rates"]) == 2 for run in runs)
+    assert all(
+        run.extra == expected.extra and len(run.extra["rates"]) == 2 for run in runs
+    )
     stopped = fit_with_callbacks(None, 3, load=theirs, timed=True).extra["steps"]
     assert all(
-        run.extra["steps"] == stopped for run in together(fit_with_callbacks, knobs, 3, load=ours, timed=True, ranks=2)
+        run.extra["steps"] == stopped
+        for run in together(
+            fit_with_callbacks, knobs, 3, load=ours, timed=True, ranks=2
+        )
     )

@@ -1,4 +1,5 @@
-"""SmpCheckpoint: every N steps or at the interval it finds, the newest few, and a resume from the newest."""
+"""SmpCheckpoint: every N steps or at the interval it finds, the newest few, and a
+resume from the newest."""
 
 from __future__ import annotations
 
@@ -17,11 +18,19 @@ from tests.lightning.running import make_trainer
 BATCHES = 6
 
 
-def fit(folder: str, epochs: int, load: str | None = None, async_save: bool = False, **options: Any) -> list[int]:
+def fit(
+    folder: str,
+    epochs: int,
+    load: str | None = None,
+    async_save: bool = False,
+    **options: Any,
+) -> list[int]:
     """The optimizer steps after which it saved."""
     saver = SmpCheckpoint(folder, **options)
     knobs = {"shard_degree": 2, "checkpoint": {"async_save": async_save}}
-    trainer = make_trainer(knobs, callbacks=[saver], enable_checkpointing=True, max_epochs=epochs)
+    trainer = make_trainer(
+        knobs, callbacks=[saver], enable_checkpointing=True, max_epochs=epochs
+    )
     saved: list[int] = []
     save_checkpoint = trainer.save_checkpoint
 
@@ -38,12 +47,29 @@ def fit(folder: str, epochs: int, load: str | None = None, async_save: bool = Fa
 def every_four_steps(folder: str, async_save: bool) -> list[Any]:
     first = fit(folder, 1, checkpoint_interval=4, keep_last=2, async_save=async_save)
     between = sorted(os.listdir(folder))
-    second = fit(folder, 2, load="last", checkpoint_interval=4, keep_last=2, async_save=async_save)
-    return [first, between, second, sorted(os.listdir(folder)), os.readlink(f"{folder}/last.ckpt")]
+    second = fit(
+        folder,
+        2,
+        load="last",
+        checkpoint_interval=4,
+        keep_last=2,
+        async_save=async_save,
+    )
+    return [
+        first,
+        between,
+        second,
+        sorted(os.listdir(folder)),
+        os.readlink(f"{folder}/last.ckpt"),
+    ]
 
 
-@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_newest_few_stay_and_the_newest_is_last(async_save: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "async_save", [pytest.param(False, marks=pytest.mark.slow), True]
+)
+def test_the_newest_few_stay_and_the_newest_is_last(
+    async_save: bool, tmp_path: Path
+) -> None:
     for first, between, second, after, last in run_ranks(
         every_four_steps, 4, str(tmp_path), async_save, ranks_per_node=2
     ):
@@ -56,7 +82,8 @@ def test_the_newest_few_stay_and_the_newest_is_last(async_save: bool, tmp_path: 
 
 
 def hold(folder: str, name: str) -> None:
-    """Leave what a run leaves that is killed while it writes a checkpoint behind training."""
+    """Leave what a run leaves that is killed while it writes a checkpoint behind
+    training."""
     if dist.get_rank() == 0:
         os.makedirs(f"{folder}/{name}")
         if os.path.lexists(f"{folder}/last.ckpt"):
@@ -67,16 +94,23 @@ def hold(folder: str, name: str) -> None:
 
 def after_kills(folder: str) -> list[Any]:
     hold(folder, "step-00000004.ckpt")
-    first = fit(folder, 1, load="last", checkpoint_interval=4, keep_last=2, async_save=True)
+    first = fit(
+        folder, 1, load="last", checkpoint_interval=4, keep_last=2, async_save=True
+    )
     between = sorted(os.listdir(folder))
     dist.barrier()
     hold(folder, "step-00000010.ckpt")
-    second = fit(folder, 2, load="last", checkpoint_interval=4, keep_last=2, async_save=True)
+    second = fit(
+        folder, 2, load="last", checkpoint_interval=4, keep_last=2, async_save=True
+    )
     return [first, between, second, sorted(os.listdir(folder))]
 
 
-def test_the_place_of_a_save_that_was_killed_keeps_no_run_from_going_on(tmp_path: Path) -> None:
-    """A run begins anew where its first save was, and otherwise goes on from the save before, under the same names."""
+def test_the_place_of_a_save_that_was_killed_keeps_no_run_from_going_on(
+    tmp_path: Path,
+) -> None:
+    """A run begins anew where its first save was, and otherwise goes on from the save
+    before, under the same names."""
     for first, between, second, after in run_ranks(after_kills, 2, str(tmp_path)):
         assert first == [4, 6]
         assert between == ["last.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
@@ -85,13 +119,23 @@ def test_the_place_of_a_save_that_was_killed_keeps_no_run_from_going_on(tmp_path
 
 
 def at_its_own_interval(folder: str) -> tuple[list[int], list[int]]:
-    often = fit(f"{folder}/often", 2, checkpoint_interval="auto", mean_time_between_failures=1e-6)
-    seldom = fit(f"{folder}/seldom", 2, checkpoint_interval="auto", mean_time_between_failures=1e12)
+    often = fit(
+        f"{folder}/often",
+        2,
+        checkpoint_interval="auto",
+        mean_time_between_failures=1e-6,
+    )
+    seldom = fit(
+        f"{folder}/seldom",
+        2,
+        checkpoint_interval="auto",
+        mean_time_between_failures=1e12,
+    )
     return often, seldom
 
 
 def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
-    """The first save, after 10 steps, is the measurement; failures all the time make it save after every step, failures
-    in ages only at the end. The same on all ranks."""
+    """The first save, after 10 steps, is the measurement; failures all the time make it
+    save after every step, failures in ages only at the end. The same on all ranks."""
     results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2)
     assert results == [([10, 11, 12], [10, 12])] * 4

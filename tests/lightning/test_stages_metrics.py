@@ -1,4 +1,5 @@
-"""What steps in pipeline stages log and keep: torchmetrics and lists of outputs, as in one process."""
+"""What steps in pipeline stages log and keep: torchmetrics and lists of outputs, as in
+one process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ class Keeping(StagedModule):
         self.steps += 1
         loss = self.loss(batch)
         self.trained(len(batch))
-        self.log("trained", self.trained, on_step=bool(self.options.get("on_step")), on_epoch=True)
+        self.log(
+            "trained",
+            self.trained,
+            on_step=bool(self.options.get("on_step")),
+            on_epoch=True,
+        )
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -54,11 +60,15 @@ class Keeping(StagedModule):
 
     def on_validation_epoch_end(self) -> None:
         kept = torch.cat(self.outputs)
-        assert kept.shape[1] == TOKENS and [each["of"] for each in self.by_kind["mean"]] == list(
-            range(len(self.outputs))
-        )
+        assert kept.shape[1] == TOKENS and [
+            each["of"] for each in self.by_kind["mean"]
+        ] == list(range(len(self.outputs)))
         self.log("kept", kept.square().mean(), sync_dist=True)
-        self.log("means", torch.stack([each["value"] for each in self.by_kind["mean"]]).mean(), sync_dist=True)
+        self.log(
+            "means",
+            torch.stack([each["value"] for each in self.by_kind["mean"]]).mean(),
+            sync_dist=True,
+        )
         self.log("total", self.total, sync_dist=True, reduce_fx="sum")
         self.log("spread", self.spread.compute().mean())
         self.spread.reset()
@@ -69,14 +79,21 @@ class Keeping(StagedModule):
 def keep(batch_size: int, knobs: dict[str, Any], on_step: bool = False) -> Run:
     torch.manual_seed(0)
     module = Keeping(kind="plain", batch_size=batch_size, on_step=on_step)
-    trainer = make_trainer(knobs, max_epochs=2, precision="64-true", num_sanity_val_steps=1, log_every_n_steps=1)
+    trainer = make_trainer(
+        knobs,
+        max_epochs=2,
+        precision="64-true",
+        num_sanity_val_steps=1,
+        log_every_n_steps=1,
+    )
     trainer.fit(module)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Run(metrics=metrics, weights={"outputs": torch.tensor(len(module.outputs))})
 
 
 def test_metrics_and_kept_outputs_are_those_of_one_process() -> None:
-    """Two micro-batches in a batch and two ranks that read their own; a sum counts each batch once."""
+    """Two micro-batches in a batch and two ranks that read their own; a sum counts each
+    batch once."""
     expected = keep(8, {})
     names = {"trained", "accuracy", "seen", "worst", "kept", "means", "total", "spread"}
     assert names <= expected.metrics.keys()
@@ -94,6 +111,11 @@ def kept_for_each_step() -> str:
 def test_a_metric_for_each_step_is_one_of_an_uncut_batch() -> None:
     """Of several micro-batches it would be the last one's."""
     expected = keep(8, {}, on_step=True)
-    assert_same(run_ranks(keep, 2, 8, knobs_of(2, microbatches=1), on_step=True), expected)
+    assert_same(
+        run_ranks(keep, 2, 8, knobs_of(2, microbatches=1), on_step=True), expected
+    )
     for said in run_ranks(kept_for_each_step, 2):
-        assert "pipeline.microbatches=2 parts" in said and "write on_step=False, on_epoch=True" in said
+        assert (
+            "pipeline.microbatches=2 parts" in said
+            and "write on_step=False, on_epoch=True" in said
+        )

@@ -1,4 +1,5 @@
-"""A rank that is slow is named with the part of the step in which it is, of the monitor's report."""
+"""A rank that is slow is named with the part of the step in which it is, of the
+monitor's report."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ class Slow(LightningModule):
 
     def __init__(self, part: Part, rank: int) -> None:
         super().__init__()
-        self.seconds = {each: SLOW * (each == part and dist.get_rank() == rank) for each in PARTS}
+        self.seconds = {
+            each: SLOW * (each == part and dist.get_rank() == rank) for each in PARTS
+        }
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -88,13 +91,17 @@ class Lines(logging.Handler):
             self.lines.append(record.getMessage())
 
 
-def lines(cases: list[tuple[Part, int]], knobs: dict[str, Any]) -> list[tuple[list[str], dict[str, float]]]:
+def lines(
+    cases: list[tuple[Part, int]], knobs: dict[str, Any]
+) -> list[tuple[list[str], dict[str, float]]]:
     """Of each run, what rank 0 logged about stragglers, and the last report."""
     found = []
     for part, rank in cases:
         handler, monitor = Lines(), SmpMonitor(every_n_steps=STEPS)
         logging.getLogger("smp").addHandler(handler)
-        make_trainer(knobs, callbacks=[monitor], gradient_clip_val=1.0).fit(Slow(part, rank))
+        make_trainer(knobs, callbacks=[monitor], gradient_clip_val=1.0).fit(
+            Slow(part, rank)
+        )
         logging.getLogger("smp").removeHandler(handler)
         found.append((handler.lines, monitor.latest))
     return found
@@ -104,14 +111,24 @@ def check(cases: list[tuple[Part, int]], ranks: int, **knobs: Any) -> None:
     results = run_ranks(lines, ranks, cases, knobs, ranks_per_node=2)
     for (part, rank), (said, report) in zip(cases, results[0], strict=True):
         node = f" (node {rank // 2})" if ranks > 2 else ""
-        assert said and all(f"straggler: rank {rank}{node}, {part}, +" in line for line in said), (part, rank, said)
-        assert report["straggler_rank"] == rank and report[f"seconds_{part}"] > SLOW / ranks / 2
-    assert all(said == [] for of_rank in results[1:] for said, _ in of_rank), "one rank says it"
+        assert said and all(
+            f"straggler: rank {rank}{node}, {part}, +" in line for line in said
+        ), (part, rank, said)
+        assert (
+            report["straggler_rank"] == rank
+            and report[f"seconds_{part}"] > SLOW / ranks / 2
+        )
+    assert all(said == [] for of_rank in results[1:] for said, _ in of_rank), (
+        "one rank says it"
+    )
 
 
 @pytest.mark.parametrize(
     "cases",
-    [[("backward", 3), ("data", 2)], pytest.param([("forward", 1), ("optimizer", 0)], marks=pytest.mark.slow)],
+    [
+        [("backward", 3), ("data", 2)],
+        pytest.param([("forward", 1), ("optimizer", 0)], marks=pytest.mark.slow),
+    ],
     ids=["some", "more"],
 )
 def test_the_slow_rank_and_its_part_are_named(cases: list[tuple[Part, int]]) -> None:
@@ -120,6 +137,8 @@ def test_the_slow_rank_and_its_part_are_named(cases: list[tuple[Part, int]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("knobs", [{"shard_degree": 4}, {"shard_degree": 1}], ids=["one group", "replicas"])
+@pytest.mark.parametrize(
+    "knobs", [{"shard_degree": 4}, {"shard_degree": 1}], ids=["one group", "replicas"]
+)
 def test_ten_of_ten(part: Part, knobs: dict[str, Any]) -> None:
     check([(part, rank) for rank in (0, 1, 2, 3, 1)], 4, **knobs)

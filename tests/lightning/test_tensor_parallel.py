@@ -1,4 +1,5 @@
-"""Lightning's Trainer over tensor ranks equals one process: its sampler gives tensor ranks the same batches."""
+"""Lightning's Trainer over tensor ranks equals one process: its sampler gives tensor
+ranks the same batches."""
 
 from __future__ import annotations
 
@@ -35,12 +36,24 @@ class SplitModule(LanguageModule):
 
 def train(batch_size: int, knobs: dict[str, Any] | None = None) -> Run:
     with Wide():
-        flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+        flags = {
+            "gradient_clip_val": 0.5,
+            "max_epochs": 2,
+            "accumulate_grad_batches": 2,
+            "limit_val_batches": 0,
+        }
         return fit(SplitModule, {"batch_size": batch_size}, knobs, **flags)
 
 
 def test_a_fit_equals_one_process() -> None:
-    plan = {f"model.{glob}" if not glob.startswith("*") else glob: role for glob, role in GLOBS.items()}
-    knobs = {"shard_degree": 2, "tensor_parallel_degree": 2, "tensor_parallel": {"plan": plan}}
+    plan = {
+        f"model.{glob}" if not glob.startswith("*") else glob: role
+        for glob, role in GLOBS.items()
+    }
+    knobs = {
+        "shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "tensor_parallel": {"plan": plan},
+    }
     expected = train(8)
     assert_same(together(train, 4, knobs), expected)

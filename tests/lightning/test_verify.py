@@ -1,4 +1,5 @@
-"""`smp verify` of scripts under Lightning: planted defects are found with place and cause, correct scripts agree."""
+"""`smp verify` of scripts under Lightning: planted defects are found with place and
+cause, correct scripts agree."""
 
 from __future__ import annotations
 
@@ -14,14 +15,19 @@ from tests.harness import ROOT
 from tests.lightning.scripts.verified import Model, Tokens
 
 SCRIPT = str(ROOT / "tests" / "lightning" / "scripts" / "verified.py")
-# Defect -> what differs first, at which module or parameter ("": anywhere), how the likeliest cause begins.
+# Defect -> what differs first, at which module or parameter ("": anywhere), how the
+# likeliest cause begins.
 PLANTED = {
     "summed_loss": ("loss", "", "wrong divisor"),
     "loss_times_ranks": ("loss", "", "wrong divisor"),
     "lost_hook": ("gradients", "head.weight", "lost hook"),
     "doubled_metric": ("metrics", "samples", "a metric that sums"),
     "own_dropout": ("activations", "blocks.1.drop", "random numbers"),
-    "noise_in_the_step": ("activations", "blocks.0", "random numbers: the training step draws them"),
+    "noise_in_the_step": (
+        "activations",
+        "blocks.0",
+        "random numbers: the training step draws them",
+    ),
     "batch_norm": ("activations", "mix.1", "BatchNorm per rank"),
     "mixed_samples": ("activations", "blocks.0.drop", "samples are mixed"),
     "own_weights_by_ranks": ("start", "blocks.0.up.weight", "initial weights"),
@@ -34,14 +40,19 @@ PLANTED = {
     "imaginary_replicas": ("loss", "", "missing sync"),
     "rate_by_ranks": ("weights", "", "learning rate"),
     "half_precision_masters": ("weights", "", "half-precision masters"),
-    "stepped_by_hand": ("buffers", "seen", "a buffer that is computed from one rank's samples"),
+    "stepped_by_hand": (
+        "buffers",
+        "seen",
+        "a buffer that is computed from one rank's samples",
+    ),
     "seed_by_rank": ("samples", "", "data order"),
     "same_samples": ("samples", "", "data order"),
     "dropped_samples": ("samples", "", "data order"),
 }
 # Defects that only replicas show: on two ranks that hold one copy there are none.
 OF_REPLICAS = ("missing_sync", "imaginary_replicas")
-# Kind of script -> layout. Those of two ranks and float64, unless the script says what it computes in.
+# Kind of script -> layout. Those of two ranks and float64, unless the script says what
+# it computes in.
 CORRECT = {
     "plain": "shard_degree=2 ranks=4",
     "accumulated": "shard_degree=2 ranks=2",
@@ -68,8 +79,15 @@ def _one_server() -> Iterator[None]:
         _SERVERS.clear()
 
 
-def verified(*arguments: str, layout: str = "shard_degree=2 ranks=2", float64: bool = False, steps: int = 2) -> Report:
-    return verify_command([SCRIPT, *arguments], [layout], steps=steps, float64=float64, server=_SERVERS[0])
+def verified(
+    *arguments: str,
+    layout: str = "shard_degree=2 ranks=2",
+    float64: bool = False,
+    steps: int = 2,
+) -> Report:
+    return verify_command(
+        [SCRIPT, *arguments], [layout], steps=steps, float64=float64, server=_SERVERS[0]
+    )
 
 
 def require_found(report: Report, what: str, where: str, cause: str) -> None:
@@ -94,14 +112,18 @@ def test_a_trainer_without_torch_smp_is_refused_with_what_to_write() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_defects_are_found(name: str) -> None:
-    layout = "shard_degree=2 ranks=4" if name in OF_REPLICAS else "shard_degree=2 ranks=2"
+    layout = (
+        "shard_degree=2 ranks=4" if name in OF_REPLICAS else "shard_degree=2 ranks=2"
+    )
     require_found(verified("--plant", name, layout=layout, steps=3), *PLANTED[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CORRECT)
 def test_correct_scripts_agree(kind: str) -> None:
-    report = verified("--kind", kind, layout=CORRECT[kind], float64=kind != "mixed", steps=3)
+    report = verified(
+        "--kind", kind, layout=CORRECT[kind], float64=kind != "mixed", steps=3
+    )
     assert report.agrees, str(report)
 
 
@@ -117,5 +139,7 @@ def test_the_scripts_own_layout_is_shrunk() -> None:
 def test_a_module_and_its_data_are_verified_from_python() -> None:
     torch.manual_seed(0)
     loader = torch.utils.data.DataLoader(Tokens(), batch_size=4)
-    report = lightning_smp.verify(Model(), loader, ["shard_degree=2 ranks=2"], steps=2, float64=True)
+    report = lightning_smp.verify(
+        Model(), loader, ["shard_degree=2 ranks=2"], steps=2, float64=True
+    )
     assert report.agrees, str(report)

@@ -1,4 +1,5 @@
-"""Outputs of units that are views and written into behind them: FSDP2 then does not see the backward pass come."""
+"""Outputs of units that are views and written into behind them: FSDP2 then does not see
+the backward pass come."""
 
 from __future__ import annotations
 
@@ -34,13 +35,15 @@ def fitted() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     module, data = Module(), torch.randn(8, 3, WIDTH, dtype=torch.float64)
     knobs = {"shard_degree": 2, "units": ["Linear"]}
-    make_trainer(knobs, precision="64-true", use_distributed_sampler=False).fit(module, DataLoader(data, batch_size=2))
+    make_trainer(knobs, precision="64-true", use_distributed_sampler=False).fit(
+        module, DataLoader(data, batch_size=2)
+    )
     return {name: whole(value) for name, value in module.named_parameters()}
 
 
 def test_gradients_of_a_unit_whose_view_is_written_into_are_reduced() -> None:
-    """Its inputs want no gradient, so that nothing in backward needs its weights and fails without: it stayed as it
-    began, in silence. Sums in another order: 1e-12."""
+    """Its inputs want no gradient, so that nothing in backward needs its weights and
+    fails without: it stayed as it began, in silence. Sums in another order: 1e-12."""
     expected = fitted()
     for found in run_ranks(fitted, 2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

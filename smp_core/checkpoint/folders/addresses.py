@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import os
 
-from smp_core.checkpoint.folders.local_folder import LocalFolder, LocalTransaction, remove_local
+from smp_core.checkpoint.folders.local_folder import (
+    LocalFolder,
+    LocalTransaction,
+    remove_local,
+)
 from smp_core.checkpoint.folders.storage import Folder, Transaction
 
 # fsspec's names of local folders, which have a rename and need no store.
@@ -15,13 +19,15 @@ _LOCAL = ("file://", "local://")
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
+    """Return whether a path is an fsspec address such as ``s3://bucket/run`` rather
+    than a local path."""
     text = os.fspath(path)
     return "://" in text and not text.startswith(_LOCAL)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return a local path without ``file://`` or ``local://`` and without a trailing slash."""
+    """Return a local path without ``file://`` or ``local://`` and without a trailing
+    slash."""
     text = os.fspath(path)
     for prefix in _LOCAL:
         text = text.removeprefix(prefix)

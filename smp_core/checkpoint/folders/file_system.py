@@ -1,4 +1,5 @@
-"""The atomic operations of a POSIX file system: renames, locks, directories made durable."""
+"""The atomic operations of a POSIX file system: renames, locks, directories made
+durable."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ _RENAME_EXCHANGE = 2
 
 
 def rename_exchange(first: str, second: str) -> bool:
-    """Swap two paths in one step; return False where the system or the file system cannot."""
+    """Swap two paths in one step; return False where the system or the file system
+    cannot."""
     return _renameat2(first, second, _RENAME_EXCHANGE)
 
 
 def can_exchange(parent: str) -> bool:
-    """Return whether :func:`rename_exchange` works in a directory, by trying it on two empty ones."""
+    """Return whether :func:`rename_exchange` works in a directory, by trying it on two
+    empty ones."""
     names = [os.path.join(parent, f"{UNNAMED_PREFIX}{new_save_id()}") for _ in range(2)]
     try:
         for name in names:
@@ -58,7 +61,10 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
-    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+    if (
+        function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
+        == 0
+    ):
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
@@ -88,7 +94,8 @@ def host_id() -> str:
 
 
 def try_lock(path: str) -> int | None:
-    """Lock a directory and return the descriptor that holds the lock; None when another process holds it."""
+    """Lock a directory and return the descriptor that holds the lock; None when another
+    process holds it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,15 +108,17 @@ def try_lock(path: str) -> int | None:
 
 
 def release(lock: int) -> None:
-    """Give back what :func:`try_lock` returned. A process that was forked meanwhile (a worker of a data loader) has the
-    descriptor too, and would hold the lock for as long as it lives."""
+    """Give back what :func:`try_lock` returned. A process that was forked meanwhile (a
+    worker of a data loader) has the descriptor too, and would hold the lock for as long
+    as it lives."""
     with contextlib.suppress(OSError):  # no locks on this file system
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
 
 def remove_tree(path: str) -> bool:
-    """Remove a file or directory; return whether all of it is gone, and log where not."""
+    """Remove a file or directory; return whether all of it is gone, and log where
+    not."""
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
         return True
@@ -121,5 +130,6 @@ def remove_tree(path: str) -> bool:
 
 
 def new_save_id() -> str:
-    """Make a random identity, beginning with an identity of this host's current boot."""
+    """Make a random identity, beginning with an identity of this host's current
+    boot."""
     return f"{host_id()}-{secrets.token_hex(6)}"

@@ -25,14 +25,16 @@ from smp_core.checkpoint.layout import TEMPORARY_PREFIX
 
 logger = logging.getLogger("smp")
 
-# An unlocked temporary of another host may belong to a live save where locks do not cross the network.
+# An unlocked temporary of another host may belong to a live save where locks do not
+# cross the network.
 _STALE_SECONDS = 3600.0
 _OWN_ENTRY = re.compile(r"\.tmp-.+-[0-9a-f]{8}-[0-9a-f]{12}")
 _SCRATCH_ENTRY = re.compile(r"\.(new|partial-.+)-[0-9a-f]{8}-[0-9a-f]{12}")
 
 
 def scratch_path(target: Path) -> Path:
-    """Return a temporary path for something other than a checkpoint, to be renamed to ``target``."""
+    """Return a temporary path for something other than a checkpoint, to be renamed to
+    ``target``."""
     return target.parent / f".partial-{target.name}-{new_save_id()}"
 
 
@@ -44,12 +46,18 @@ def temporaries_of(path: str) -> list[str]:
         names = os.listdir(parent)
     except OSError:
         return []
-    # What follows is "<8 hex>-<12 hex>": "a-b" must not claim the temporaries of "a-b-c".
-    return [os.path.join(parent, name) for name in names if name.startswith(start) and len(name) == len(start) + 21]
+    # What follows is "<8 hex>-<12 hex>": "a-b" must not claim the temporaries of
+    # "a-b-c".
+    return [
+        os.path.join(parent, name)
+        for name in names
+        if name.startswith(start) and len(name) == len(start) + 21
+    ]
 
 
 def sweep(path: str) -> list[str]:
-    """Remove the leftovers of dead saves next to this path, under whatever name; never the files of a live save.
+    """Remove the leftovers of dead saves next to this path, under whatever name; never
+    the files of a live save.
 
     Returns:
         the removed directories.
@@ -59,9 +67,12 @@ def sweep(path: str) -> list[str]:
     left_behind = _left_behind(parent)
     try:
         if left_behind:
-            fsync_directory(parent)  # before a checkpoint that a rename replaced is removed
+            # Before a checkpoint that a rename replaced is removed.
+            fsync_directory(parent)
     except OSError as error:
-        logger.error("%s cannot be made durable, so nothing in it is removed: %s", parent, error)
+        logger.error(
+            "%s cannot be made durable, so nothing in it is removed: %s", parent, error
+        )
         return removed
     for entry in left_behind:
         try:
@@ -86,14 +97,22 @@ def sweep(path: str) -> list[str]:
 
 
 def _scratch_left_behind(parent: str) -> list[str]:
-    """List the entries that have not changed for long: half exports, and folders of a crash before they were locked.
+    """List the entries that have not changed for long: half exports, and folders of a
+    crash before they were locked.
 
-    Nobody locks them, but the process that makes them writes all the time, or takes no time at all.
+    Nobody locks them, but the process that makes them writes all the time, or takes no
+    time at all.
     """
     now = time.time()
     try:
-        found = [os.path.join(parent, name) for name in os.listdir(parent) if _SCRATCH_ENTRY.fullmatch(name)]
-        return [entry for entry in found if now - _newest_change(entry) > _STALE_SECONDS]
+        found = [
+            os.path.join(parent, name)
+            for name in os.listdir(parent)
+            if _SCRATCH_ENTRY.fullmatch(name)
+        ]
+        return [
+            entry for entry in found if now - _newest_change(entry) > _STALE_SECONDS
+        ]
     except OSError:
         return []
 
@@ -101,7 +120,11 @@ def _scratch_left_behind(parent: str) -> list[str]:
 def _left_behind(parent: str) -> list[str]:
     """List the temporaries in a directory."""
     try:
-        return [os.path.join(parent, name) for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
+        return [
+            os.path.join(parent, name)
+            for name in os.listdir(parent)
+            if _OWN_ENTRY.fullmatch(name)
+        ]
     except OSError:
         return []
 

@@ -1,14 +1,17 @@
 """The checkpoint folders on a local or shared POSIX file system.
 
-A save goes to a fresh sibling ``.tmp-<name>-<host>-<random>``; its files and directories are fsynced, the manifest is
-written last, and one rename is the commit. Over an existing checkpoint the rename is an exchange (Linux renameat2), so
-that at every instant the path holds a whole checkpoint. Where the file system cannot exchange (NFS), the save's files
-carry its identity in their names, as on an object store: they are moved into the checkpoint that is there, the manifest
-replaces the old one in one rename, which is the commit, and the old files go. Only what is at the path and no whole
-checkpoint of ours (a link, half of one) is moved away first, so that a crash may leave the path empty.
+A save goes to a fresh sibling ``.tmp-<name>-<host>-<random>``; its files and
+directories are fsynced, the manifest is written last, and one rename is the commit.
+Over an existing checkpoint the rename is an exchange (Linux renameat2), so that at
+every instant the path holds a whole checkpoint. Where the file system cannot exchange
+(NFS), the save's files carry its identity in their names, as on an object store: they
+are moved into the checkpoint that is there, the manifest replaces the old one in one
+rename, which is the commit, and the old files go. Only what is at the path and no whole
+checkpoint of ours (a link, half of one) is moved away first, so that a crash may leave
+the path empty.
 
-The temporary directory is locked (flock) for as long as its save lives, so that a later save can tell what a crash
-left behind from what another job is writing at the moment.
+The temporary directory is locked (flock) for as long as its save lives, so that a later
+save can tell what a crash left behind from what another job is writing at the moment.
 """
 
 from __future__ import annotations
@@ -58,8 +61,9 @@ _OWN_FILE = re.compile(
 def open_regular(path: str, name: str) -> int:
     """Open a file of a folder for reading, and return its descriptor.
 
-    Links and pipes are refused, not followed: a folder of a stranger could point with them to any file, or block. The
-    folder itself may be a link (``last.ckpt``): the user gave its path.
+    Links and pipes are refused, not followed: a folder of a stranger could point with
+    them to any file, or block. The folder itself may be a link (``last.ckpt``): the
+    user gave its path.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -72,21 +76,37 @@ def open_regular(path: str, name: str) -> int:
         try:
             opened.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
             for folder in folders:
-                opened.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=opened[-1]))
-            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1])
+                opened.append(
+                    os.open(
+                        folder,
+                        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW,
+                        dir_fd=opened[-1],
+                    )
+                )
+            descriptor = os.open(
+                file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1]
+            )
         finally:
             for folder_descriptor in opened:
                 os.close(folder_descriptor)
     except (FileNotFoundError, NotADirectoryError) as error:
         if folders and os.path.islink(os.path.join(path, *folders)):
-            raise CheckpointError(f"{where}: {folders[-1]} is a link; {_NO_LINKS}") from None
+            raise CheckpointError(
+                f"{where}: {folders[-1]} is a link; {_NO_LINKS}"
+            ) from None
         raise FileNotFoundError(error.errno, error.strerror, where) from None
     except OSError as error:
-        reason = f"is a link; {_NO_LINKS}" if error.errno == errno.ELOOP else f"cannot be read: {error}"
+        reason = (
+            f"is a link; {_NO_LINKS}"
+            if error.errno == errno.ELOOP
+            else f"cannot be read: {error}"
+        )
         raise CheckpointError(f"{where} {reason}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{where} is no regular file but a folder, a pipe or a device: not read")
+        raise CheckpointError(
+            f"{where} is no regular file but a folder, a pipe or a device: not read"
+        )
     return descriptor
 
 
@@ -103,7 +123,9 @@ class _LocalRangeFile(RangeFile):
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read: {error}") from error
             if count == 0:
-                raise CheckpointError(f"{self.path} is cut short: it ends at byte {begin}, more was expected")
+                raise CheckpointError(
+                    f"{self.path} is cut short: it ends at byte {begin}, more was expected"
+                )
             target = target[count:]
             begin += count
 
@@ -142,7 +164,9 @@ class LocalFolder(Folder):
         file = _LocalRangeFile(self.path, name)
         try:
             if file.bytes > limit:
-                raise CheckpointError(f"{file.path} has {file.bytes} bytes, at most {limit} are read")
+                raise CheckpointError(
+                    f"{file.path} has {file.bytes} bytes, at most {limit} are read"
+                )
             data = bytearray(file.bytes)
             file.read_into(0, memoryview(data))
         finally:
@@ -171,7 +195,9 @@ class LocalTransaction(Transaction):
         os.makedirs(parent, exist_ok=True)
         sweep(self.path)
         self._check_target(overwrite)
-        if os.path.isfile(os.path.join(self.path, MANIFEST)) and not os.path.islink(self.path):
+        if os.path.isfile(os.path.join(self.path, MANIFEST)) and not os.path.islink(
+            self.path
+        ):
             self.mark = "" if can_exchange(parent) else save_id.rsplit("-", 1)[-1]
         # Locked before it has the name by which another job's sweep would find it.
         unnamed = os.path.join(parent, f"{UNNAMED_PREFIX}{save_id}")
@@ -188,7 +214,8 @@ class LocalTransaction(Transaction):
     def join(self, save_id: str, mark: str) -> None:
         self.mark = mark
         self.temporary = _temporary(self.path, save_id)
-        deadline = time.monotonic() + _SEEN_SECONDS  # network file systems may show a new directory late
+        # Network file systems may show a new directory late.
+        deadline = time.monotonic() + _SEEN_SECONDS
         while not os.path.isdir(self.temporary):
             if time.monotonic() > deadline:
                 raise CheckpointError(
@@ -201,8 +228,14 @@ class LocalTransaction(Transaction):
         if not os.path.lexists(self.path):
             return
         if not overwrite:
-            raise CheckpointError(f"{self.path} exists already; choose another path or pass overwrite=True")
-        if os.path.isdir(self.path) and not os.path.exists(f"{self.path}/{MANIFEST}") and not _is_half(self.path):
+            raise CheckpointError(
+                f"{self.path} exists already; choose another path or pass overwrite=True"
+            )
+        if (
+            os.path.isdir(self.path)
+            and not os.path.exists(f"{self.path}/{MANIFEST}")
+            and not _is_half(self.path)
+        ):
             raise CheckpointError(
                 f"{self.path} holds something that is not a torch-smp checkpoint; it is not overwritten. Choose "
                 "another path, or remove that directory first"
@@ -239,16 +272,23 @@ class LocalTransaction(Transaction):
         try:
             fsync_directory(os.path.dirname(os.path.abspath(self.path)))
         except OSError as error:
-            # Whole and in its place for every reader; only what a power failure would leave of the rename is not known.
+            # Whole and in its place for every reader; only what a power failure would
+            # leave of the rename is not known.
             kept = f"; what it replaced is kept as {replaced}" if replaced else ""
-            logger.error("%s was saved, but its directory could not be made durable: %s%s", self.path, error, kept)
+            logger.error(
+                "%s was saved, but its directory could not be made durable: %s%s",
+                self.path,
+                error,
+                kept,
+            )
             replaced = None
         self._unlock()
         if replaced:
             remove_tree(replaced)
 
     def _rename_into_place(self) -> str | None:
-        """Put the new checkpoint at its path; return the path of the one it replaced, to be removed."""
+        """Put the new checkpoint at its path; return the path of the one it replaced,
+        to be removed."""
         while True:
             try:
                 rename_new(self.temporary, self.path)
@@ -266,7 +306,8 @@ class LocalTransaction(Transaction):
             return away
 
     def _look_after_rename(self, manifest: bytes, replaced: str | None) -> None:
-        """Look once more at what was renamed, and take it back if somebody has removed a file of it meanwhile.
+        """Look once more at what was renamed, and take it back if somebody has removed
+        a file of it meanwhile.
 
         Raises:
             CheckpointError: a file is gone; the path holds what it held before.
@@ -279,8 +320,12 @@ class LocalTransaction(Transaction):
         except OSError as error:
             self.temporary = ""  # what was replaced may lie there
             kept = f"; what it replaced is kept as {replaced}" if replaced else ""
-            raise CheckpointError(f"{_gone(self.path, lost)}, and the rename cannot be undone: {error}{kept}") from None
-        raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
+            raise CheckpointError(
+                f"{_gone(self.path, lost)}, and the rename cannot be undone: {error}{kept}"
+            ) from None
+        raise CheckpointError(
+            f"{_gone(self.path, lost)}; the checkpoint of before stays"
+        )
 
     def _is_another_save(self, manifest: bytes) -> bool:
         try:
@@ -291,7 +336,8 @@ class LocalTransaction(Transaction):
             return True  # a link, say: what lies there is not this save's
 
     def _take_back(self, replaced: str | None) -> None:
-        """Put what was replaced back to the path; this save becomes the temporary again, which is removed."""
+        """Put what was replaced back to the path; this save becomes the temporary
+        again, which is removed."""
         is_there = os.path.lexists(self.path)
         if replaced == self.temporary and is_there:
             rename_exchange(self.temporary, self.path)
@@ -302,9 +348,11 @@ class LocalTransaction(Transaction):
             os.rename(replaced, self.path)
 
     def _move_into_place(self, manifest: bytes) -> str | None:
-        """Move the files into the checkpoint at the path, its manifest last; return what is to be removed then."""
+        """Move the files into the checkpoint at the path, its manifest last; return
+        what is to be removed then."""
         if not os.path.isfile(os.path.join(self.path, MANIFEST)):
-            return self._rename_into_place()  # another job removed the target in between
+            # Another job removed the target in between.
+            return self._rename_into_place()
         try:
             lock = _lock_against_others(self.path)
         except FileNotFoundError:
@@ -313,25 +361,46 @@ class LocalTransaction(Transaction):
             extra = os.path.join(self.path, "extra")
             if os.path.islink(extra):
                 os.unlink(extra)  # nothing is written through it
-            names = sorted(name for name in _all_files(self.temporary) if name != MANIFEST)
+            names = sorted(
+                name for name in _all_files(self.temporary) if name != MANIFEST
+            )
             for name in names:
-                os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
-                os.rename(os.path.join(self.temporary, name), os.path.join(self.path, name))
+                os.makedirs(
+                    os.path.dirname(os.path.join(self.path, name)), exist_ok=True
+                )
+                os.rename(
+                    os.path.join(self.temporary, name), os.path.join(self.path, name)
+                )
             for where in (extra, self.path):
                 if os.path.isdir(where):
                     fsync_directory(where)
             replaced = LocalFolder(self.path).read(MANIFEST, MANIFEST_BYTES)
-            if lost := _missing_of(self.path, manifest):  # before the manifest takes the place of one whose files are
-                raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
-            os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
+            # Before the manifest takes the place of one whose files are.
             if lost := _missing_of(self.path, manifest):
-                with open(os.path.join(self.temporary, MANIFEST), "xb", buffering=0) as file:
+                raise CheckpointError(
+                    f"{_gone(self.path, lost)}; the checkpoint of before stays"
+                )
+            os.rename(
+                os.path.join(self.temporary, MANIFEST),
+                os.path.join(self.path, MANIFEST),
+            )
+            if lost := _missing_of(self.path, manifest):
+                with open(
+                    os.path.join(self.temporary, MANIFEST), "xb", buffering=0
+                ) as file:
                     file.write(replaced)
-                os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
-                raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
+                os.rename(
+                    os.path.join(self.temporary, MANIFEST),
+                    os.path.join(self.path, MANIFEST),
+                )
+                raise CheckpointError(
+                    f"{_gone(self.path, lost)}; the checkpoint of before stays"
+                )
             fsync_directory(self.path)
             for name in LocalFolder(self.path).names():
-                if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(name.split("/")[0]):
+                if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(
+                    name.split("/")[0]
+                ):
                     os.unlink(os.path.join(self.path, name))
         finally:
             release(lock)
@@ -349,7 +418,9 @@ class LocalTransaction(Transaction):
 
 
 def _temporary(path: str, save_id: str) -> str:
-    return os.path.join(os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.path.basename(path)}-{save_id}")
+    return os.path.join(
+        os.path.dirname(path), f"{TEMPORARY_PREFIX}{os.path.basename(path)}-{save_id}"
+    )
 
 
 def _lock_against_others(path: str) -> int:
@@ -370,7 +441,8 @@ def _lock_against_others(path: str) -> int:
 
 
 def _missing_of(path: str, manifest: bytes) -> list[str]:
-    """List the files that a manifest names and a folder does not have; of what cannot be looked at nothing is said."""
+    """List the files that a manifest names and a folder does not have; of what cannot
+    be looked at nothing is said."""
     lost = []
     for name in (MANIFEST, *Manifest.from_bytes(manifest, path).files):
         try:
@@ -387,7 +459,8 @@ def _gone(path: str, lost: list[str]) -> str:
 
 
 def _all_files(path: str) -> Iterator[str]:
-    """Yield the files in a folder, relative to it; an error is raised, where ``os.walk`` would leave files out."""
+    """Yield the files in a folder, relative to it; an error is raised, where
+    ``os.walk`` would leave files out."""
 
     def failed(error: OSError) -> None:
         raise error
@@ -398,12 +471,14 @@ def _all_files(path: str) -> Iterator[str]:
 
 
 def _is_half(path: str) -> bool:
-    """Return whether everything in a folder is part of a checkpoint, so that a save may replace the folder."""
+    """Return whether everything in a folder is part of a checkpoint, so that a save may
+    replace the folder."""
     return all(_OWN_FILE.fullmatch(name) for name in os.listdir(path))
 
 
 def remove_local(path: str) -> None:
-    """Remove a checkpoint directory; it is renamed first, so that no half of it is ever found under its name.
+    """Remove a checkpoint directory; it is renamed first, so that no half of it is ever
+    found under its name.
 
     A link to a checkpoint is removed as a link.
 
@@ -416,7 +491,9 @@ def remove_local(path: str) -> None:
     if not os.path.lexists(path):
         return
     if not os.path.exists(os.path.join(path, MANIFEST)):
-        raise CheckpointError(f"{path} is not a torch-smp checkpoint and is not removed")
+        raise CheckpointError(
+            f"{path} is not a torch-smp checkpoint and is not removed"
+        )
     away = _temporary(os.path.abspath(path), new_save_id())
     os.rename(path, away)
     fsync_directory(os.path.dirname(away))

@@ -1,8 +1,10 @@
-"""The checkpoint folders on object stores and other fsspec addresses (``s3://``, ``gs://``, ``memory://``).
+"""The checkpoint folders on object stores and other fsspec addresses (``s3://``,
+``gs://``, ``memory://``).
 
-There is no rename to commit with. Every file of a save carries the save's identity in its name, so that nothing is
-written over; writing ``manifest.json``, one atomic put, is the commit. Over an earlier checkpoint, its manifest is
-replaced by that put and its files are removed afterwards.
+There is no rename to commit with. Every file of a save carries the save's identity in
+its name, so that nothing is written over; writing ``manifest.json``, one atomic put, is
+the commit. Over an earlier checkpoint, its manifest is replaced by that put and its
+files are removed afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def _open_fs(address: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn what a store's own library raises into a StoreError, but for a file that is not there."""
+    """Turn what a store's own library raises into a StoreError, but for a file that is
+    not there."""
     try:
         yield
     except (FileNotFoundError, CheckpointError):
@@ -44,7 +47,9 @@ def _reading(path: str) -> Iterator[None]:
     except (NotADirectoryError, IsADirectoryError) as error:
         raise FileNotFoundError(path) from error
     except Exception as error:
-        raise StoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise StoreError(
+            f"{path} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _ObjectRangeFile(RangeFile):
@@ -59,7 +64,9 @@ class _ObjectRangeFile(RangeFile):
         with _reading(self.path):
             data = self.fs.cat_file(self.path, start=begin, end=begin + len(target))
         if len(data) != len(target):
-            raise CheckpointError(f"{self.path} is cut short: it ends at byte {begin + len(data)}, more was expected")
+            raise CheckpointError(
+                f"{self.path} is cut short: it ends at byte {begin + len(data)}, more was expected"
+            )
         target[:] = data
 
     def close(self) -> None:
@@ -83,13 +90,20 @@ class ObjectFolder(Folder):
                 found = self.fs.find(self.path)
         except FileNotFoundError:
             return []
-        return sorted(name[len(self.path) + 1 :] for name in found if name.startswith(self.path + "/"))
+        return sorted(
+            name[len(self.path) + 1 :]
+            for name in found
+            if name.startswith(self.path + "/")
+        )
 
     def listing(self) -> dict[str, int] | None:
         self.fs.invalidate_cache()
         with _reading(self.path):
             found = self.fs.find(self.path, detail=True)
-        return {name[len(self.path) + 1 :]: int(entry["size"]) for name, entry in found.items()}
+        return {
+            name[len(self.path) + 1 :]: int(entry["size"])
+            for name, entry in found.items()
+        }
 
     def size(self, name: str) -> int:
         path = f"{self.path}/{name}"
@@ -127,17 +141,23 @@ class ObjectTransaction(Transaction):
         names = folder.names()
         if MANIFEST in names:
             if not overwrite:
-                raise CheckpointError(f"{self.address} exists already; choose another path or pass overwrite=True")
+                raise CheckpointError(
+                    f"{self.address} exists already; choose another path or pass overwrite=True"
+                )
             # Only what really lies in the folder: names lead nowhere else.
             self.before, listed = _manifest_of(folder, self.address)
             self.replaced = sorted(listed & set(names))
-        foreign = [name for name in names if name != MANIFEST and not name.startswith(_OWN)]
+        foreign = [
+            name for name in names if name != MANIFEST and not name.startswith(_OWN)
+        ]
         if foreign:
             raise CheckpointError(
                 f"{self.address} holds something that is not a torch-smp checkpoint ({foreign[0]}, ...); it is not "
                 "overwritten. Choose another path, or remove it first"
             )
-        self._sweep([name for name in names if name != MANIFEST and name not in self.replaced])
+        self._sweep(
+            [name for name in names if name != MANIFEST and name not in self.replaced]
+        )
         self.fs.makedirs(self.path, exist_ok=True)
         self.mark = save_id.rsplit("-", 1)[-1]
 
@@ -151,7 +171,9 @@ class ObjectTransaction(Transaction):
             except (NotImplementedError, AttributeError, KeyError, OSError):
                 continue
             if time.time() - changed > _STALE_SECONDS:
-                logger.warning("removing %s/%s, which an interrupted save left", self.address, name)
+                logger.warning(
+                    "removing %s/%s, which an interrupted save left", self.address, name
+                )
                 self.fs.rm_file(f"{self.path}/{name}")
 
     def file_name(self, stem: str, suffix: str) -> str:
@@ -160,7 +182,9 @@ class ObjectTransaction(Transaction):
     def create(self, name: str, algorithm: str) -> Sink:
         if "/" in name:
             self.fs.makedirs(f"{self.path}/{name.rsplit('/', 1)[0]}", exist_ok=True)
-        return Sink(self.fs.open(f"{self.path}/{name}", "wb"), name, algorithm, sync=False)
+        return Sink(
+            self.fs.open(f"{self.path}/{name}", "wb"), name, algorithm, sync=False
+        )
 
     def written(self) -> Folder:
         return ObjectFolder(self.address)
@@ -169,15 +193,22 @@ class ObjectTransaction(Transaction):
         self.sent = manifest
         self.fs.pipe_file(f"{self.path}/{MANIFEST}", manifest)
         self._look_after_commit(manifest)
-        self.mark = ""  # from here on it is the checkpoint, whatever happens to what it replaces
+        # From here on it is the checkpoint, whatever happens to what it replaces.
+        self.mark = ""
         for name in self.replaced:
             try:
                 self.fs.rm_file(f"{self.path}/{name}")
             except Exception as error:  # stores raise what they like
-                logger.warning("%s/%s of the replaced checkpoint could not be removed: %s", self.address, name, error)
+                logger.warning(
+                    "%s/%s of the replaced checkpoint could not be removed: %s",
+                    self.address,
+                    name,
+                    error,
+                )
 
     def _look_after_commit(self, manifest: bytes) -> None:
-        """Look once more at what was committed, and put the manifest of before back if a file has been removed.
+        """Look once more at what was committed, and put the manifest of before back if
+        a file has been removed.
 
         Raises:
             CheckpointError: a file is gone; the address holds what it held before.
@@ -185,9 +216,15 @@ class ObjectTransaction(Transaction):
         try:
             listed = ObjectFolder(self.address).listing() or {}
         except (StoreError, FileNotFoundError) as error:
-            logger.warning("%s was saved, and could not be looked at afterwards: %s", self.address, error)
+            logger.warning(
+                "%s was saved, and could not be looked at afterwards: %s",
+                self.address,
+                error,
+            )
             return
-        lost = sorted(set(Manifest.from_bytes(manifest, self.address).files) - set(listed))
+        lost = sorted(
+            set(Manifest.from_bytes(manifest, self.address).files) - set(listed)
+        )
         if not lost:
             return
         if self.before is None:
@@ -207,7 +244,8 @@ class ObjectTransaction(Transaction):
                 self.fs.rm_file(f"{self.path}/{name}")
 
     def _may_be_committed(self) -> bool:
-        """Return whether the manifest may have arrived although the store raised: then its files stay."""
+        """Return whether the manifest may have arrived although the store raised: then
+        its files stay."""
         if self.sent is None:
             return False
         try:
@@ -215,7 +253,11 @@ class ObjectTransaction(Transaction):
         except FileNotFoundError:
             return False
         except Exception as error:
-            logger.warning("%s: it is not known whether this save arrived, its files stay: %s", self.address, error)
+            logger.warning(
+                "%s: it is not known whether this save arrived, its files stay: %s",
+                self.address,
+                error,
+            )
             return True
 
 
@@ -225,12 +267,15 @@ def _manifest_of(folder: Folder, address: str) -> tuple[bytes | None, set[str]]:
         data = folder.read(MANIFEST, MANIFEST_BYTES)
         return data, set(Manifest.from_bytes(data, f"{address}/{MANIFEST}").files)
     except CheckpointError as error:
-        logger.warning("the checkpoint to be replaced is broken, its files stay: %s", error)
+        logger.warning(
+            "the checkpoint to be replaced is broken, its files stay: %s", error
+        )
         return None, set()
 
 
 def remove_objects(address: str) -> None:
-    """Remove a checkpoint: its manifest first, so that a half removed one is never taken for a complete one.
+    """Remove a checkpoint: its manifest first, so that a half removed one is never
+    taken for a complete one.
 
     Raises:
         CheckpointError: there is no manifest under the address.
@@ -242,7 +287,9 @@ def remove_objects(address: str) -> None:
     if not is_there:
         return
     if not is_ours:
-        raise CheckpointError(f"{address} is not a torch-smp checkpoint and is not removed")
+        raise CheckpointError(
+            f"{address} is not a torch-smp checkpoint and is not removed"
+        )
     fs.rm_file(f"{path}/{MANIFEST}")
     fs.rm(path, recursive=True)
 
@@ -259,7 +306,11 @@ def list_objects(address: str) -> list[str]:
             entries = fs.ls(path, detail=True)
     except FileNotFoundError:
         raise NoSuchFolder(f"there is no folder of checkpoints at {address}") from None
-    return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"]
+    return [
+        entry["name"].rstrip("/").rsplit("/", 1)[-1]
+        for entry in entries
+        if entry["type"] == "directory"
+    ]
 
 
 def write_object(address: str, data: bytes) -> None:

@@ -1,7 +1,8 @@
 """The storage of checkpoint files: the interface that the writer and the reader use.
 
-A `Folder` is read; a `Transaction` is written and becomes visible as a whole at `commit` or not at all. The two
-implementations are smp_core.checkpoint.folders.local_folder (rename is the commit) and
+A `Folder` is read; a `Transaction` is written and becomes visible as a whole at
+`commit` or not at all. The two implementations are
+smp_core.checkpoint.folders.local_folder (rename is the commit) and
 smp_core.checkpoint.folders.object_folder (writing the manifest last is the commit);
 smp_core.checkpoint.folders.addresses chooses between them.
 """
@@ -15,11 +16,19 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from smp_core.checkpoint.layout import CheckpointError, FileRecord, digest_of, new_digest
+from smp_core.checkpoint.layout import (
+    CheckpointError,
+    FileRecord,
+    digest_of,
+    new_digest,
+)
 
-BLOCK_BYTES = 4 << 20  # of which each has a digest of its own, which is checked while tensors are read
+# Of which each has a digest of its own, which is checked while tensors are read.
+BLOCK_BYTES = 4 << 20
 BLOCK_DIGITS = 16  # hexadecimal, of XXH3-64
-PIECE_BYTES = 8 << 20  # large enough for the disk, small enough that a piece is still in cache when it is hashed
+# Large enough for the disk, small enough that a piece is still in cache when it is
+# hashed.
+PIECE_BYTES = 8 << 20
 
 
 class Sink:
@@ -32,7 +41,9 @@ class Sink:
         sync: make the content durable (called once, before closing).
     """
 
-    def __init__(self, raw: BinaryIO, name: str, algorithm: str, sync: bool = True) -> None:
+    def __init__(
+        self, raw: BinaryIO, name: str, algorithm: str, sync: bool = True
+    ) -> None:
         self.raw = raw
         self.name = name
         self.algorithm = algorithm
@@ -46,7 +57,8 @@ class Sink:
 
     @property
     def blocks(self) -> str:
-        """The digests of all blocks, one behind the other; the last one may be shorter than BLOCK_BYTES."""
+        """The digests of all blocks, one behind the other; the last one may be shorter
+        than BLOCK_BYTES."""
         last = [self._block.hexdigest()] if self.bytes % BLOCK_BYTES else []
         return "".join(self._blocks + last)
 
@@ -67,7 +79,8 @@ class Sink:
                 piece = piece[len(piece) if written is None else written :]
 
     def write_header(self, data: bytes) -> None:
-        """Write the head of a tensor file, whose own digest is kept for a quick check at each opening."""
+        """Write the head of a tensor file, whose own digest is kept for a quick check
+        at each opening."""
         self.header_bytes = len(data)
         self.header_digest = digest_of(data, self.algorithm)
         self.write(data)
@@ -80,7 +93,9 @@ class Sink:
                 os.fsync(self.raw.fileno())
         finally:
             self.raw.close()
-        return FileRecord(self.bytes, self.digest.hexdigest(), self.header_bytes, self.header_digest)
+        return FileRecord(
+            self.bytes, self.digest.hexdigest(), self.header_bytes, self.header_digest
+        )
 
     def abandon(self) -> None:
         """Close without making anything durable."""
@@ -93,7 +108,8 @@ class RangeFile(ABC):
 
     Attributes:
         bytes: its size.
-        request_bytes: how much is best read at once, where each read is a request to another machine; 0 elsewhere.
+        request_bytes: how much is best read at once, where each read is a request to
+            another machine; 0 elsewhere.
     """
 
     bytes: int
@@ -126,10 +142,12 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """List the files in the folder, ``extra/NAME`` included; at most FOLDER_NAMES of a foreign one."""
+        """List the files in the folder, ``extra/NAME`` included; at most FOLDER_NAMES
+        of a foreign one."""
 
     def listing(self) -> dict[str, int] | None:
-        """Return the size of every file, where one request tells them all; None elsewhere."""
+        """Return the size of every file, where one request tells them all; None
+        elsewhere."""
         return None
 
     @abstractmethod
@@ -167,12 +185,13 @@ class Folder(ABC):
 class Transaction(ABC):
     """A save of one checkpoint.
 
-    Rank 0 calls `begin` and hands the save's identity and `mark` to the others, which call `join`; all create files;
-    rank 0 ends it with `commit` or `abort`.
+    Rank 0 calls `begin` and hands the save's identity and `mark` to the others, which
+    call `join`; all create files; rank 0 ends it with `commit` or `abort`.
 
     Attributes:
         address: the path or address that the user gave, for messages.
-        mark: the part of the save's identity that its file names carry; empty where they need none.
+        mark: the part of the save's identity that its file names carry; empty where
+            they need none.
     """
 
     address: str
@@ -183,7 +202,8 @@ class Transaction(ABC):
         """Make room for a new save.
 
         Raises:
-            CheckpointError: something else is there, or ``overwrite`` is False and a checkpoint is.
+            CheckpointError: something else is there, or ``overwrite`` is False and a
+                checkpoint is.
         """
 
     @abstractmethod
@@ -191,7 +211,8 @@ class Transaction(ABC):
         """Take part in a save that rank 0 began.
 
         Raises:
-            CheckpointError: this rank does not see what rank 0 made (no shared file system).
+            CheckpointError: this rank does not see what rank 0 made (no shared file
+                system).
         """
 
     @abstractmethod
@@ -217,4 +238,6 @@ class Transaction(ABC):
 
 def missing(address: str) -> CheckpointError:
     """Make the error for a path at which nothing exists."""
-    return CheckpointError(f"there is no checkpoint at {address}: nothing exists under this path")
+    return CheckpointError(
+        f"there is no checkpoint at {address}: nothing exists under this path"
+    )

@@ -1,7 +1,8 @@
 """Checkpoints of other programs, in and out, read without running their code.
 
-torch.save files, folders of torch.distributed.checkpoint and safetensors are read by a pickle reader that stands in for
-every class (inert_pickle); conversion imports and exports them.
+torch.save files, folders of torch.distributed.checkpoint and safetensors are read by a
+pickle reader that stands in for every class (inert_pickle); conversion imports and
+exports them.
 """
 
 from __future__ import annotations

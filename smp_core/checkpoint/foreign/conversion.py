@@ -1,9 +1,10 @@
-"""The conversion of other programs' checkpoints into ours and back: one process, one tensor at a time, no code run from
-any file.
+"""The conversion of other programs' checkpoints into ours and back: one process, one
+tensor at a time, no code run from any file.
 
-In: Hugging Face safetensors folders, torch.distributed.checkpoint (DCP) folders, Lightning `.ckpt` files, Lightning's
-sharded folders, Accelerate's FSDP2 folders. Out: the last four (safetensors and `.ckpt`: see full_state.consolidate).
-SageMaker SMP's `partial` folders are refused: their layout is not published.
+In: Hugging Face safetensors folders, torch.distributed.checkpoint (DCP) folders,
+Lightning `.ckpt` files, Lightning's sharded folders, Accelerate's FSDP2 folders. Out:
+the last four (safetensors and `.ckpt`: see full_state.consolidate). SageMaker SMP's
+`partial` folders are refused: their layout is not published.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.staging import stage
-from smp_core.checkpoint.untrusted import FOLDER_NAMES, JSON_BYTES, Fields, is_plain, only_checkpoint_errors, read_json
+from smp_core.checkpoint.untrusted import (
+    FOLDER_NAMES,
+    JSON_BYTES,
+    Fields,
+    is_plain,
+    only_checkpoint_errors,
+    read_json,
+)
 from smp_core.checkpoint.verify import check_files
 from smp_core.checkpoint.writer import SaveOptions, write_staged
 
@@ -60,18 +68,22 @@ def import_checkpoint(
     Args:
         source: its file or folder; the kind of checkpoint is detected.
         out: the checkpoint folder to make.
-        add_prefix: put in front of model tensor names (``"model."`` for a LightningModule that has it as
-            ``self.model``), and remembered, so that consolidate takes it off again.
-        ties: tensor name -> name of the tensor that it shares memory with, for names that safetensors files leave out
-            and do not mention (``{"lm_head.weight": "transformer.wte.weight"}``), without the prefix.
+        add_prefix: put in front of model tensor names (``"model."`` for a
+            LightningModule that has it as ``self.model``), and remembered, so that
+            consolidate takes it off again.
+        ties: tensor name -> name of the tensor that it shares memory with, for names
+            that safetensors files leave out and do not mention (``{"lm_head.weight":
+            "transformer.wte.weight"}``), without the prefix.
         overwrite: replace a checkpoint at ``out``.
-        allow_pickle: read values of other classes from Lightning's files. This runs code from them.
+        allow_pickle: read values of other classes from Lightning's files. This runs
+            code from them.
 
     Returns:
         the kind of the source.
 
     Raises:
-        CheckpointError: not a known kind, damaged, or only readable by running code from it.
+        CheckpointError: not a known kind, damaged, or only readable by running code
+            from it.
     """
     # Read it, whatever kind it is.
     address = local_path(source)
@@ -79,29 +91,43 @@ def import_checkpoint(
     readers: dict[str, Callable[[], tuple[dict[str, Any], dict[str, bytes | str]]]] = {
         "huggingface": lambda: _read_huggingface(Path(address), ties or {}),
         "dcp": lambda: (read_dcp_folder(address), {}),
-        "lightning-file": lambda: (_torch_load(Path(address).resolve(), allow_pickle), {}),
+        "lightning-file": lambda: (
+            _torch_load(Path(address).resolve(), allow_pickle),
+            {},
+        ),
         "lightning": lambda: (_read_lightning_folder(Path(address), allow_pickle), {}),
         "accelerate": lambda: (_read_accelerate(Path(address)), {}),
     }
     if kind is None or kind not in readers:
-        raise CheckpointError(f"{address} cannot be imported: {_why_not(kind, address)}")
+        raise CheckpointError(
+            f"{address} cannot be imported: {_why_not(kind, address)}"
+        )
     if ties and kind != "huggingface":
-        raise CheckpointError("ties are for Hugging Face folders; the other formats keep tied tensors under all names")
+        raise CheckpointError(
+            "ties are for Hugging Face folders; the other formats keep tied tensors under all names"
+        )
     with only_checkpoint_errors(address):
         state, extra_files = readers[kind]()
     # What is known of it goes into the manifest.
     metadata: dict[str, Any] = {"imported_from": kind}
-    key = next((key for key in ("state_dict", "model") if isinstance(state.get(key), dict)), None)
+    key = next(
+        (key for key in ("state_dict", "model") if isinstance(state.get(key), dict)),
+        None,
+    )
     if add_prefix:
         if key is None:
-            raise CheckpointError(f"add_prefix={add_prefix!r}: the source has no model under state_dict or model")
+            raise CheckpointError(
+                f"add_prefix={add_prefix!r}: the source has no model under state_dict or model"
+            )
         state[key] = {add_prefix + name: value for name, value in state[key].items()}
         metadata["module_prefix"] = add_prefix
     step = state.get("global_step")
     if isinstance(step, int):
         metadata["step"] = step
     options = SaveOptions(metadata, extra_files, overwrite, "xxh3")
-    write_staged(out, lambda: stage(state, None, 0, allow_pickle), options, Ranks.alone())
+    write_staged(
+        out, lambda: stage(state, None, 0, allow_pickle), options, Ranks.alone()
+    )
     return kind
 
 
@@ -111,7 +137,10 @@ def _names(address: str) -> list[str]:
         raise CheckpointError(f"there is nothing at {address}")
     if not path.is_dir():
         return []
-    return sorted(str(file.relative_to(path)) for file in itertools.islice(path.rglob("*"), FOLDER_NAMES))
+    return sorted(
+        str(file.relative_to(path))
+        for file in itertools.islice(path.rglob("*"), FOLDER_NAMES)
+    )
 
 
 def _why_not(kind: str | None, address: str) -> str:
@@ -125,10 +154,14 @@ def _why_not(kind: str | None, address: str) -> str:
     return "it looks like no checkpoint known here: " + ", ".join(_names(address)[:5])
 
 
-def _read_huggingface(folder: Path, ties: dict[str, str]) -> tuple[dict[str, Any], dict[str, bytes | str]]:
+def _read_huggingface(
+    folder: Path, ties: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, bytes | str]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        content = Fields(read_json(_regular(index, JSON_BYTES).read_bytes(), str(index)), str(index))
+        content = Fields(
+            read_json(_regular(index, JSON_BYTES).read_bytes(), str(index)), str(index)
+        )
         files = sorted(set(content.text_map("weight_map").values()))
     else:
         files = ["model.safetensors"]
@@ -136,7 +169,9 @@ def _read_huggingface(folder: Path, ties: dict[str, str]) -> tuple[dict[str, Any
     mentioned = dict(ties)
     for name in files:
         if not is_plain(name):
-            raise CheckpointError(f"{index} names the file {name!r}, which is not in the folder")
+            raise CheckpointError(
+                f"{index} names the file {name!r}, which is not in the folder"
+            )
         _regular(folder / name)
         try:
             with safe_open(folder / name, framework="pt") as file:
@@ -144,23 +179,41 @@ def _read_huggingface(folder: Path, ties: dict[str, str]) -> tuple[dict[str, Any
                 for key in file.keys():  # noqa: SIM118  (not a dict)
                     view = file.get_slice(key)
                     dtype = torch_dtype(view.get_dtype())
-                    model[key] = LazyTensor(tuple(view.get_shape()), dtype, _loader(folder / name, key), tie=key)
+                    model[key] = LazyTensor(
+                        tuple(view.get_shape()),
+                        dtype,
+                        _loader(folder / name, key),
+                        tie=key,
+                    )
         except Exception as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
-        mentioned.update({dropped: kept for dropped, kept in facts.items() if kept in model and dropped not in model})
+        mentioned.update(
+            {
+                dropped: kept
+                for dropped, kept in facts.items()
+                if kept in model and dropped not in model
+            }
+        )
     for dropped, kept in mentioned.items():
         if kept not in model:
-            raise CheckpointError(f"ties: there is no tensor {kept!r}; there are e.g. {', '.join(list(model)[:3])}")
+            raise CheckpointError(
+                f"ties: there is no tensor {kept!r}; there are e.g. {', '.join(list(model)[:3])}"
+            )
         if dropped != "format":
             model[dropped] = model[kept]
     return {"state_dict": model}, _companions(folder)
 
 
 def _companions(folder: Path) -> dict[str, bytes | str]:
-    """Read the small files of a Hugging Face folder: configuration, tokenizer, the model's code (which is not run)."""
+    """Read the small files of a Hugging Face folder: configuration, tokenizer, the
+    model's code (which is not run)."""
     found: dict[str, bytes | str] = {}
     for file in sorted(folder.iterdir()):
-        if file.suffix not in _COMPANIONS or file.name.endswith(".index.json") or not is_plain(file.name):
+        if (
+            file.suffix not in _COMPANIONS
+            or file.name.endswith(".index.json")
+            or not is_plain(file.name)
+        ):
             continue
         try:
             found[file.name] = _regular(file, _COMPANION_BYTES).read_bytes()
@@ -170,9 +223,11 @@ def _companions(folder: Path) -> dict[str, bytes | str]:
 
 
 def _regular(file: Path, limit: int | None = None) -> Path:
-    """Return the path of a regular file of a foreign folder, with at most ``limit`` bytes.
+    """Return the path of a regular file of a foreign folder, with at most ``limit``
+    bytes.
 
-    A link has to stay in the folder, or in the ``blobs`` alongside that the Hugging Face cache keeps its files in.
+    A link has to stay in the folder, or in the ``blobs`` alongside that the Hugging
+    Face cache keeps its files in.
 
     Raises:
         CheckpointError: it is missing, a pipe, a link to elsewhere, too large.
@@ -182,13 +237,21 @@ def _regular(file: Path, limit: int | None = None) -> Path:
         folder = file.parent.resolve()
         status = there.stat()
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{file} is missing or cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{file} is missing or cannot be read: {error}"
+        ) from error
     if folder not in there.parents and there.parent != folder.parent.parent / "blobs":
-        raise CheckpointError(f"{file} is a link to {there}, out of the folder: not followed; copy the file there")
+        raise CheckpointError(
+            f"{file} is a link to {there}, out of the folder: not followed; copy the file there"
+        )
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{file} is no regular file but a folder, a pipe or a device: not read")
+        raise CheckpointError(
+            f"{file} is no regular file but a folder, a pipe or a device: not read"
+        )
     if limit is not None and status.st_size > limit:
-        raise CheckpointError(f"{file} has {status.st_size} bytes, at most {limit} are read")
+        raise CheckpointError(
+            f"{file} has {status.st_size} bytes, at most {limit} are read"
+        )
     return there
 
 
@@ -208,7 +271,9 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
         if not allow_pickle:
             check_torch_content(path, str(path))
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+        content = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=not allow_pickle
+        )
     except pickle.UnpicklingError as error:
         first = str(error).split(". ")[-1].strip().splitlines()[0]
         raise CheckpointError(
@@ -216,7 +281,9 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
             "(--allow-pickle) if you trust its origin"
         ) from error
     except Exception as error:  # of a damaged file anything
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict")
     if all(isinstance(value, Tensor) for value in content.values()):
@@ -227,13 +294,23 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
 def _read_lightning_folder(folder: Path, allow_pickle: bool) -> dict[str, Any]:
     sharded = read_dcp_folder(folder)
     content = _torch_load(folder / "meta.pt", allow_pickle)
-    numbers = sorted(int(match[1]) for key in sharded if (match := re.fullmatch(r"optimizer_(\d+)", key)))
+    numbers = sorted(
+        int(match[1])
+        for key in sharded
+        if (match := re.fullmatch(r"optimizer_(\d+)", key))
+    )
     optimizers = [sharded.pop(f"optimizer_{number}") for number in numbers]
-    return {**content, **sharded, **({"optimizer_states": optimizers} if optimizers else {})}
+    return {
+        **content,
+        **sharded,
+        **({"optimizer_states": optimizers} if optimizers else {}),
+    }
 
 
 def _read_accelerate(folder: Path) -> dict[str, Any]:
-    parts = sorted(entry.name for entry in folder.iterdir() if (entry / ".metadata").is_file())
+    parts = sorted(
+        entry.name for entry in folder.iterdir() if (entry / ".metadata").is_file()
+    )
     models = [name for name in parts if name.startswith("pytorch_model_fsdp_")]
     optimizers = [name for name in parts if name.startswith("optimizer_")]
     if len(models) != 1 or len(optimizers) > 1:
@@ -245,7 +322,10 @@ def _read_accelerate(folder: Path) -> dict[str, Any]:
         state |= read_dcp_folder(folder / name)
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in parts)
     if others:
-        logger.warning("not imported (not tensors of the model or optimizer): %s", ", ".join(others))
+        logger.warning(
+            "not imported (not tensors of the model or optimizer): %s",
+            ", ".join(others),
+        )
     return state
 
 
@@ -263,25 +343,34 @@ def export_checkpoint(
     Args:
         path: checkpoint folder or address.
         out: the folder to make.
-        kind: the program that is to load the folder: ``"dcp"``: torch.distributed.checkpoint (the state as it is);
-            ``"lightning"``: Lightning's ModelParallelStrategy; ``"accelerate"``: Accelerate's FSDP2 (model and
-            optimizer).
+        kind: the program that is to load the folder: ``"dcp"``:
+            torch.distributed.checkpoint (the state as it is); ``"lightning"``:
+            Lightning's ModelParallelStrategy; ``"accelerate"``: Accelerate's FSDP2
+            (model and optimizer).
         verify: check of the checkpoint before: ``"digests"``, ``"sizes"`` or None.
         overwrite: replace what is at ``out``.
-        allow_pickle: for a checkpoint saved with ``allow_pickle=True``. Runs code from the file.
+        allow_pickle: for a checkpoint saved with ``allow_pickle=True``. Runs code from
+            the file.
 
     Raises:
-        CheckpointError: broken checkpoint, unknown kind, something at ``out``, no model in the checkpoint.
+        CheckpointError: broken checkpoint, unknown kind, something at ``out``, no model
+            in the checkpoint.
     """
     if kind not in EXPORTS:
-        raise CheckpointError(f"kind={kind!r} is not known; allowed: {', '.join(EXPORTS)} (safetensors: consolidate)")
+        raise CheckpointError(
+            f"kind={kind!r} is not known; allowed: {', '.join(EXPORTS)} (safetensors: consolidate)"
+        )
     target = Path(local_path(out)).absolute()
     if os.path.lexists(target) and not overwrite:
-        raise CheckpointError(f"{target} exists already; choose another path or pass overwrite=True (--overwrite)")
+        raise CheckpointError(
+            f"{target} exists already; choose another path or pass overwrite=True (--overwrite)"
+        )
     opened = open_checkpoint(path)
     check_files(opened, verify)
     opened.check_bytes = verify == "sizes"
-    state: dict[str, Any] = decode_state(opened, lambda name: lazy_tensor(opened, name), allow_pickle)
+    state: dict[str, Any] = decode_state(
+        opened, lambda name: lazy_tensor(opened, name), allow_pickle
+    )
     # Written beside the target, and put in its place when it is complete.
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = scratch_path(target)
@@ -291,8 +380,12 @@ def export_checkpoint(
         else:
             key = next((key for key in ("state_dict", "model") if key in state), None)
             if key is None:
-                raise CheckpointError(f"{opened.address} has no state_dict or model; at its top: {', '.join(state)}")
-            optimizers = state.pop("optimizer_states", None) or [o for o in [state.pop("optimizer", None)] if o]
+                raise CheckpointError(
+                    f"{opened.address} has no state_dict or model; at its top: {', '.join(state)}"
+                )
+            optimizers = state.pop("optimizer_states", None) or [
+                o for o in [state.pop("optimizer", None)] if o
+            ]
             if kind == "lightning":
                 _write_lightning(temporary, state, key, optimizers)
             else:
@@ -302,8 +395,13 @@ def export_checkpoint(
         discard(temporary)
 
 
-def _write_lightning(folder: Path, state: dict[str, Any], key: str, optimizers: list[Any]) -> None:
-    sharded = {"state_dict": state.pop(key), **{f"optimizer_{i}": entry for i, entry in enumerate(optimizers)}}
+def _write_lightning(
+    folder: Path, state: dict[str, Any], key: str, optimizers: list[Any]
+) -> None:
+    sharded = {
+        "state_dict": state.pop(key),
+        **{f"optimizer_{i}": entry for i, entry in enumerate(optimizers)},
+    }
     write_dcp_folder(folder, sharded)
     torch.save(_loaded(state), folder / "meta.pt")
 

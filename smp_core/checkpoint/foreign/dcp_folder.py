@@ -1,7 +1,9 @@
-"""The folders of torch.distributed.checkpoint, read without running code from them and written for other programs.
+"""The folders of torch.distributed.checkpoint, read without running code from them and
+written for other programs.
 
-DCP keeps its metadata as a pickle, which is read with stand-ins for every class (dcp_metadata.py); values that are not
-tensors are read with weights_only=True. Tensors are read and written one by one.
+DCP keeps its metadata as a pickle, which is read with stand-ins for every class
+(dcp_metadata.py); values that are not tensors are read with weights_only=True. Tensors
+are read and written one by one.
 """
 
 from __future__ import annotations
@@ -17,9 +19,17 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from smp_core.checkpoint.foreign.dcp_metadata import read_dcp_metadata
@@ -28,7 +38,8 @@ from smp_core.checkpoint.save_plan import LazyTensor
 
 
 class _SafeReader(FileSystemReader):
-    """A reader of DCP that never unpickles the metadata; it parses them once for many reads."""
+    """A reader of DCP that never unpickles the metadata; it parses them once for many
+    reads."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -39,7 +50,8 @@ class _SafeReader(FileSystemReader):
 
 
 class _SafeLoadPlanner(DefaultLoadPlanner):
-    """A load planner that reads values other than tensors with ``weights_only=True``."""
+    """A load planner that reads values other than tensors with
+    ``weights_only=True``."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -47,9 +59,13 @@ class _SafeLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.original_state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
+            self.original_state_dict[name] = torch.load(
+                value, map_location="cpu", weights_only=True
+            )
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{name} can only be read by unrestricted unpickling: not read ({error})") from error
+            raise CheckpointError(
+                f"{name} can only be read by unrestricted unpickling: not read ({error})"
+            ) from error
 
 
 def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -63,10 +79,16 @@ def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
-            flat[name] = LazyTensor(tuple(stored.size), stored.properties.dtype, _loader(reader, name, stored))
+            flat[name] = LazyTensor(
+                tuple(stored.size),
+                stored.properties.dtype,
+                _loader(reader, name, stored),
+            )
         elif isinstance(stored, BytesStorageMetadata):
             flat[name] = None
-    values = {name: None for name, value in flat.items() if not isinstance(value, LazyTensor)}
+    values = {
+        name: None for name, value in flat.items() if not isinstance(value, LazyTensor)
+    }
     _load(values, reader)
     flat.update(values)
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
@@ -88,12 +110,15 @@ def _loader(reader: _SafeReader, name: str, stored: TensorStorageMetadata) -> An
 def _load(target: dict[str, Any], reader: _SafeReader) -> None:
     if target:
         with _alone(reader.path):
-            dcp.load(target, storage_reader=reader, planner=_SafeLoadPlanner(), no_dist=True)
+            dcp.load(
+                target, storage_reader=reader, planner=_SafeLoadPlanner(), no_dist=True
+            )
 
 
 @contextlib.contextmanager
 def _alone(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let DCP work in one process without its warning about that; errors become CheckpointErrors with the path."""
+    """Let DCP work in one process without its warning about that; errors become
+    CheckpointErrors with the path."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -104,7 +129,8 @@ def _alone(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Set a value at a path, making dicts for string keys and lists for integers, as DCP flattens them."""
+    """Set a value at a path, making dicts for string keys and lists for integers, as
+    DCP flattens them."""
     node = root
     for key, following in zip(path, (*path[1:], None), strict=True):
         fresh: Any = value
@@ -124,7 +150,11 @@ class _LazySavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
-        return held.load() if isinstance(held, LazyTensor) else super().lookup_object(index)
+        return (
+            held.load()
+            if isinstance(held, LazyTensor)
+            else super().lookup_object(index)
+        )
 
 
 def write_dcp_folder(path: str | os.PathLike[str], state: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The names under which a checkpoint's tensors are exported: those of the model, and those of optimizer states."""
+"""The names under which a checkpoint's tensors are exported: those of the model, and
+those of optimizer states."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ class ExportNames:
     """The names for an export.
 
     Attributes:
-        model: name outside -> name in the checkpoint, in saved order; tied tensors under their first name only.
+        model: name outside -> name in the checkpoint, in saved order; tied tensors
+            under their first name only.
         ties: dropped name outside -> the name outside that is kept.
         optimizer: name in the checkpoint of every optimizer state tensor.
         optimizer_keys: top-level keys of the state that hold optimizers.
-        model_key: top-level key of the model, None when the model's tensors are at the top.
+        model_key: top-level key of the model, None when the model's tensors are at the
+            top.
     """
 
     model: dict[str, str]
@@ -35,33 +38,41 @@ class ExportNames:
     model_key: str | None
 
 
-def export_names(opened: OpenCheckpoint, strip_prefix: str | None = None) -> ExportNames:
+def export_names(
+    opened: OpenCheckpoint, strip_prefix: str | None = None
+) -> ExportNames:
     """Sort the tensors of a checkpoint into model and optimizer states.
 
-    The model is at ``metadata["model_key"]``, else at ``state_dict``, ``model`` or ``module``, else it is every tensor
-    outside of optimizer states.
+    The model is at ``metadata["model_key"]``, else at ``state_dict``, ``model`` or
+    ``module``, else it is every tensor outside of optimizer states.
 
-    The model is what stands under ``metadata["model_key"]``, else under ``state_dict``, ``model`` or ``module``, else
-    every tensor outside of optimizer states.
+    The model is what stands under ``metadata["model_key"]``, else under ``state_dict``,
+    ``model`` or ``module``, else every tensor outside of optimizer states.
 
     Args:
         opened: the checkpoint.
-        strip_prefix: taken off the front of names; None: ``metadata["module_prefix"]``, or nothing.
+        strip_prefix: taken off the front of names; None: ``metadata["module_prefix"]``,
+            or nothing.
 
     Raises:
-        CheckpointError: no tensor belongs to the model, the prefix fits none, or two names become the same.
+        CheckpointError: no tensor belongs to the model, the prefix fits none, or two
+            names become the same.
     """
     index, metadata = opened.index, opened.manifest.metadata
     paths = {name: path for path, name in index.by_path().items()}
     optimizer = [name for name, path in paths.items() if optimizer_part(path)]
-    optimizer_keys = list(dict.fromkeys(str(paths[name][0]) for name in optimizer)) or _optimizer_like(opened)
+    optimizer_keys = list(
+        dict.fromkeys(str(paths[name][0]) for name in optimizer)
+    ) or _optimizer_like(opened)
     # Under which key the model is.
     top = {path[0] for path in paths.values()}
     wished = metadata.get("model_key")
     keys = MODEL_KEYS if wished is None else [wished]
     key = next((each for each in keys if each in top), None)
     if wished is not None and key is None:
-        raise CheckpointError(f"{opened.address} has no tensors under its model_key {wished!r}")
+        raise CheckpointError(
+            f"{opened.address} has no tensors under its model_key {wished!r}"
+        )
     # All tensors under it, by their names inside the model.
     states = set(optimizer)
     chosen = {}
@@ -79,7 +90,11 @@ def export_names(opened: OpenCheckpoint, strip_prefix: str | None = None) -> Exp
     prefix = metadata.get("module_prefix", "") if strip_prefix is None else strip_prefix
     outside = _without_prefix(chosen, prefix, must_fit=strip_prefix is not None)
     kept = {name: text for text, name in outside.items() if name not in index.aliases}
-    ties = {text: kept[index.aliases[name]] for text, name in outside.items() if index.aliases.get(name) in kept}
+    ties = {
+        text: kept[index.aliases[name]]
+        for text, name in outside.items()
+        if index.aliases.get(name) in kept
+    }
     model = {text: name for text, name in outside.items() if text not in ties}
     return ExportNames(model, ties, optimizer, optimizer_keys, key)
 
@@ -89,19 +104,30 @@ def _optimizer_like(opened: OpenCheckpoint) -> list[str]:
     return [key for key in ("optimizer_states", "optimizer") if key in top]
 
 
-def _without_prefix(names: dict[str, str], prefix: str, must_fit: bool) -> dict[str, str]:
+def _without_prefix(
+    names: dict[str, str], prefix: str, must_fit: bool
+) -> dict[str, str]:
     if not prefix:
         return names
     fitting = [text for text in names if text.startswith(prefix)]
     if must_fit and not fitting:
-        raise CheckpointError(f"strip_prefix={prefix!r} fits no tensor; names are e.g. {', '.join(list(names)[:3])}")
+        raise CheckpointError(
+            f"strip_prefix={prefix!r} fits no tensor; names are e.g. {', '.join(list(names)[:3])}"
+        )
     if len(fitting) < len(names):
         others = [text for text in names if not text.startswith(prefix)]
-        logger.warning("%d tensors do not begin with %r and keep their names: %s", len(others), prefix, others[:5])
+        logger.warning(
+            "%d tensors do not begin with %r and keep their names: %s",
+            len(others),
+            prefix,
+            others[:5],
+        )
     stripped: dict[str, str] = {}
     for text, name in names.items():
         short = text.removeprefix(prefix)
         if short in stripped:
-            raise CheckpointError(f"without {prefix!r} two tensors would be called {short!r}; use strip_prefix=''")
+            raise CheckpointError(
+                f"without {prefix!r} two tensors would be called {short!r}; use strip_prefix=''"
+            )
         stripped[short] = name
     return stripped

@@ -1,9 +1,11 @@
-"""A reader of pickles that knows no classes: what a pickle asks for is noted down, never called or even looked up.
+"""A reader of pickles that knows no classes: what a pickle asks for is noted down,
+never called or even looked up.
 
-Python's unpickler hands out the objects that a pickle names, and a pickle can set attributes on them for the whole
-process, also when nothing is called. Here a global is a :class:`Global`, a call or an object a :class:`Made`, and
-memory is of the order of the file: sizes are checked against what is there; keys that would take forever to hash are
-refused.
+Python's unpickler hands out the objects that a pickle names, and a pickle can set
+attributes on them for the whole process, also when nothing is called. Here a global is
+a :class:`Global`, a call or an object a :class:`Made`, and memory is of the order of
+the file: sizes are checked against what is there; keys that would take forever to hash
+are refused.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ class Global:
 
 @dataclass(eq=False)
 class Made:
-    """A stand-in for an object: what the pickle would call, with which arguments, and what it would put into it."""
+    """A stand-in for an object: what the pickle would call, with which arguments, and
+    what it would put into it."""
 
     by: Global
     arguments: tuple[Any, ...]
     state: Any = None
-    entries: list[Any] = field(default_factory=list)  # (key, value) of a mapping, values of others
+    # (key, value) of a mapping, values of others.
+    entries: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,10 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        pairs = [(_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True)]
+        pairs = [
+            (_key(key), value)
+            for key, value in zip(items[::2], items[1::2], strict=True)
+        ]
         if isinstance(target, dict):
             target.update(pairs)
         elif isinstance(target, Made):
@@ -121,13 +128,17 @@ class _Machine:
         by = self.stack.pop()
         if not isinstance(by, Global) or not isinstance(arguments[0], tuple):
             raise CheckpointError("it calls something that it did not import")
-        self.stack.append(Made(by, arguments[0], state=arguments[1] if count > 1 else None))
+        self.stack.append(
+            Made(by, arguments[0], state=arguments[1] if count > 1 else None)
+        )
 
     def build(self, _: Any) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
         if not isinstance(target, Made):
-            raise CheckpointError(f"it changes {target if isinstance(target, Global) else type(target).__name__}")
+            raise CheckpointError(
+                f"it changes {target if isinstance(target, Global) else type(target).__name__}"
+            )
         target.state = state
 
 
@@ -138,15 +149,35 @@ def _key(key: Any, depth: int = _KEY_DEPTH) -> Any:
             raise CheckpointError("it has a key that is nested too deep")
         for part in key:
             _key(part, depth - 1)
-    elif not isinstance(key, (str, bytes, int, float, type(None), Global, Made, Persistent)):
+    elif not isinstance(
+        key, (str, bytes, int, float, type(None), Global, Made, Persistent)
+    ):
         raise CheckpointError(f"it has a {type(key).__name__} as a key")
     return key
 
 
 _IGNORED = {"PROTO", "FRAME"}
 _PUSHES_ARGUMENT = {
-    *("INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *(
+        "INT",
+        "LONG",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "LONG4",
+        "FLOAT",
+        "BINFLOAT",
+    ),
+    *(
+        "STRING",
+        "BINSTRING",
+        "SHORT_BINSTRING",
+        "UNICODE",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+    ),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
 }
 _CONSTANTS: dict[str, Callable[[], Any]] = {
@@ -199,7 +230,8 @@ def read_inert(data: bytes, where: str) -> Any:
         where: its place, for messages.
 
     Raises:
-        CheckpointError: not a pickle, cut short, or one with operations that are not read here.
+        CheckpointError: not a pickle, cut short, or one with operations that are not
+            read here.
     """
     with only_checkpoint_errors(where):
         return _Machine().run(data)

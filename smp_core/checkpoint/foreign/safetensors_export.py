@@ -1,8 +1,9 @@
 """The safetensors folders as Transformers reads them, streamed from a checkpoint.
 
-The header of each output file is known from the index; then one tensor at a time is read from its slices (any layout),
-cast and written, so that a worker holds at most one tensor and its cast copy. Tied tensors are written once, under the
-first name; the others stand in the header's metadata (``dropped: kept``), as Transformers writes them.
+The header of each output file is known from the index; then one tensor at a time is
+read from its slices (any layout), cast and written, so that a worker holds at most one
+tensor and its cast copy. Tied tensors are written once, under the first name; the
+others stand in the header's metadata (``dropped: kept``), as Transformers writes them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from smp_core.checkpoint.tree import subtree
 Advance = Callable[[int], None]
 Progress = Callable[[int], contextlib.AbstractContextManager[Advance]]
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,8 @@ class ExportOptions:
         optimizer: also optimizer states.
         workers: threads, each making one file at a time.
         shard_bytes: largest size of a file, unless a single tensor is larger.
-        progress: called with the total in bytes, gives a context manager over a function that takes bytes done.
+        progress: called with the total in bytes, gives a context manager over a
+            function that takes bytes done.
     """
 
     cast: torch.dtype | None = None
@@ -68,7 +78,9 @@ def parse_size(size: int | str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", str(size).strip().upper())
     if match is None or float(match[1]) <= 0:
-        raise CheckpointError(f"max_shard_size={size!r} is not a size; write e.g. 5GB or 200MB")
+        raise CheckpointError(
+            f"max_shard_size={size!r} is not a size; write e.g. 5GB or 200MB"
+        )
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
@@ -87,25 +99,46 @@ def write_safetensors_folder(
         names of the files made.
 
     Raises:
-        CheckpointError: optimizer states are asked for and there are none; a damaged checkpoint.
+        CheckpointError: optimizer states are asked for and there are none; a damaged
+            checkpoint.
     """
     folder.mkdir()
     # Which tensors go into which file; the index comes first.
-    files = _plan(opened, "model", names.model, options.cast, options.shard_bytes, names.ties)
+    files = _plan(
+        opened, "model", names.model, options.cast, options.shard_bytes, names.ties
+    )
     _write_index(folder, "model", files)
     if options.optimizer:
         if not names.optimizer:
-            raise CheckpointError(f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out")
-        states = _plan(opened, "optimizer", {n: n for n in names.optimizer}, None, options.shard_bytes, {})
+            raise CheckpointError(
+                f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out"
+            )
+        states = _plan(
+            opened,
+            "optimizer",
+            {n: n for n in names.optimizer},
+            None,
+            options.shard_bytes,
+            {},
+        )
         _write_index(folder, "optimizer", states)
-        tree = {key: subtree(opened.tree, ("state", key)) for key in names.optimizer_keys}
+        tree = {
+            key: subtree(opened.tree, ("state", key)) for key in names.optimizer_keys
+        }
         (folder / "optimizer.json").write_text(json.dumps(tree, indent=1))
         files = files + states
     total = sum(entry.bytes for file in files for entry in file.entries)
     # The files, side by side.
-    with options.progress(total) if options.progress else contextlib.nullcontext(_ignore) as advance:
+    with (
+        options.progress(total)
+        if options.progress
+        else contextlib.nullcontext(_ignore) as advance
+    ):
         with ThreadPoolExecutor(options.workers) as pool:
-            futures = [pool.submit(_write_file, opened, folder, file, advance) for file in files]
+            futures = [
+                pool.submit(_write_file, opened, folder, file, advance)
+                for file in files
+            ]
             try:
                 for future in futures:
                     future.result()
@@ -115,7 +148,9 @@ def write_safetensors_folder(
     # Files that the checkpoint keeps along.
     for name, stored in opened.manifest.extra.items():
         if os.path.lexists(folder / name):
-            raise CheckpointError(f"{opened.address} keeps a file {name} along, which is also made here: not exported")
+            raise CheckpointError(
+                f"{opened.address} keeps a file {name} along, which is also made here: not exported"
+            )
         (folder / name).write_bytes(opened.checked(stored))
     fsync_directory(folder)
     return sorted(os.listdir(folder))
@@ -138,7 +173,11 @@ def _plan(
     filled = 0
     for outside, name in names.items():
         record = opened.index.record(name)
-        dtype = cast if cast is not None and record.dtype.is_floating_point else record.dtype
+        dtype = (
+            cast
+            if cast is not None and record.dtype.is_floating_point
+            else record.dtype
+        )
         entry = Entry(outside, record.shape, dtype)
         if groups[-1] and filled + entry.bytes > shard_bytes:
             groups.append([])
@@ -147,8 +186,13 @@ def _plan(
         filled += entry.bytes
     files = []
     for number, group in enumerate(groups, 1):
-        file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-        group = sorted(group, key=lambda pair: -pair[0].dtype.itemsize)  # keeps every entry aligned
+        file = (
+            f"{stem}.safetensors"
+            if len(groups) == 1
+            else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        )
+        # Keeps every entry aligned.
+        group = sorted(group, key=lambda pair: -pair[0].dtype.itemsize)
         here = {entry.key for entry, _ in group}
         tied = {dropped: kept for dropped, kept in ties.items() if kept in here}
         of_file = [entry for entry, _ in group]
@@ -157,7 +201,9 @@ def _plan(
     return files
 
 
-def _write_file(opened: OpenCheckpoint, folder: Path, file: _OutputFile, advance: Advance) -> None:
+def _write_file(
+    opened: OpenCheckpoint, folder: Path, file: _OutputFile, advance: Advance
+) -> None:
     def values() -> Iterator[torch.Tensor]:
         with TensorFiles(opened) as source:
             for entry, name in zip(file.entries, file.sources, strict=True):
@@ -165,14 +211,22 @@ def _write_file(opened: OpenCheckpoint, folder: Path, file: _OutputFile, advance
                 advance(entry.bytes)
 
     with open(folder / file.name, "xb", buffering=0) as raw:
-        write_tensor_file(Sink(raw, file.name, "xxh3"), file.entries, values(), file.metadata)
+        write_tensor_file(
+            Sink(raw, file.name, "xxh3"), file.entries, values(), file.metadata
+        )
 
 
 def _write_index(folder: Path, stem: str, files: list[_OutputFile]) -> None:
-    """Write ``<stem>.safetensors.index.json``; like Transformers, only when there is more than one file."""
+    """Write ``<stem>.safetensors.index.json``; like Transformers, only when there is
+    more than one file."""
     if len(files) == 1:
         return
     weights = {entry.key: file.name for file in files for entry in file.entries}
     total = sum(entry.bytes for file in files for entry in file.entries)
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+    content = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weights.items())),
+    }
+    (folder / f"{stem}.safetensors.index.json").write_text(
+        json.dumps(content, indent=2) + "\n"
+    )

@@ -1,9 +1,11 @@
 """The files of `torch.save`, written with one tensor in memory at a time.
 
-torch.save takes a whole object. Under `torch.serialization.skip_data` it writes everything but the tensors' bytes and
-leaves room for them (a zip archive, each storage an uncompressed, aligned entry `data/0`, `data/1`, ... in the order in
-which the storages occur in the object). The bytes are then written into that room, tensor by tensor, and the archive's
-checksums are put right, so that the file is the one that torch.save would have made.
+torch.save takes a whole object. Under `torch.serialization.skip_data` it writes
+everything but the tensors' bytes and leaves room for them (a zip archive, each storage
+an uncompressed, aligned entry `data/0`, `data/1`, ... in the order in which the
+storages occur in the object). The bytes are then written into that room, tensor by
+tensor, and the archive's checksums are put right, so that the file is the one that
+torch.save would have made.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from smp_core.checkpoint.foreign.inert_pickle import Global, Made, Persistent, read_inert
+from smp_core.checkpoint.foreign.inert_pickle import (
+    Global,
+    Made,
+    Persistent,
+    read_inert,
+)
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, tie_key
 from smp_core.checkpoint.tensor_file import bytes_view, host_tensor
@@ -33,11 +40,16 @@ _ITEM_BYTES = {
     **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
     **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4),
     **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
-    **dict.fromkeys(("CharStorage", "ByteStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"), 1),
+    **dict.fromkeys(
+        ("CharStorage", "ByteStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"),
+        1,
+    ),
     **dict.fromkeys(("QUInt4x2Storage", "QUInt2x4Storage", "UntypedStorage"), 1),
 }
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature, ..., crc at field 6, name length, extra length
-_CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # signature, ..., crc at field 7, name, extra and comment lengths
+# Signature, ..., crc at field 6, name length, extra length.
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+# Signature, ..., crc at field 7, name, extra and comment lengths.
+_CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_CENTRAL_HEADER = 16
 
@@ -47,14 +59,16 @@ class TorchFile:
 
     Args:
         path: the file to make; must not exist.
-        content: nested dicts, lists and tuples; each tensor, DTensor or LazyTensor in them leaves room for its whole
-            value. Two over the same memory share the room.
+        content: nested dicts, lists and tuples; each tensor, DTensor or LazyTensor in
+            them leaves room for its whole value. Two over the same memory share the
+            room.
 
     Attributes:
         leaves: the tensors to be filled in, in order, each once.
 
     Raises:
-        CheckpointError: a value holds tensors where this walk does not look (in an object of its own).
+        CheckpointError: a value holds tensors where this walk does not look (in an
+            object of its own).
     """
 
     def __init__(self, path: str | os.PathLike[str], content: Any) -> None:
@@ -67,8 +81,12 @@ class TorchFile:
             torch.save(skeleton, file)
         self._entries = self._data_entries()
         sizes = [entry.file_size for entry in self._entries]
-        if sizes != [placeholder.untyped_storage().nbytes() for placeholder in self._placeholders]:
-            raise CheckpointError("a value that is no dict, list or tuple holds tensors: it cannot be streamed")
+        if sizes != [
+            placeholder.untyped_storage().nbytes() for placeholder in self._placeholders
+        ]:
+            raise CheckpointError(
+                "a value that is no dict, list or tuple holds tensors: it cannot be streamed"
+            )
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  (closed in close)
         self._checksums: dict[str, int] = {}
 
@@ -87,7 +105,11 @@ class TorchFile:
 
     def _data_entries(self) -> list[zipfile.ZipInfo]:
         with zipfile.ZipFile(self.path) as archive:
-            found = {int(entry.filename.rsplit("/", 1)[1]): entry for entry in archive.infolist() if _is_data(entry)}
+            found = {
+                int(entry.filename.rsplit("/", 1)[1]): entry
+                for entry in archive.infolist()
+                if _is_data(entry)
+            }
             self._directory_start = archive.start_dir
         return [found[number] for number in sorted(found)]
 
@@ -95,7 +117,8 @@ class TorchFile:
         """Write the unsharded value of ``leaves[number]``.
 
         Raises:
-            CheckpointError: it does not have the shape and dtype that room was left for.
+            CheckpointError: it does not have the shape and dtype that room was left
+                for.
         """
         room = self._placeholders[number]
         if (tensor.shape, tensor.dtype) != (room.shape, room.dtype):
@@ -126,12 +149,19 @@ class TorchFile:
                 self._write_at(after + (4 if signed else 0), checksum)
         position, size = self._directory_start, os.fstat(descriptor).st_size
         while position + _CENTRAL_HEADER.size <= size:
-            header = _CENTRAL_HEADER.unpack(os.pread(descriptor, _CENTRAL_HEADER.size, position))
+            header = _CENTRAL_HEADER.unpack(
+                os.pread(descriptor, _CENTRAL_HEADER.size, position)
+            )
             if header[0] != b"PK\x01\x02":
                 break
-            name = os.pread(descriptor, header[10], position + _CENTRAL_HEADER.size).decode()
+            name = os.pread(
+                descriptor, header[10], position + _CENTRAL_HEADER.size
+            ).decode()
             if name in self._checksums:
-                self._write_at(position + _CRC_IN_CENTRAL_HEADER, struct.pack("<I", self._checksums[name]))
+                self._write_at(
+                    position + _CRC_IN_CENTRAL_HEADER,
+                    struct.pack("<I", self._checksums[name]),
+                )
             position += _CENTRAL_HEADER.size + header[10] + header[11] + header[12]
         os.fsync(descriptor)
         self._file.close()
@@ -143,12 +173,17 @@ def _is_data(entry: zipfile.ZipInfo) -> bool:
 
 
 def _data_start(descriptor: int, entry: zipfile.ZipInfo) -> int:
-    header = _LOCAL_HEADER.unpack(os.pread(descriptor, _LOCAL_HEADER.size, entry.header_offset))
+    header = _LOCAL_HEADER.unpack(
+        os.pread(descriptor, _LOCAL_HEADER.size, entry.header_offset)
+    )
     return entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
 
 
 def stream_torch_save(
-    path: str | os.PathLike[str], content: Any, whole: Callable[[Any], Tensor], advance: Callable[[int], None]
+    path: str | os.PathLike[str],
+    content: Any,
+    whole: Callable[[Any], Tensor],
+    advance: Callable[[int], None],
 ) -> None:
     """Write ``torch.save(content, path)`` with one tensor in memory at a time.
 
@@ -167,32 +202,49 @@ def stream_torch_save(
 
 
 def check_torch_file(path: str | os.PathLike[str]) -> None:
-    """Read a ``torch.save`` file and compare its checksums, which ``torch.load`` does not.
+    """Read a ``torch.save`` file and compare its checksums, which ``torch.load`` does
+    not.
 
     Raises:
         CheckpointError: cut short, damaged, or not such a file.
     """
     if not os.path.isfile(path):
-        raise CheckpointError(f"{os.fspath(path)} is missing, or no file but a folder, a pipe or a device")
+        raise CheckpointError(
+            f"{os.fspath(path)} is missing, or no file but a folder, a pipe or a device"
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
     except Exception as error:  # of a damaged archive anything
         raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
     if broken is not None:
-        raise CheckpointError(f"{os.fspath(path)} is damaged: the checksum of {broken} does not fit")
+        raise CheckpointError(
+            f"{os.fspath(path)} is damaged: the checksum of {broken} does not fit"
+        )
 
 
 def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
-    """Return the order of a Lightning ``.ckpt`` among others: its ``global_step``, then the file's time.
+    """Return the order of a Lightning ``.ckpt`` among others: its ``global_step``, then
+    the file's time.
 
     The step is read without running code from the file; -1 where it cannot be found.
     """
     step = -1
     if not os.path.isfile(path):
         return step, 0.0
-    with contextlib.suppress(CheckpointError), only_checkpoint_errors(""), zipfile.ZipFile(path) as archive:
-        entry = next((each for each in archive.infolist() if each.filename.split("/")[-1] == "data.pkl"), None)
+    with (
+        contextlib.suppress(CheckpointError),
+        only_checkpoint_errors(""),
+        zipfile.ZipFile(path) as archive,
+    ):
+        entry = next(
+            (
+                each
+                for each in archive.infolist()
+                if each.filename.split("/")[-1] == "data.pkl"
+            ),
+            None,
+        )
         if entry is not None and entry.file_size <= _PICKLE_BYTES:
             content = read_inert(archive.read(entry), os.fspath(path))
             found = content.get("global_step") if isinstance(content, dict) else None
@@ -201,9 +253,11 @@ def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
 
 
 def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> None:
-    """Look at a ``torch.save`` archive before ``torch.load`` allocates what it asks for.
+    """Look at a ``torch.save`` archive before ``torch.load`` allocates what it asks
+    for.
 
-    ``torch.load(weights_only=True)`` runs no code, but believes sizes: of compressed entries, storages and bytearrays.
+    ``torch.load(weights_only=True)`` runs no code, but believes sizes: of compressed
+    entries, storages and bytearrays.
 
     Args:
         where: its place, for messages.
@@ -214,17 +268,33 @@ def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> 
     with only_checkpoint_errors(where), zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         if any(
-            entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries
+            entry.compress_type != zipfile.ZIP_STORED
+            or entry.file_size != entry.compress_size
+            for entry in entries
         ):
-            raise CheckpointError(f"{where} has compressed entries, which torch.save does not write: not read")
+            raise CheckpointError(
+                f"{where} has compressed entries, which torch.save does not write: not read"
+            )
         sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
-        pickled = [entry for entry in entries if entry.filename.partition("/")[2] == "data.pkl"]
-        if len(pickled) != 1 or len(sizes) != len(entries) or pickled[0].file_size > _PICKLE_BYTES:
-            raise CheckpointError(f"{where} is damaged: it is not what torch.save writes")
+        pickled = [
+            entry for entry in entries if entry.filename.partition("/")[2] == "data.pkl"
+        ]
+        if (
+            len(pickled) != 1
+            or len(sizes) != len(entries)
+            or pickled[0].file_size > _PICKLE_BYTES
+        ):
+            raise CheckpointError(
+                f"{where} is damaged: it is not what torch.save writes"
+            )
         for node in _nodes(read_inert(archive.read(pickled[0]), where)):
             if isinstance(node, Persistent):
                 _check_storage(node.identity, sizes, where)
-            elif isinstance(node, Made) and node.by.name == "bytearray" and any(type(a) is int for a in node.arguments):
+            elif (
+                isinstance(node, Made)
+                and node.by.name == "bytearray"
+                and any(type(a) is int for a in node.arguments)
+            ):
                 raise CheckpointError(f"{where} asks for memory by its size: not read")
 
 
@@ -251,5 +321,12 @@ def _nodes(root: Any) -> Iterator[Any]:
 def _check_storage(identity: Any, sizes: Mapping[str, int], where: str) -> None:
     kind, storage, key, _, count = identity
     itemsize = _ITEM_BYTES.get(storage.name, 0) if isinstance(storage, Global) else 0
-    if kind != "storage" or not itemsize or type(count) is not int or count * itemsize > sizes.get(f"data/{key}", -1):
-        raise CheckpointError(f"{where} is damaged: a tensor has more elements than bytes, or is of an unknown kind")
+    if (
+        kind != "storage"
+        or not itemsize
+        or type(count) is not int
+        or count * itemsize > sizes.get(f"data/{key}", -1)
+    ):
+        raise CheckpointError(
+            f"{where} is damaged: a tensor has more elements than bytes, or is of an unknown kind"
+        )

@@ -1,4 +1,5 @@
-"""A node's folder of one run in shared host memory: where it lies, which job has it, and how files come into it.
+"""A node's folder of one run in shared host memory: where it lies, which job has it,
+and how files come into it.
 
     $SMP_MEMORY_FOLDER (default /dev/shm)
         torch-smp-<uid>/             mode 0700
@@ -9,8 +10,8 @@
                     index.json, rest.json, rest.pt
                     manifest.json    the commit: removed first, written last
 
-Anybody may write to /dev/shm, so that a folder or file there is used only if it belongs to this user and nobody else
-may touch it; links are not followed.
+Anybody may write to /dev/shm, so that a folder or file there is used only if it belongs
+to this user and nobody else may touch it; links are not followed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ import torch
 from torch import Tensor
 
 from smp_core.checkpoint.folders.addresses import is_address
-from smp_core.checkpoint.folders.file_system import host_id, release, remove_tree, try_lock
+from smp_core.checkpoint.folders.file_system import (
+    host_id,
+    release,
+    remove_tree,
+    try_lock,
+)
 from smp_core.checkpoint.folders.local_folder import open_regular
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError
 
@@ -48,7 +54,8 @@ _held: dict[str, int] = {}  # run folder -> descriptor that holds this process's
 
 
 def run_name(root: str, by: str) -> str:
-    """Return the name of the run that saves to a folder on disk: a new process goes on with the same run there.
+    """Return the name of the run that saves to a folder on disk: a new process goes on
+    with the same run there.
 
     Args:
         root: the folder; or what else names the run.
@@ -56,11 +63,14 @@ def run_name(root: str, by: str) -> str:
     """
     path = root if is_address(root) else os.path.abspath(root)
     name = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(path))[:40]
-    return "-".join(filter(None, (name, by, hashlib.sha256(path.encode()).hexdigest()[:12])))
+    return "-".join(
+        filter(None, (name, by, hashlib.sha256(path.encode()).hexdigest()[:12]))
+    )
 
 
 def launcher_job() -> str | None:
-    """Return what the launcher calls this job, the same after a restart of it; None where it has no name."""
+    """Return what the launcher calls this job, the same after a restart of it; None
+    where it has no name."""
     for variable in ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID"):
         name = os.environ.get(variable)
         if name and name != "none":  # torchrun's name for a job without one
@@ -74,26 +84,36 @@ def part_name(rank: int, number: int) -> str:
 
 
 def _top() -> str:
-    return os.path.join(os.environ.get(VARIABLE) or _DEFAULT, f"torch-smp-{os.geteuid()}")
+    return os.path.join(
+        os.environ.get(VARIABLE) or _DEFAULT, f"torch-smp-{os.geteuid()}"
+    )
 
 
 def _is_ours(path: str, kind: int = stat.S_IFREG) -> bool:
     status = os.lstat(path)
-    return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return (
+        stat.S_IFMT(status.st_mode) == kind
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o077
+    )
 
 
 def _private(path: str) -> str:
-    """Make a directory that only this user may use, or check that the one at the path is such a directory.
+    """Make a directory that only this user may use, or check that the one at the path
+    is such a directory.
 
     Raises:
-        CheckpointError: it is somebody else's, a link, or open to others; or cannot be made.
+        CheckpointError: it is somebody else's, a link, or open to others; or cannot be
+            made.
     """
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status, ours = os.lstat(path), _is_ours(path, stat.S_IFDIR)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(path)):
+        if isinstance(error, FileNotFoundError) and os.path.isdir(
+            os.path.dirname(path)
+        ):
             return _private(path)  # a run that ended has removed it at this instant
         why = f"{error.strerror}; set {VARIABLE} to a folder in memory"
         raise CheckpointError(f"{path} cannot be made: {why}") from None
@@ -106,10 +126,12 @@ def _private(path: str) -> str:
 
 
 class NodeMemory:
-    """The folder of a run on this node. A lock that this process still has of an earlier run of the name is given back.
+    """The folder of a run on this node. A lock that this process still has of an
+    earlier run of the name is given back.
 
     Args:
-        run: :func:`run_name`; with the node's name behind it where ranks of one machine pose as several nodes.
+        run: :func:`run_name`; with the node's name behind it where ranks of one machine
+            pose as several nodes.
 
     Attributes:
         path: the folder.
@@ -124,12 +146,14 @@ class NodeMemory:
         _private(self.path)
 
     def take(self, first: bool, advice: str, patience: float = 0.0) -> None:
-        """Lock the folder for this job: the first rank of a node alone, which it can only where no rank of another job
-        has it, and after it the others together with it.
+        """Lock the folder for this job: the first rank of a node alone, which it can
+        only where no rank of another job has it, and after it the others together with
+        it.
 
         Args:
             advice: what to type to train although another job has the name.
-            patience: seconds for which ranks of a job whose first one is dead are waited for: they notice it, and end.
+            patience: seconds for which ranks of a job whose first one is dead are
+                waited for: they notice it, and end.
 
         Raises:
             CheckpointError: another job that runs has it.
@@ -146,9 +170,12 @@ class NodeMemory:
         if first:
             owner = f"{os.getpid()} {_started(os.getpid())} {' '.join(sys.argv)[:200]}"
             _write(os.path.join(self.path, _OWNER), owner.encode())
-            fcntl.flock(_held[self.path], fcntl.LOCK_SH)  # not atomic: for an instant another job may have it alone
+            # Not atomic: for an instant another job may have it alone.
+            fcntl.flock(_held[self.path], fcntl.LOCK_SH)
             if self._owner()[0] != str(os.getpid()):
-                raise CheckpointError(f"another job has taken {self.path} at this instant: start again")
+                raise CheckpointError(
+                    f"another job has taken {self.path} at this instant: start again"
+                )
 
     def give_back(self) -> None:
         """Give the lock back, if this process has it."""
@@ -156,10 +183,13 @@ class NodeMemory:
             release(_held.pop(self.path))
 
     def _lock(self, kind: int) -> bool:
-        """Lock the folder that is at the path now; return False where another process's lock excludes it."""
+        """Lock the folder that is at the path now; return False where another process's
+        lock excludes it."""
         while True:
             try:
-                descriptor = os.open(_private(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                descriptor = os.open(
+                    _private(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                )
             except FileNotFoundError:
                 continue  # of a run that has just ended, and removed its folder
             try:
@@ -199,12 +229,15 @@ class NodeMemory:
         return os.path.lexists(self.at(part, MANIFEST))
 
     def parts(self) -> list[str]:
-        """List the parts; those that are not this user's alone are named in a warning and left out."""
+        """List the parts; those that are not this user's alone are named in a warning
+        and left out."""
         names = sorted(filter(_PART.fullmatch, os.listdir(self.path)))
         found = []
         for name in names:
             folder = self.at(name)
-            if _is_ours(folder, stat.S_IFDIR) and all(_is_ours(self.at(name, each)) for each in os.listdir(folder)):
+            if _is_ours(folder, stat.S_IFDIR) and all(
+                _is_ours(self.at(name, each)) for each in os.listdir(folder)
+            ):
                 found.append(name)
             else:
                 logger.warning("not used: %s, which is not this user's alone", folder)
@@ -225,8 +258,9 @@ class NodeMemory:
         os.rename(temporary, self.at(part, name))
 
     def allocate(self, part: str, size: int) -> Tensor:
-        """Make a part's file of ``size`` bytes, all of them reserved, and return it as a tensor of bytes in shared
-        memory. What jobs that have ended left is removed where there is too little, the oldest first.
+        """Make a part's file of ``size`` bytes, all of them reserved, and return it as
+        a tensor of bytes in shared memory. What jobs that have ended left is removed
+        where there is too little, the oldest first.
 
         Raises:
             CheckpointError: there is not enough memory; says what to type.
@@ -253,7 +287,8 @@ class NodeMemory:
                     ) from None
 
     def map(self, part: str) -> Tensor:
-        """Return a part's file of tensors as a tensor of bytes, to be read only; links are refused."""
+        """Return a part's file of tensors as a tensor of bytes, to be read only; links
+        are refused."""
         descriptor = open_regular(self.at(part), TENSORS)
         try:
             return _as_tensor(descriptor, os.fstat(descriptor).st_size, mmap.PROT_READ)
@@ -272,14 +307,19 @@ class NodeMemory:
 def _write(path: str, data: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+    with open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
+    ) as file:
         file.write(data)
 
 
 def _reserve(path: str, size: int) -> Tensor:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+    )
     try:
-        if size:  # reserved at once: to write to a page that cannot be had would end the process
+        # Reserved at once: to write to a page that cannot be had would end the process.
+        if size:
             os.posix_fallocate(descriptor, 0, size)
         return _as_tensor(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:
@@ -299,7 +339,8 @@ def _as_tensor(descriptor: int, size: int, access: int) -> Tensor:
 
 
 def _started(pid: int | str) -> str:
-    """Return when a process started, in ticks of the kernel's clock; "" where it has ended."""
+    """Return when a process started, in ticks of the kernel's clock; "" where it has
+    ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -327,11 +368,14 @@ def size_of(path: str) -> str:
 
 
 def _of_ended_jobs() -> Iterator[str]:
-    """Yield the folders of runs that no process holds, the oldest first, each locked until the next is asked for."""
+    """Yield the folders of runs that no process holds, the oldest first, each locked
+    until the next is asked for."""
     top = _top()
     if not os.path.isdir(top) or not _is_ours(top, stat.S_IFDIR):
         return
-    folders = [entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)]
+    folders = [
+        entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)
+    ]
     for path in sorted(folders, key=os.path.getmtime):
         lock = None
         with contextlib.suppress(FileNotFoundError):
@@ -355,22 +399,28 @@ def _turn() -> Iterator[None]:
 
 
 def left_by_ended_jobs() -> list[tuple[str, str]]:
-    """List the folders of runs that no process holds any more, with their bytes in words; the oldest first."""
+    """List the folders of runs that no process holds any more, with their bytes in
+    words; the oldest first."""
     return [(path, size_of(path)) for path in _of_ended_jobs()]
 
 
 def _free_the_oldest() -> bool:
-    """Remove the oldest folder that a job which has ended left; return False where there is none."""
+    """Remove the oldest folder that a job which has ended left; return False where
+    there is none."""
     for path in _of_ended_jobs():
-        logger.warning("%s: its job has ended, and its %s of memory are needed: removed", path, size_of(path))
+        logger.warning(
+            "%s: its job has ended, and its %s of memory are needed: removed",
+            path,
+            size_of(path),
+        )
         remove_tree(path)
         return True
     return False
 
 
 def _forget_locks() -> None:
-    """Close the descriptors of locks in a process that was forked (a worker of a data loader), which would hold them
-    for as long as it lives."""
+    """Close the descriptors of locks in a process that was forked (a worker of a data
+    loader), which would hold them for as long as it lives."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

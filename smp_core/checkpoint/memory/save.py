@@ -1,10 +1,13 @@
-"""The saves into shared memory: staged alongside training, committed by all ranks together, kept on two nodes.
+"""The saves into shared memory: staged alongside training, committed by all ranks
+together, kept on two nodes.
 
-A rank's part is a checkpoint folder of its own slices (memory_folder.py). Ranks do not share the writing of replicas,
-as they do on disk: a replica on another node costs nothing and survives the node. In the thread of a save: (1) copy
-what was not copied at once; (2) the index and digests, whose records go to all ranks; (3) what is the same for all
-ranks, from rank 0; (4) where no rank of another node has the same slices, a copy to the next node; (5) manifests, which
-are the commit. Only then may the state before be written over, so that at every instant one state is complete.
+A rank's part is a checkpoint folder of its own slices (memory_folder.py). Ranks do not
+share the writing of replicas, as they do on disk: a replica on another node costs
+nothing and survives the node. In the thread of a save: (1) copy what was not copied at
+once; (2) the index and digests, whose records go to all ranks; (3) what is the same for
+all ranks, from rank 0; (4) where no rank of another node has the same slices, a copy to
+the next node; (5) manifests, which are the commit. Only then may the state before be
+written over, so that at every instant one state is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ from torch import Tensor
 
 from smp_core.checkpoint.folders.file_system import new_save_id
 from smp_core.checkpoint.folders.storage import BLOCK_BYTES
-from smp_core.checkpoint.layout import FORMAT, MANIFEST, CheckpointError, FileRecord, Manifest, digest_of, new_digest
+from smp_core.checkpoint.layout import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    digest_of,
+    new_digest,
+)
 from smp_core.checkpoint.memory.folder import TENSORS, NodeMemory, part_name
 from smp_core.checkpoint.memory.slots import SharedSlots, Slot
 from smp_core.checkpoint.ranks import Ranks
@@ -41,16 +52,20 @@ WRITER = "smp-memory-checkpoint"
 INDEX = "index.json"
 REST = "rest.json"
 REST_PT = "rest.pt"
-LAYOUTS = "layouts"  # in a manifest's metadata: the digest of each rank's index; ranks of equal ones have equal tensors
+# In a manifest's metadata: the digest of each rank's index; ranks of equal ones have
+# equal tensors.
+LAYOUTS = "layouts"
 _ALGORITHM = "xxh3"
-_SMALL_BYTES = 1 << 20  # of each rank's part: written in less time than it would take beside training
-_PIECE_BYTES = 1 << 20  # of a copy to another node: a message of training waits for one piece at most
+# Of each rank's part: written in less time than it would take beside training.
+_SMALL_BYTES = 1 << 20
+# Of a copy to another node: a message of training waits for one piece at most.
+_PIECE_BYTES = 1 << 20
 
 
 def wait_for_writers() -> None:
-    """Wait for saves that runs before in this process have left in flight: a run that failed does not wait for its
-    last one, and a run that goes on from it finds that one and writes to the same files. They end within the timeout of
-    their collectives.
+    """Wait for saves that runs before in this process have left in flight: a run that
+    failed does not wait for its last one, and a run that goes on from it finds that one
+    and writes to the same files. They end within the timeout of their collectives.
     """
     for thread in threading.enumerate():
         if thread.name == WRITER:
@@ -59,8 +74,8 @@ def wait_for_writers() -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The facts of a rank's part that go to all: records of its index and tensors, its own value encoded, and names of
-    tensors that changed while they were copied."""
+    """The facts of a rank's part that go to all: records of its index and tensors, its
+    own value encoded, and names of tensors that changed while they were copied."""
 
     files: dict[str, FileRecord]
     own: EncodedRest
@@ -74,7 +89,8 @@ class MemorySaver:
         folder: the node's folder.
         ranks: all ranks, over a gloo group that only this saver and the search use.
         nodes: ranks of each node.
-        on_disk: returns the sequence number of a save now, and what there is on disk; asked on rank 0.
+        on_disk: returns the sequence number of a save now, and what there is on disk;
+            asked on rank 0.
     """
 
     def __init__(
@@ -88,23 +104,33 @@ class MemorySaver:
         self._folder = folder
         self._ranks = ranks
         self._on_disk = on_disk
-        self._node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
+        self._node_of = {
+            rank: number for number, node in enumerate(nodes) for rank in node
+        }
         mine, self._n_nodes = self._node_of[ranks.rank], len(nodes)
         place = list(nodes[mine]).index(ranks.rank)
-        self._next, self._before = (nodes[(mine + step) % len(nodes)][place] for step in (1, -1))
+        self._next, self._before = (
+            nodes[(mine + step) % len(nodes)][place] for step in (1, -1)
+        )
         self._copies: dict[int, Slot] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._error: BaseException | None = None
         self._waits = True  # for the first state; and for each, where that was small
 
-    def save(self, state: Mapping[str, Any], step: int, metadata: dict[str, Any], per_rank: Any) -> None:
-        """Stage a state and return. Collective; parameters and optimizer states may change after
-        :meth:`before_update`, everything else at once.
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metadata: dict[str, Any],
+        per_rank: Any,
+    ) -> None:
+        """Stage a state and return. Collective; parameters and optimizer states may
+        change after :meth:`before_update`, everything else at once.
 
         Raises:
-            CheckpointError: on all ranks: the save before this one failed; or this one did, which is waited for if it
-                is the run's first, or small.
+            CheckpointError: on all ranks: the save before this one failed; or this one
+                did, which is waited for if it is the run's first, or small.
         """
         self.wait()
         waits = self._waits
@@ -119,13 +145,16 @@ class MemorySaver:
             problem = error
         self._copied.clear()
         facts = (step, metadata)
-        self._thread = threading.Thread(target=self._write, args=(staged, problem, facts), name=WRITER, daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, problem, facts), name=WRITER, daemon=True
+        )
         self._thread.start()
         if waits:
             self.wait()
 
     def before_update(self) -> None:
-        """Wait until parameters and optimizer states have been copied. Call it before they change."""
+        """Wait until parameters and optimizer states have been copied. Call it before
+        they change."""
         if self._thread is not None:
             self._copied.wait()
 
@@ -143,7 +172,8 @@ class MemorySaver:
             raise CheckpointError(str(error)) from error
 
     def forget(self) -> None:
-        """Make the states that are kept unreadable, when the one in flight has ended."""
+        """Make the states that are kept unreadable, when the one in flight has
+        ended."""
         try:
             self.wait()
         finally:
@@ -152,14 +182,20 @@ class MemorySaver:
                     self._folder.uncommit(part_name(rank, number))
 
     def close(self) -> bool:
-        """Give back pinned memory, unless a copy into it is still in flight; return whether no save is."""
+        """Give back pinned memory, unless a copy into it is still in flight; return
+        whether no save is."""
         if self._thread is None or self._copied.is_set():
             self.slots.close()
         return self._thread is None or not self._thread.is_alive()
 
     # In the thread
 
-    def _write(self, staged: Staged | None, problem: Exception | None, facts: tuple[int, dict[str, Any]]) -> None:
+    def _write(
+        self,
+        staged: Staged | None,
+        problem: Exception | None,
+        facts: tuple[int, dict[str, Any]],
+    ) -> None:
         try:
             self._write_together(staged, problem, *facts)
         except BaseException as error:
@@ -168,7 +204,11 @@ class MemorySaver:
             self._copied.set()
 
     def _write_together(
-        self, staged: Staged | None, problem: Exception | None, step: int, metadata: dict[str, Any]
+        self,
+        staged: Staged | None,
+        problem: Exception | None,
+        step: int,
+        metadata: dict[str, Any],
     ) -> None:
         what, rank = f"step {step} was not kept in memory", self._ranks.rank
 
@@ -180,22 +220,36 @@ class MemorySaver:
             changed = self.slots.copy_rest()
             self._copied.set()
             index = self.slots.index_of(staged)
-            files = {INDEX: record_of(index), TENSORS: record_of(bytes_view(self.slots.memory))}
+            files = {
+                INDEX: record_of(index),
+                TENSORS: record_of(bytes_view(self.slots.memory)),
+            }
             return index, Prepared(files, staged.own, changed)
 
         (index, _), parts = self._ranks.together(what, prepare, lambda it: it[1])
-        changed = [f"{name} on rank {number}" for number, part in enumerate(parts) for name in part.changed]
+        changed = [
+            f"{name} on rank {number}"
+            for number, part in enumerate(parts)
+            for name in part.changed
+        ]
         if changed:
             why = f"{len(changed)} tensors changed between two optimizer steps, e.g. {changed[0]}"
-            self._give_up(step, f"{why}; change parameters before the batch's last hook, or save to disk")
+            self._give_up(
+                step,
+                f"{why}; change parameters before the batch's last hook, or save to disk",
+            )
             return
         assert staged is not None
         self._waits = max(part.files[TENSORS].bytes for part in parts) <= _SMALL_BYTES
 
         # What is the same for all ranks.
-        found = self._ranks.on_first(what, lambda: self._shared(staged, parts, step, metadata))
+        found = self._ranks.on_first(
+            what, lambda: self._shared(staged, parts, step, metadata)
+        )
         if isinstance(found, str):
-            self._give_up(step, f"its place among the checkpoints on disk is not known ({found})")
+            self._give_up(
+                step, f"its place among the checkpoints on disk is not known ({found})"
+            )
             return
         manifest, rest = found
 
@@ -210,7 +264,9 @@ class MemorySaver:
                 part = part_name(owner, self.slots.number)
                 for name, data in {INDEX: content, **rest}.items():
                     self._folder.write(part, name, data)
-                own = dataclasses.replace(manifest, files={**manifest.files, **parts[owner].files})
+                own = dataclasses.replace(
+                    manifest, files={**manifest.files, **parts[owner].files}
+                )
                 self._folder.write(part, MANIFEST, own.to_bytes())
 
         self._ranks.together(what, commit)
@@ -218,8 +274,9 @@ class MemorySaver:
     def _shared(
         self, staged: Staged, parts: list[Prepared], step: int, metadata: dict[str, Any]
     ) -> tuple[Manifest, dict[str, bytes]] | str:
-        """Return the manifest without what is each rank's own, and the files of the rest; why not, if the disk's
-        trouble is to blame: the next state may be numbered again. On rank 0."""
+        """Return the manifest without what is each rank's own, and the files of the
+        rest; why not, if the disk's trouble is to blame: the next state may be numbered
+        again. On rank 0."""
         try:
             sequence, on_disk = self._on_disk()
         except StoreError as error:
@@ -251,14 +308,22 @@ class MemorySaver:
         return manifest, files
 
     def _only_on_their_node(self, layouts: Sequence[str]) -> set[int]:
-        """Return the ranks whose slices no rank of another node has; none where there is one node."""
+        """Return the ranks whose slices no rank of another node has; none where there
+        is one node."""
         nodes: dict[str, set[int]] = {}
         for rank, layout in enumerate(layouts):
             nodes.setdefault(layout, set()).add(self._node_of[rank])
-        return {rank for rank, layout in enumerate(layouts) if self._n_nodes > 1 and len(nodes[layout]) == 1}
+        return {
+            rank
+            for rank, layout in enumerate(layouts)
+            if self._n_nodes > 1 and len(nodes[layout]) == 1
+        }
 
-    def _exchange(self, what: str, index: bytes, parts: list[Prepared], lonely: set[int]) -> dict[int, bytes]:
-        """Send this rank's part to the next node, and take that of the node before. Collective.
+    def _exchange(
+        self, what: str, index: bytes, parts: list[Prepared], lonely: set[int]
+    ) -> dict[int, bytes]:
+        """Send this rank's part to the next node, and take that of the node before.
+        Collective.
 
         Returns:
             the rank and the index of the copy that has come, if any.
@@ -274,25 +339,36 @@ class MemorySaver:
                 return []
             slot = self._copies.get(number)
             if slot is None or len(slot.memory) != size:
-                slot = self._copies[number] = Slot(self._folder.allocate(part_name(before, number), size))
-            return [torch.empty(parts[before].files[INDEX].bytes, dtype=torch.uint8), slot.memory]
+                slot = self._copies[number] = Slot(
+                    self._folder.allocate(part_name(before, number), size)
+                )
+            return [
+                torch.empty(parts[before].files[INDEX].bytes, dtype=torch.uint8),
+                slot.memory,
+            ]
 
         # Room on all ranks first, so that none sends to one that has failed.
         taken, _ = self._ranks.together(what, room)
         mine = self._ranks.rank in lonely
-        sent = [torch.frombuffer(bytearray(index), dtype=torch.uint8), self.slots.memory] if mine else []
+        sent = (
+            [torch.frombuffer(bytearray(index), dtype=torch.uint8), self.slots.memory]
+            if mine
+            else []
+        )
         exchange_copies(sent, self._next, taken, before, self._ranks.group)
         return {before: bytes(bytes_view(taken[0]))} if taken else {}
 
     def _give_up(self, step: int, why: str) -> None:
         """Keep the state before instead, and say so. On all ranks."""
-        self.slots.turn()  # back: the next save writes over this one, not over the newest that is whole
+        # Back: the next save writes over this one, not over the newest that is whole.
+        self.slots.turn()
         if self._ranks.rank == 0:
             logger.warning("step %d is not kept in memory: %s", step, why)
 
 
 def record_of(content: bytes | memoryview) -> FileRecord:
-    """Return the size and the digest of a file's content, piece by piece: other threads go on in between."""
+    """Return the size and the digest of a file's content, piece by piece: other threads
+    go on in between."""
     digest = new_digest(_ALGORITHM)
     for begin in range(0, len(content), BLOCK_BYTES):
         digest.update(content[begin : begin + BLOCK_BYTES])
@@ -301,7 +377,9 @@ def record_of(content: bytes | memoryview) -> FileRecord:
 
 def pieces(tensors: Sequence[Tensor], piece_bytes: int = _PIECE_BYTES) -> list[Tensor]:
     """Cut bytes into messages."""
-    return [part for tensor in tensors for part in tensor.split(piece_bytes) if len(part)]
+    return [
+        part for tensor in tensors for part in tensor.split(piece_bytes) if len(part)
+    ]
 
 
 def exchange_copies(
@@ -312,15 +390,16 @@ def exchange_copies(
     group: dist.ProcessGroup | None,
     piece_bytes: int = _PIECE_BYTES,
 ) -> None:
-    """Send one copy in pieces and receive another, with a rest after each piece for as long as it took: messages of
-    training find the link free half of the time.
+    """Send one copy in pieces and receive another, with a rest after each piece for as
+    long as it took: messages of training find the link free half of the time.
 
     Args:
         sent, taken: uint8, of any sizes; the other side has the same.
         to, source: ranks of the world.
 
     Raises:
-        RuntimeError: the other side is gone, or has sent nothing within the group's timeout.
+        RuntimeError: the other side is gone, or has sent nothing within the group's
+            timeout.
     """
     out, coming = pieces(sent, piece_bytes), pieces(taken, piece_bytes)
     seconds = 0.0

@@ -1,8 +1,11 @@
-"""The search for the newest state that the memories of all nodes hold, and its way back to the ranks that lost theirs.
+"""The search for the newest state that the memories of all nodes hold, and its way back
+to the ranks that lost theirs.
 
-All ranks see the same lists of what each node holds, and so draw the same conclusion: for each rank, which part has its
-tensors. That is its own where its node is still there, otherwise one of a rank with the same slices (a replica), or the
-copy on the next node. Digests are compared before ranks agree; what does not fit is as if it were not there.
+All ranks see the same lists of what each node holds, and so draw the same conclusion:
+for each rank, which part has its tensors. That is its own where its node is still
+there, otherwise one of a rank with the same slices (a replica), or the copy on the next
+node. Digests are compared before ranks agree; what does not fit is as if it were not
+there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ import torch.distributed as dist
 
 from smp_core.checkpoint.coverage import check_index
 from smp_core.checkpoint.folders.local_folder import LocalFolder
-from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Chunk, Index, Manifest, TensorRecord
+from smp_core.checkpoint.layout import (
+    MANIFEST,
+    CheckpointError,
+    Chunk,
+    Index,
+    Manifest,
+    TensorRecord,
+)
 from smp_core.checkpoint.memory.folder import TENSORS, NodeMemory, part_name
 from smp_core.checkpoint.memory.save import INDEX, LAYOUTS, pieces, record_of
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
@@ -41,7 +51,8 @@ class Found:
 
     Attributes:
         places: of each rank's part.
-        readers: the rank that reads each one: the rank itself where the part is on its node, or one that sends it.
+        readers: the rank that reads each one: the rank itself where the part is on its
+            node, or one that sends it.
         manifests: of each rank's part.
         keys: key of each rank's folder.
     """
@@ -68,23 +79,38 @@ class Found:
 
 
 def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
-    """Find the newest state that is complete over all nodes and undamaged. Collective; the same on all ranks."""
+    """Find the newest state that is complete over all nodes and undamaged. Collective;
+    the same on all ranks."""
     # What each node has.
     keys = ranks.gather(folder.key)
     leads = keys.index(folder.key) == ranks.rank
     what = "states in memory were not looked at"
-    _, lists = ranks.together(what, lambda: _manifests(folder) if leads else {}, lambda it: it)
-    held = {(key, name): each for key, names in zip(keys, lists, strict=True) for name, each in names.items()}
+    _, lists = ranks.together(
+        what, lambda: _manifests(folder) if leads else {}, lambda it: it
+    )
+    held = {
+        (key, name): each
+        for key, names in zip(keys, lists, strict=True)
+        for name, each in names.items()
+    }
     whole: set[str] = set()
-    # The newest of which every rank's part is on some node; again without parts that turn out damaged.
+    # The newest of which every rank's part is on some node; again without parts that
+    # turn out damaged.
     while True:
         of_world = [each for each in held.values() if each.world_size == ranks.size]
-        ages = sorted({(each.sequence, each.step or 0, each.id) for each in of_world}, reverse=True)
+        ages = sorted(
+            {(each.sequence, each.step or 0, each.id) for each in of_world},
+            reverse=True,
+        )
         plans = (_plan(save, keys, held, ranks.size) for _, _, save in ages)
         found = next((plan for plan in plans if plan is not None), None)
         if found is None:
             return None
-        mine = {found.places[rank][1] for rank, reader in enumerate(found.readers) if reader == ranks.rank}
+        mine = {
+            found.places[rank][1]
+            for rank, reader in enumerate(found.readers)
+            if reader == ranks.rank
+        }
         whole |= {name for name in mine - whole if _is_whole(folder, name)}
         damaged = ranks.gather([(folder.key, name) for name in mine - whole])
         bad = list(itertools.chain.from_iterable(damaged))
@@ -100,8 +126,14 @@ def _manifests(folder: NodeMemory) -> dict[str, Manifest]:
         try:
             manifest = open_checkpoint(folder.at(name)).manifest
             layouts = manifest.metadata.get(LAYOUTS)
-            if not isinstance(layouts, list) or len(layouts) != manifest.world_size or TENSORS not in manifest.files:
-                raise CheckpointError(f"{folder.at(name)} is a checkpoint, but no part of a state in memory")
+            if (
+                not isinstance(layouts, list)
+                or len(layouts) != manifest.world_size
+                or TENSORS not in manifest.files
+            ):
+                raise CheckpointError(
+                    f"{folder.at(name)} is a checkpoint, but no part of a state in memory"
+                )
             found[name] = manifest
         except CheckpointError as error:
             logger.warning("not used: %s", error)
@@ -117,17 +149,26 @@ def _is_whole(folder: NodeMemory, name: str) -> bool:
     return True
 
 
-def _plan(save: str, keys: list[str], held: Mapping[Place, Manifest], world: int) -> Found | None:
+def _plan(
+    save: str, keys: list[str], held: Mapping[Place, Manifest], world: int
+) -> Found | None:
     """Find a place for each rank's part of a save; None where one has none."""
-    of_save = {place: manifest for place, manifest in held.items() if manifest.id == save}
+    of_save = {
+        place: manifest for place, manifest in held.items() if manifest.id == save
+    }
     layouts = next(iter(of_save.values())).metadata[LAYOUTS]
     places: list[Place] = []
     readers: list[int] = []
     for rank in range(world):
-        fitting = [place for place, each in of_save.items() if each.files[each.index].digest == layouts[rank]]
+        fitting = [
+            place
+            for place, each in of_save.items()
+            if each.files[each.index].digest == layouts[rank]
+        ]
         if not fitting:
             return None
-        # Its own on its own node, then any on its own node, then its own elsewhere (a copy), then any.
+        # Its own on its own node, then any on its own node, then its own elsewhere (a
+        # copy), then any.
         own = {part_name(rank, number) for number in range(2)}
         place = min(fitting, key=lambda it: (it[0] != keys[rank], it[1] not in own, it))
         there = [other for other in range(world) if keys[other] == place[0]]
@@ -136,8 +177,11 @@ def _plan(save: str, keys: list[str], held: Mapping[Place, Manifest], world: int
     return Found(places, readers, [of_save[place] for place in places], keys)
 
 
-def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCheckpoint, int]:
-    """Give each rank its part in its own node's memory, and remove all other states there. Collective.
+def bring_back(
+    found: Found, folder: NodeMemory, ranks: Ranks
+) -> tuple[MemoryCheckpoint, int]:
+    """Give each rank its part in its own node's memory, and remove all other states
+    there. Collective.
 
     Returns:
         the state, to be read like a checkpoint, and the number of its parts.
@@ -156,7 +200,9 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
         if leads:
             folder.remove([name for name in folder.parts() if name not in kept])
 
-    ranks.together(what, lambda: tidy({name for key, name in found.places if key == folder.key}))
+    ranks.together(
+        what, lambda: tidy({name for key, name in found.places if key == folder.key})
+    )
 
     # The small files of each distinct part, to all ranks.
     layouts = manifest.metadata[LAYOUTS]
@@ -167,7 +213,9 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
         for digest, owner in first.items():
             if found.readers[owner] == rank:
                 opened = open_checkpoint(folder.at(found.places[owner][1]))
-                names = set(opened.manifest.files) - {TENSORS} if owner == 0 else {INDEX}
+                names = (
+                    set(opened.manifest.files) - {TENSORS} if owner == 0 else {INDEX}
+                )
                 for name in names:
                     of_layout = digest if name == INDEX else ""
                     files[of_layout, name] = opened.checked(name)
@@ -204,10 +252,15 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
         folder.write(own, MANIFEST, manifest.to_bytes())
 
     ranks.together(what, commit)
-    here = {each: part_name(each, number) for each, key in enumerate(found.keys) if key == folder.key}
+    here = {
+        each: part_name(each, number)
+        for each, key in enumerate(found.keys)
+        if key == folder.key
+    }
     ranks.together(what, lambda: tidy(set(here.values())))
 
-    # One index of all parts: this rank's own first, then one on this node where there is one.
+    # One index of all parts: this rank's own first, then one on this node where there
+    # is one.
     owners = [rank, *here, *range(ranks.size)]
     distinct = {layouts[owner]: owner for owner in reversed(owners)}
     indexes = {}
@@ -218,14 +271,16 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
 
 
 class MemoryCheckpoint(OpenCheckpoint):
-    """A state in the memory of this node and others, to be read like a checkpoint on disk.
+    """A state in the memory of this node and others, to be read like a checkpoint on
+    disk.
 
-    Slices in other nodes' memory have a place in the index, but cannot be read here: no rank needs those of others.
-    Digests were compared when ranks agreed on the state.
+    Slices in other nodes' memory have a place in the index, but cannot be read here: no
+    rank needs those of others. Digests were compared when ranks agreed on the state.
 
     Args:
         path: this node's folder.
-        parts: name -> manifest and index, one for each distinct index; where slices are in several, the first counts.
+        parts: name -> manifest and index, one for each distinct index; where slices are
+            in several, the first counts.
     """
 
     def __init__(self, path: str, parts: dict[str, tuple[Manifest, bytes]]) -> None:
@@ -235,10 +290,14 @@ class MemoryCheckpoint(OpenCheckpoint):
             files[f"{name}/{TENSORS}"] = each.files[TENSORS]
         rest_pt = None if manifest.rest_pt is None else f"{own}/{manifest.rest_pt}"
         index, rest = f"{own}/{INDEX}", f"{own}/{manifest.rest}"
-        merged = dataclasses.replace(manifest, files=files, index=index, rest=rest, rest_pt=rest_pt)
+        merged = dataclasses.replace(
+            manifest, files=files, index=index, rest=rest, rest_pt=rest_pt
+        )
         super().__init__(LocalFolder(path), merged, check_bytes=False, agreed=True)
         with only_checkpoint_errors(self.address):
-            self.index = _merged({name: content for name, (_, content) in parts.items()}, self.address)
+            self.index = _merged(
+                {name: content for name, (_, content) in parts.items()}, self.address
+            )
             check_index(self.index, merged, self.address)
 
     @property
@@ -246,26 +305,35 @@ class MemoryCheckpoint(OpenCheckpoint):
         return f"{self.folder.address} (step {self.manifest.step} in memory)"
 
     def same_save(self) -> None:
-        """Do nothing: a state that ranks agreed on is not written over while it is read."""
+        """Do nothing: a state that ranks agreed on is not written over while it is
+        read."""
 
 
 def _merged(parts: Mapping[str, bytes], where: str) -> Index:
-    """Make one index of those of several parts; names over the same bytes become aliases."""
+    """Make one index of those of several parts; names over the same bytes become
+    aliases."""
     tensors: dict[str, TensorRecord] = {}
     chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
     for part, content in parts.items():
-        for name, tensor in Index.from_json(read_json(content, where), where).tensors.items():
+        for name, tensor in Index.from_json(
+            read_json(content, where), where
+        ).tensors.items():
             tensors.setdefault(name, tensor)
             for chunk in tensor.chunks:
                 if math.prod(chunk.shape) or not tensor.numel:
                     place = chunks.setdefault(name, {})
-                    place.setdefault(chunk.offset, dataclasses.replace(chunk, file=f"{part}/{TENSORS}"))
+                    place.setdefault(
+                        chunk.offset,
+                        dataclasses.replace(chunk, file=f"{part}/{TENSORS}"),
+                    )
 
     # Names over the same bytes: the first is the tensor, others are aliases.
     first: dict[Any, str] = {}
     index = Index({})
     for name, tensor in tensors.items():
-        held = tuple(sorted(chunks.get(name, {}).values(), key=lambda chunk: chunk.offset))
+        held = tuple(
+            sorted(chunks.get(name, {}).values(), key=lambda chunk: chunk.offset)
+        )
         key = (tensor.shape, tensor.dtype, held) if tensor.numel else name
         target = first.setdefault(key, name)
         if target == name:

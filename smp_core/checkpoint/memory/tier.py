@@ -1,18 +1,23 @@
-"""The memory tier of checkpoints: the newest state of a run in the shared memory of its nodes.
+"""The memory tier of checkpoints: the newest state of a run in the shared memory of its
+nodes.
 
 What it promises:
 
-1. The newest state outlives the processes that trained, on every node that is still there.
-2. The part of a lost node comes from a replica on another node or, where there is none, from the copy on the next node.
+1. The newest state outlives the processes that trained, on every node that is still
+   there.
+2. The part of a lost node comes from a replica on another node or, where there is none,
+   from the copy on the next node.
 3. A run that goes on has the bits of one that was never interrupted.
-4. A state that is half, damaged, of other ranks or degrees, of another job or user is never taken.
-5. Memory is bounded: two states of each rank's part and of one neighbour's; a run that ends well frees it, and a second
-   job of the same name is refused before it trains.
+4. A state that is half, damaged, of other ranks or degrees, of another job or user is
+   never taken.
+5. Memory is bounded: two states of each rank's part and of one neighbour's; a run that
+   ends well frees it, and a second job of the same name is refused before it trains.
 
-A face makes one :class:`MemoryTier` for a run, asks it at the start for the newest state of memory and disk, gives it
-the state every so many steps, and closes it. What it is made of: memory_folder.py (the folder and its owner),
-memory_slots.py (the copy to host memory), memory_save.py (the commit, the copy on the next node), memory_search.py (the
-way back).
+A face makes one :class:`MemoryTier` for a run, asks it at the start for the newest
+state of memory and disk, gives it the state every so many steps, and closes it. What it
+is made of: memory_folder.py (the folder and its owner), memory_slots.py (the copy to
+host memory), memory_save.py (the commit, the copy on the next node), memory_search.py
+(the way back).
 """
 
 from __future__ import annotations
@@ -26,7 +31,12 @@ import torch.distributed as dist
 
 from smp_core.checkpoint.folders.file_system import remove_tree
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.memory.folder import NodeMemory, left_by_ended_jobs, run_name, size_of
+from smp_core.checkpoint.memory.folder import (
+    NodeMemory,
+    left_by_ended_jobs,
+    run_name,
+    size_of,
+)
 from smp_core.checkpoint.memory.save import MemorySaver, wait_for_writers
 from smp_core.checkpoint.memory.search import Found, MemoryCheckpoint, bring_back, find
 from smp_core.checkpoint.opening import is_checkpoint, open_checkpoint
@@ -44,22 +54,27 @@ _ANOTHER = {
     "trainer": "give TrainingArguments(output_dir=...) another folder",
     "loop": "call accelerator.load_newest_state(...) with another folder",
 }
-_PATIENCE = 60.0  # seconds for which what is left of an ended job is waited for: its ranks notice the end, and go
+# Seconds for which what is left of an ended job is waited for: its ranks notice the
+# end, and go.
+_PATIENCE = 60.0
 P = TypeVar("P")  # a path, or what is open there
 
 
 class MemoryTier:
-    """The states of one run in shared memory. Its construction is collective over the world.
+    """The states of one run in shared memory. Its construction is collective over the
+    world.
 
     Args:
         every: optimizer steps between two states.
-        saves_to: the folder on disk that names the run; states in memory and checkpoints in it are compared by age.
+        saves_to: the folder on disk that names the run; states in memory and
+            checkpoints in it are compared by age.
         nodes: ranks of each node.
-        posed: whether ranks of one machine pose as several nodes, which then have a folder each.
-        layout: what decides which rank holds what (degrees, as they were asked for); states of another one are not
-            used.
-        by: what trains: ``"lightning"``, ``"trainer"`` or ``"loop"``. It is part of the run's name, because none can go
-            on from what another one keeps.
+        posed: whether ranks of one machine pose as several nodes, which then have a
+            folder each.
+        layout: what decides which rank holds what (degrees, as they were asked for);
+            states of another one are not used.
+        by: what trains: ``"lightning"``, ``"trainer"`` or ``"loop"``. It is part of the
+            run's name, because none can go on from what another one keeps.
         inside: the name of the checkpoint in each folder of ``saves_to``, as in
             :func:`smp_core.checkpoint.find_checkpoints`.
 
@@ -68,8 +83,8 @@ class MemoryTier:
         is_begun: whether it is decided where the run begins.
 
     Raises:
-        CheckpointError: the folder in memory cannot be made, is somebody else's, or another job that runs has it; on
-            all ranks.
+        CheckpointError: the folder in memory cannot be made, is somebody else's, or
+            another job that runs has it; on all ranks.
     """
 
     def __init__(
@@ -88,8 +103,14 @@ class MemoryTier:
         patience = _PATIENCE
         if dist.is_initialized() and dist.get_world_size() > 1:
             limit = collective_timeout()
-            patience = _PATIENCE if limit is None else min(_PATIENCE, 0.5 * limit.total_seconds())
-            group = dist.new_group(backend="gloo", timeout=limit, group_desc="smp memory tier")
+            patience = (
+                _PATIENCE
+                if limit is None
+                else min(_PATIENCE, 0.5 * limit.total_seconds())
+            )
+            group = dist.new_group(
+                backend="gloo", timeout=limit, group_desc="smp memory tier"
+            )
         self._ranks = Ranks(group)
         self._degrees = f"{layout}; {len(nodes)} nodes"
         self._saves_to, self._inside = saves_to, inside
@@ -98,59 +119,94 @@ class MemoryTier:
 
         # The node's folder: the first rank takes it, the others share it.
         what = "checkpoint.memory_every_n_steps"
-        node = next(number for number, ranks in enumerate(nodes) if self._ranks.rank in ranks)
+        node = next(
+            number for number, ranks in enumerate(nodes) if self._ranks.rank in ranks
+        )
         self._leads = self._ranks.rank == nodes[node][0]
-        name = self._ranks.on_first(what, lambda: run_name(saves_to, by)) + (f"-node{node}" if posed else "")
+        name = self._ranks.on_first(what, lambda: run_name(saves_to, by)) + (
+            f"-node{node}" if posed else ""
+        )
         self.folder, _ = self._ranks.together(what, lambda: NodeMemory(name))
-        advice = _ANOTHER.get(by, "save to another folder") + ", or leave memory_every_n_steps out"
+        advice = (
+            _ANOTHER.get(by, "save to another folder")
+            + ", or leave memory_every_n_steps out"
+        )
         try:
-            self._ranks.together(what, lambda: self.folder.take(True, advice, patience) if self._leads else None)
-            self._ranks.together(what, lambda: None if self._leads else self.folder.take(False, advice, patience))
+            self._ranks.together(
+                what,
+                lambda: (
+                    self.folder.take(True, advice, patience) if self._leads else None
+                ),
+            )
+            self._ranks.together(
+                what,
+                lambda: (
+                    None if self._leads else self.folder.take(False, advice, patience)
+                ),
+            )
         except CheckpointError:
             self.folder.give_back()
             raise
         self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
         for path, size in left_by_ended_jobs() if self._leads else ():
             advice = f"start that again to go on with it, or rm -r {path}; it is removed where its memory is needed"
-            logger.warning("%s holds %s of memory for a job that has ended: %s", path, size, advice)
+            logger.warning(
+                "%s holds %s of memory for a job that has ended: %s", path, size, advice
+            )
 
     # The start
 
     def find(self) -> Found | None:
-        """Find the newest state that is complete over all nodes. Collective; the same on all ranks."""
+        """Find the newest state that is complete over all nodes. Collective; the same
+        on all ranks."""
         found = find(self.folder, self._ranks)
         kept_with = None if found is None else found.manifest.metadata.get(_DEGREES)
         if found is None or kept_with == self._degrees:
             return found
         if self._ranks.rank == 0:
             what = f"the state of step {found.step} in memory"
-            logger.warning("%s is not used: it was kept with %s, here are %s", what, kept_with, self._degrees)
+            logger.warning(
+                "%s is not used: it was kept with %s, here are %s",
+                what,
+                kept_with,
+                self._degrees,
+            )
         return None
 
     def _on_disk(self) -> tuple[int, dict[str, Any]]:
-        return next_sequence(self._at("memory")), {_SEEN: manifests_in(self._saves_to, self._inside)}
+        return next_sequence(self._at("memory")), {
+            _SEEN: manifests_in(self._saves_to, self._inside)
+        }
 
     def _at(self, name: str) -> str:
         folder = join(self._saves_to, name)
         return join(folder, self._inside) if self._inside else folder
 
-    def newest(self, on_disk: Callable[[], P | None], in_folder: bool = True) -> MemoryCheckpoint | P | None:
-        """Begin with the newest of the states in memory and the checkpoints on disk. Collective.
+    def newest(
+        self, on_disk: Callable[[], P | None], in_folder: bool = True
+    ) -> MemoryCheckpoint | P | None:
+        """Begin with the newest of the states in memory and the checkpoints on disk.
+        Collective.
 
-        No file on disk is opened where every checkpoint there was there already when the state was kept.
+        No file on disk is opened where every checkpoint there was there already when
+        the state was kept.
 
         Args:
-            on_disk: returns the newest undamaged checkpoint, with ``inside`` the folder around it; or None. Collective;
-                not called where memory is newer.
-            in_folder: whether that is one of ``saves_to``. Sequence numbers are of one folder; elsewhere the step
-                decides, and the disk where it is the same.
+            on_disk: returns the newest undamaged checkpoint, with ``inside`` the folder
+                around it; or None. Collective; not called where memory is newer.
+            in_folder: whether that is one of ``saves_to``. Sequence numbers are of one
+                folder; elsewhere the step decides, and the disk where it is the same.
 
         Returns:
             the state in memory, what ``on_disk`` returned, or None: there is neither.
         """
         found = self.find()
         what = "the newest checkpoint was not found"
-        if found is not None and in_folder and self._ranks.on_first(what, lambda: self._is_newest(found)):
+        if (
+            found is not None
+            and in_folder
+            and self._ranks.on_first(what, lambda: self._is_newest(found))
+        ):
             return self.take(found)
         path: Any
         try:
@@ -160,7 +216,9 @@ class MemoryTier:
                 raise
             path = None  # all on disk are broken, which has been said
         there = join(path, self._inside) if path is not None and self._inside else path
-        if found is not None and self._ranks.on_first(what, lambda: _is_newer(found, there, in_folder)):
+        if found is not None and self._ranks.on_first(
+            what, lambda: _is_newer(found, there, in_folder)
+        ):
             return self.take(found)
         self.leave()
         return cast("P | None", path)
@@ -169,7 +227,11 @@ class MemoryTier:
         """Return whether no checkpoint on disk is newer than a state; on rank 0."""
         seen = found.manifest.metadata.get(_SEEN)
         there = manifests_in(self._saves_to, self._inside)
-        if there is not None and isinstance(seen, dict) and all(seen.get(name) == it for name, it in there.items()):
+        if (
+            there is not None
+            and isinstance(seen, dict)
+            and all(seen.get(name) == it for name, it in there.items())
+        ):
             return True
         try:
             names = find_checkpoints(self._saves_to, inside=self._inside)
@@ -178,13 +240,16 @@ class MemoryTier:
         return _is_newer(found, self._at(names[-1]) if names else None, in_folder=True)
 
     def take(self, found: Found) -> MemoryCheckpoint:
-        """Return a state for reading, once every rank has its part in its own node's memory. Collective.
+        """Return a state for reading, once every rank has its part in its own node's
+        memory. Collective.
 
         Raises:
             CheckpointError: it cannot be brought there; on all ranks.
         """
         self.is_begun = True
-        checkpoint, self._saver.slots.number = bring_back(found, self.folder, self._ranks)
+        checkpoint, self._saver.slots.number = bring_back(
+            found, self.folder, self._ranks
+        )
         if self._ranks.rank == 0:
             sent = len(found.sent)
             parts = f"{self._ranks.size - sent} ranks have their part on their own node, {sent} get it from another"
@@ -198,14 +263,18 @@ class MemoryTier:
         def free() -> None:
             parts = self.folder.parts() if self._leads else []
             if any(map(self.folder.is_committed, parts)) and self._ranks.rank == 0:
-                logger.warning("states in memory (%s) are older than this run's beginning: removed", self.folder.path)
+                logger.warning(
+                    "states in memory (%s) are older than this run's beginning: removed",
+                    self.folder.path,
+                )
             self.folder.remove(parts)
 
         self._ranks.together("states in memory were not removed", free)
 
     def begin(self, step: int) -> None:
-        """Note that training begins behind an optimizer step; what was kept of later ones, by an attempt that this one
-        takes the place of, is removed. On all ranks."""
+        """Note that training begins behind an optimizer step; what was kept of later
+        ones, by an attempt that this one takes the place of, is removed. On all
+        ranks."""
         if self._saved_step > step:
             self.set_back(step)
         self._saved_step = step
@@ -217,7 +286,8 @@ class MemoryTier:
         return step // self.every > self._saved_step // self.every
 
     def set_back(self, step: int) -> None:
-        """Remove what was kept: training goes on from another state, behind ``step``. On all ranks."""
+        """Remove what was kept: training goes on from another state, behind ``step``.
+        On all ranks."""
         try:
             self._saver.forget()
         except CheckpointError as error:
@@ -232,10 +302,12 @@ class MemoryTier:
         per_rank: Any,
         later: Sequence[str] = ("state_dict.", "optimizer_states."),
     ) -> None:
-        """Keep a state. Collective; returns when what may change before the next optimizer step has been copied.
+        """Keep a state. Collective; returns when what may change before the next
+        optimizer step has been copied.
 
         Args:
-            later: beginnings of the names of tensors that only optimizers change, where they are sharded.
+            later: beginnings of the names of tensors that only optimizers change, where
+                they are sharded.
 
         Raises:
             CheckpointError: it, or the one before, could not be kept; on all ranks.
@@ -245,13 +317,15 @@ class MemoryTier:
         self._saver.save(state, step, {**metadata, _DEGREES: self._degrees}, per_rank)
 
     def before_update(self) -> None:
-        """Wait for the copy in progress. Call it before parameters or optimizer states change."""
+        """Wait for the copy in progress. Call it before parameters or optimizer states
+        change."""
         self._saver.before_update()
 
     # The end
 
     def close(self, ended_well: bool) -> None:
-        """Remove the folder if the run ended well; otherwise say that it stays. Collective if it ended well."""
+        """Remove the folder if the run ended well; otherwise say that it stays.
+        Collective if it ended well."""
         if ended_well:
             try:
                 self._saver.wait()
@@ -265,19 +339,27 @@ class MemoryTier:
             path = self.folder.path
             where = f"{path}, {size_of(path)}"
             logger.warning(
-                "the newest state stays in memory (%s) for the run that goes on; free it: rm -r %s", where, path
+                "the newest state stays in memory (%s) for the run that goes on; free it: rm -r %s",
+                where,
+                path,
             )
-        if is_idle:  # otherwise the lock goes with the process, or with its next run of the name
+        # Otherwise the lock goes with the process, or with its next run of the name.
+        if is_idle:
             self.folder.give_back()
 
 
-def _is_newer(found: Found, path: str | os.PathLike[str] | None, in_folder: bool) -> bool:
-    """Return whether a state in memory is newer than the checkpoint at a path, or the same. What is no folder of ours
-    (a single file, another program's) counts as newer: nothing is known of its save."""
+def _is_newer(
+    found: Found, path: str | os.PathLike[str] | None, in_folder: bool
+) -> bool:
+    """Return whether a state in memory is newer than the checkpoint at a path, or the
+    same. What is no folder of ours (a single file, another program's) counts as newer:
+    nothing is known of its save."""
     if path is None:
         return True
     if not is_checkpoint(path):
         return False
     manifest = open_checkpoint(path).manifest
     age = found.manifest.age
-    return age[:2] >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)
+    return (
+        age[:2] >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)
+    )

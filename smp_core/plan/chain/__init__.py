@@ -1,7 +1,8 @@
-"""A model's blocks in the order they run in, recorded by running the model once on the meta device.
+"""A model's blocks in the order they run in, recorded by running the model once on the
+meta device.
 
-Chain is the result; recording runs the model with an example; stand_ins and saved_buffers are about modules and buffers
-that work before or between the blocks.
+Chain is the result; recording runs the model with an example; stand_ins and
+saved_buffers are about modules and buffers that work before or between the blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
         of_kind as of_kind,
         with_argument as with_argument,
     )
-    from smp_core.plan.chain.played import is_played as is_played, with_fake_values as with_fake_values
+    from smp_core.plan.chain.played import (
+        is_played as is_played,
+        with_fake_values as with_fake_values,
+    )
     from smp_core.plan.chain.recording import (
         as_in_training as as_in_training,
         record_chain as record_chain,

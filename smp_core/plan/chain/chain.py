@@ -1,4 +1,5 @@
-"""Chain: the blocks of a model in the order they run in, and which parameters work before, in and after them."""
+"""Chain: the blocks of a model in the order they run in, and which parameters work
+before, in and after them."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ Place = int | str
 
 @dataclass(frozen=True)
 class StandIn:
-    """A module that works before the first block, and what stands for it on stages that do not hold it.
+    """A module that works before the first block, and what stands for it on stages that
+    do not hold it.
 
     Attributes:
         name: of the module.
-        features: of the zeros that it gives for each of its input's elements ("embedding") or rows ("linear"); None: it
-            gives its input as it is.
+        features: of the zeros that it gives for each of its input's elements
+            ("embedding") or rows ("linear"); None: it gives its input as it is.
         rows: whether the input's last dim is replaced.
-        played: it gives zeros of the shapes that its forward gives on the meta device, whatever it takes.
+        played: it gives zeros of the shapes that its forward gives on the meta device,
+            whatever it takes.
     """
 
     name: str
@@ -37,12 +40,15 @@ class Chain:
         module: name of the module whose forward runs the blocks.
         blocks: their names, in the order they run in.
         takes: where a block takes the tensor that goes through all of them.
-        gives: its place in what a block gives, and how many things that gives; None: it gives nothing else.
+        gives: its place in what a block gives, and how many things that gives; None: it
+            gives nothing else.
         kind: what a block gives several things in.
-        before, of_blocks, after: names of the parameters that work before, in and behind the blocks.
+        before, of_blocks, after: names of the parameters that work before, in and
+            behind the blocks.
         stand_ins: modules with parameters that are called before the first block.
-        buffers: that are saved with the model: each one's name and the number of the block that it is in; -1: of a
-            module that is called before the first one; None: of any other.
+        buffers: that are saved with the model: each one's name and the number of the
+            block that it is in; -1: of a module that is called before the first one;
+            None: of any other.
     """
 
     module: str
@@ -57,7 +63,8 @@ class Chain:
     kind: type = tuple
 
     def of_more(self, within: str, count: int) -> Chain:
-        """Return the chain of a model with ``count`` blocks that are all like the first of these.
+        """Return the chain of a model with ``count`` blocks that are all like the first
+        of these.
 
         Args:
             within: name of the list that holds the blocks.
@@ -67,8 +74,12 @@ class Chain:
         """
         first = f"{within}.0"
         inside = all(name.startswith(f"{first}.") for name in self.of_blocks[0])
-        if not inside or self.blocks != tuple(f"{within}.{number}" for number in range(len(self.blocks))):
-            raise ValueError(f"pipeline_parallel_degree: its blocks are not those of {within}, in their order")
+        if not inside or self.blocks != tuple(
+            f"{within}.{number}" for number in range(len(self.blocks))
+        ):
+            raise ValueError(
+                f"pipeline_parallel_degree: its blocks are not those of {within}, in their order"
+            )
 
         def of_block(name: str, number: int) -> str:
             return f"{within}.{number}{name.removeprefix(first)}"
@@ -77,21 +88,33 @@ class Chain:
         blocks = tuple(f"{within}.{number}" for number in numbers)
         parameters = []
         for number in numbers:
-            parameters.append(tuple(of_block(name, number) for name in self.of_blocks[0]))
+            parameters.append(
+                tuple(of_block(name, number) for name in self.of_blocks[0])
+            )
         outside = [(name, place) for name, place in self.buffers if place in (-1, None)]
         of_first = [name for name, place in self.buffers if place == 0]
-        of_all = [(of_block(name, number), number) for number in numbers for name in of_first]
-        return replace(self, blocks=blocks, of_blocks=tuple(parameters), buffers=(*outside, *of_all))
+        of_all = [
+            (of_block(name, number), number) for number in numbers for name in of_first
+        ]
+        return replace(
+            self,
+            blocks=blocks,
+            of_blocks=tuple(parameters),
+            buffers=(*outside, *of_all),
+        )
 
     def inside(self, module: str) -> Chain:
-        """Return the chain with the names of a model that holds this one as ``module``; "": it is this one."""
+        """Return the chain with the names of a model that holds this one as ``module``;
+        "": it is this one."""
         if not module:
             return self
 
         def named(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(f"{module}.{name}" for name in names)
 
-        stand_ins = [replace(each, name=f"{module}.{each.name}") for each in self.stand_ins]
+        stand_ins = [
+            replace(each, name=f"{module}.{each.name}") for each in self.stand_ins
+        ]
         buffers = [(f"{module}.{name}", place) for name, place in self.buffers]
         return replace(
             self,

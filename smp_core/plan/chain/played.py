@@ -1,5 +1,6 @@
-"""Models on the meta device that can be run all the same: of what they compute there are shapes and no values, while
-what follows from their inputs alone (positions, masks) has values as ever."""
+"""Models on the meta device that can be run all the same: of what they compute there
+are shapes and no values, while what follows from their inputs alone (positions, masks)
+has values as ever."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentation of fake tensors has it
+
+# _subclasses: torch's documentation of fake tensors has it.
+from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
@@ -16,8 +19,8 @@ from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentatio
 
 @contextlib.contextmanager
 def with_fake_values(model: nn.Module, refusal: str) -> Iterator[None]:
-    """Let fake tensors on the CPU stand for the parameters and buffers of a model that are on the meta device; without
-    any there is nothing to do.
+    """Let fake tensors on the CPU stand for the parameters and buffers of a model that
+    are on the meta device; without any there is nothing to do.
 
     Raises:
         ValueError: code inside needs a value; begins with ``refusal``.
@@ -25,7 +28,10 @@ def with_fake_values(model: nn.Module, refusal: str) -> Iterator[None]:
     places = [
         (module, name, tensor)
         for module in model.modules()
-        for named in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for named in (
+            module.named_parameters(recurse=False),
+            module.named_buffers(recurse=False),
+        )
         for name, tensor in named
         if tensor.is_meta
     ]

@@ -1,12 +1,13 @@
-"""The chain of a model's blocks (:class:`smp_core.plan.chain.chain.Chain`), recorded by running the model
-once on a few tokens, so that nothing has to be known of its names.
+"""The chain of a model's blocks (:class:`smp_core.plan.chain.chain.Chain`), recorded by
+running the model once on a few tokens, so that nothing has to be known of its names.
 
-Two forwards. The first records what each block takes and gives: a chain is one where every block takes, in one place,
-the very tensor that the block before it gave. The second cuts the graph of autograd at each of these tensors; what can
-still be reached behind a block's output are the parameters that work in this block and nowhere else, and what no
-gradient comes to is where operators take it. A later stage that needs anything else of an earlier one shows like this,
-also where no module is called. What is still not seen shows when the stages are rehearsed
-(:mod:`smp_core.pipeline.rehearsal`).
+Two forwards. The first records what each block takes and gives: a chain is one where
+every block takes, in one place, the very tensor that the block before it gave. The
+second cuts the graph of autograd at each of these tensors; what can still be reached
+behind a block's output are the parameters that work in this block and nowhere else, and
+what no gradient comes to is where operators take it. A later stage that needs anything
+else of an earlier one shows like this, also where no module is called. What is still
+not seen shows when the stages are rehearsed (:mod:`smp_core.pipeline.rehearsal`).
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ def with_chain(shapes: Shapes, model: nn.Module) -> Shapes:
 
 
 def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
-    """Run the model's blocks once and record their chain. Random numbers, gradients and flags stay as they were.
+    """Run the model's blocks once and record their chain. Random numbers, gradients and
+    flags stay as they were.
 
     Args:
         model: with values, or on the meta device: then nothing is computed but shapes.
         units: names its blocks and its root.
 
     Raises:
-        ValueError: nothing to call it with, blocks that are no chain (says where it breaks), parameters that several
-            blocks share, something before the blocks that cannot be left out on other stages.
+        ValueError: nothing to call it with, blocks that are no chain (says where it
+            breaks), parameters that several blocks share, something before the blocks
+            that cannot be left out on other stages.
     """
     refusal = refusal_of(model)
     _refuse_kinds(model, refusal)
@@ -59,7 +62,11 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
     for names_of_blocks in _alike(model, units):
         try:
             root = _root(model, units, names_of_blocks, refusal)
-            with with_fake_values(model, refusal), buffers_restored(model), without_router_loss(model):
+            with (
+                with_fake_values(model, refusal),
+                buffers_restored(model),
+                without_router_loss(model),
+            ):
                 return _chain_of(model, root, names_of_blocks, refusal)
         except ValueError as problem:
             problems.append(problem)
@@ -68,10 +75,14 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
 
 def refusal_of(model: nn.Module) -> str:
     """Return how errors begin about a model that cannot be cut."""
-    return f"pipeline_parallel_degree: {type(model).__name__} cannot be cut into stages: "
+    return (
+        f"pipeline_parallel_degree: {type(model).__name__} cannot be cut into stages: "
+    )
 
 
-def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: str) -> Chain:
+def _chain_of(
+    model: nn.Module, root: str, names_of_blocks: list[str], refusal: str
+) -> Chain:
     module = model.get_submodule(root)
     args, kwargs = example_of(model, module, refusal)
     blocks = {model.get_submodule(name): name for name in names_of_blocks}
@@ -89,21 +100,29 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
         segments = cuts.segments(outputs)
         if cuts.early & cuts.visited:
             raise ValueError(
-                refusal + "what comes behind the blocks uses activations from before them, which other stages have; "
+                refusal
+                + "what comes behind the blocks uses activations from before them, which other stages have; "
                 "only what the blocks hand on is sent"
             )
-    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
-    # What this one forward left out (an expert without tokens) is on the stage of the block that holds it.
+    names = {
+        parameter: name for name, parameter in reversed(list(model.named_parameters()))
+    }
+    # What this one forward left out (an expert without tokens) is on the stage of the
+    # block that holds it.
     reached = set().union(*segments)
     for block, segment in zip(first.order, segments[1:-1], strict=True):
         segment |= set(block.parameters()) - reached
     named = []
     for segment in segments:
-        named.append([name for parameter, name in names.items() if parameter in segment])
+        named.append(
+            [name for parameter, name in names.items() if parameter in segment]
+        )
     before, *of_blocks, after = named
     _require_own(first.order, before, of_blocks, after, refusal)
     chain_names = tuple(blocks[block] for block in first.order)
-    stand_ins = find_stand_ins(model, first.early, set(before) - set(after), names, refusal)
+    stand_ins = find_stand_ins(
+        model, first.early, set(before) - set(after), names, refusal
+    )
     takes, gives = link
     return Chain(
         root,
@@ -119,13 +138,19 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
     )
 
 
-def _refuse_layerdrop(model: nn.Module, names_of_blocks: list[str], refusal: str) -> None:
-    """Refuse blocks that a forward leaves out at random, by what Transformers' and fairseq's models call it."""
+def _refuse_layerdrop(
+    model: nn.Module, names_of_blocks: list[str], refusal: str
+) -> None:
+    """Refuse blocks that a forward leaves out at random, by what Transformers' and
+    fairseq's models call it."""
     for name, module in model.named_modules():
         if not names_of_blocks[0].startswith(f"{name}." if name else ""):
             continue
         holders = {"": module, "config.": getattr(module, "config", None)}
-        share = {f"{where}layerdrop": getattr(holder, "layerdrop", None) for where, holder in holders.items()}
+        share = {
+            f"{where}layerdrop": getattr(holder, "layerdrop", None)
+            for where, holder in holders.items()
+        }
         for attribute, value in share.items():
             if isinstance(value, float) and value > 0:
                 raise ValueError(
@@ -136,19 +161,23 @@ def _refuse_layerdrop(model: nn.Module, names_of_blocks: list[str], refusal: str
 
 @contextlib.contextmanager
 def running_the_example(module: nn.Module, refusal: str) -> Iterator[None]:
-    """Refuse a model whose forward fails inside; of one that is played, :func:`with_fake_values` says why."""
+    """Refuse a model whose forward fails inside; of one that is played,
+    :func:`with_fake_values` says why."""
     try:
         yield
     except Exception as error:
         if is_played(module):
             raise
-        raise ValueError(f"{refusal}its example cannot be run: {type(error).__name__}: {error}; {HOW}") from error
+        raise ValueError(
+            f"{refusal}its example cannot be run: {type(error).__name__}: {error}; {HOW}"
+        ) from error
 
 
 def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
-    """Return the blocks that may be a chain: first those of the kind that there are most of (a Transformers model names
-    its embeddings next to them) or of several kinds in one list (state spaces and attention), then the others', then
-    those of one kind in one list (an encoder's, where a decoder's are of the same kind)."""
+    """Return the blocks that may be a chain: first those of the kind that there are
+    most of (a Transformers model names its embeddings next to them) or of several kinds
+    in one list (state spaces and attention), then the others', then those of one kind
+    in one list (an encoder's, where a decoder's are of the same kind)."""
     kinds = {name: type(model.get_submodule(name)) for name in units.blocks}
     by_kind: dict[type, list[str]] = {}
     for name, kind in kinds.items():
@@ -160,8 +189,15 @@ def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
         if len(lists) > 1:
             in_lists += lists
     numbered = [name for name in kinds if name.rpartition(".")[2].isdecimal()]
-    mixed = [names for names in _in_lists(numbered) if len(set(map(kinds.__getitem__, names))) > 1]
-    found = [*sorted([*mixed, *of_kinds], key=len, reverse=True), *sorted(in_lists, key=len, reverse=True)]
+    mixed = [
+        names
+        for names in _in_lists(numbered)
+        if len(set(map(kinds.__getitem__, names))) > 1
+    ]
+    found = [
+        *sorted([*mixed, *of_kinds], key=len, reverse=True),
+        *sorted(in_lists, key=len, reverse=True),
+    ]
     several = [names for names in found if len(names) > 1]
     return several or [found[0] if found else []]
 
@@ -177,7 +213,10 @@ def _in_lists(names: list[str]) -> list[list[str]]:
 def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) -> str:
     """Return the name of the one root that holds all blocks and all parameters."""
     if len(blocks) < 2:
-        raise ValueError(refusal + f"it has no chain of blocks ({units.why}); name them with units=...")
+        raise ValueError(
+            refusal
+            + f"it has no chain of blocks ({units.why}); name them with units=..."
+        )
     # One root around all blocks.
     roots = [unit.name for unit in units.units if unit.is_root]
     holding = []
@@ -185,15 +224,27 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
         if all(lies_in(block, root) for block in blocks):
             holding.append(root)
     if len(holding) != 1:
-        raise ValueError(refusal + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})")
+        raise ValueError(
+            refusal
+            + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})"
+        )
     (root,) = holding
     # No unit between it and them.
-    around = [unit.name for unit in units.units if not unit.is_root and blocks[0].startswith(f"{unit.name}.")]
+    around = [
+        unit.name
+        for unit in units.units
+        if not unit.is_root and blocks[0].startswith(f"{unit.name}.")
+    ]
     if around:
-        raise ValueError(refusal + f"the unit {around[0]} holds blocks; write units={{'min_parameters': 0}}")
+        raise ValueError(
+            refusal
+            + f"the unit {around[0]} holds blocks; write units={{'min_parameters': 0}}"
+        )
     # No parameters outside of it.
     inside = set(model.get_submodule(root).parameters())
-    outside = [name for name, parameter in model.named_parameters() if parameter not in inside]
+    outside = [
+        name for name, parameter in model.named_parameters() if parameter not in inside
+    ]
     if outside:
         raise ValueError(
             refusal
@@ -206,19 +257,24 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
 def _refuse_kinds(model: nn.Module, refusal: str) -> None:
     """Refuse modules that leave the forward of every stage in another way."""
     if any(is_compiled(module) for module in model.modules()):
-        raise ValueError(refusal + "it is compiled; write compile=True, which compiles its blocks")
+        raise ValueError(
+            refusal + "it is compiled; write compile=True, which compiles its blocks"
+        )
     if checkpoints_itself(model):
         raise ValueError(
-            refusal + "it checkpoints activations itself; write activations='full' in place of that, and switch it off "
+            refusal
+            + "it checkpoints activations itself; write activations='full' in place of that, and switch it off "
             "(model.gradient_checkpointing_disable(), TrainingArguments(gradient_checkpointing=False))"
         )
 
 
 @contextlib.contextmanager
 def as_in_training(module: nn.Module) -> Iterator[None]:
-    """Require a gradient of every parameter inside, so that backward can reach all of them; restore random states
-    after."""
-    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+    """Require a gradient of every parameter inside, so that backward can reach all of
+    them; restore random states after."""
+    frozen = [
+        p for p in module.parameters() if not p.requires_grad and p.is_floating_point()
+    ]
     device = next(module.parameters()).device
     with torch.inference_mode(False), torch.enable_grad():
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -254,35 +310,66 @@ class _Calls:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        handles = [block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in self.blocks]
+        handles = [
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+            for block in self.blocks
+        ]
         handles += [block.register_forward_hook(self._leave) for block in self.blocks]
         inside = {inner for block in self.blocks for inner in block.modules()}
         others = [module for module in self.module.modules() if module not in inside]
-        handles += [module.register_forward_hook(self._note_early, with_kwargs=True) for module in others]
+        handles += [
+            module.register_forward_hook(self._note_early, with_kwargs=True)
+            for module in others
+        ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.order.append(block)
-        self.takes.append({place: value for place, value in _places(args, kwargs) if isinstance(value, Tensor)})
+        self.takes.append(
+            {
+                place: value
+                for place, value in _places(args, kwargs)
+                if isinstance(value, Tensor)
+            }
+        )
 
     def _leave(self, block: nn.Module, _: Any, output: Any) -> None:
         several = isinstance(output, (tuple, list))
         self.sizes.append(len(output) if several else 0)
         self.kind = type(output) if several else tuple
         given = enumerate(output if several else [output])
-        self.gives.append({place: value for place, value in given if isinstance(value, Tensor)})
+        self.gives.append(
+            {place: value for place, value in given if isinstance(value, Tensor)}
+        )
 
-    def _note_early(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _note_early(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
         if not self.order:
-            taken = next((value for _, value in _places(args, kwargs) if isinstance(value, Tensor)), None)
+            taken = next(
+                (
+                    value
+                    for _, value in _places(args, kwargs)
+                    if isinstance(value, Tensor)
+                ),
+                None,
+            )
             self.early.append((module, taken, output))
 
 
-def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Place, Any]]:
+def _places(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterable[tuple[Place, Any]]:
     return [*enumerate(args), *kwargs.items()]
 
 
@@ -293,7 +380,11 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice or len(named) < len(calls.blocks):
         never = sorted(set(calls.blocks.values()) - set(named))
-        what = f"{twice[0]} is called several times" if twice else f"{', '.join(never[:3])} is not called"
+        what = (
+            f"{twice[0]} is called several times"
+            if twice
+            else f"{', '.join(never[:3])} is not called"
+        )
         raise ValueError(f"{refusal}{what} in one forward; {HOW}")
     # The places that link all pairs of neighbours.
     links: set[tuple[Place, int]] | None = None
@@ -313,25 +404,35 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
     # One tensor, in the same place everywhere.
     assert links is not None
     if len(links) > 1:
-        raise ValueError(f"{refusal}its blocks hand on {len(links)} tensors; one can be sent between stages")
+        raise ValueError(
+            f"{refusal}its blocks hand on {len(links)} tensors; one can be sent between stages"
+        )
     ((takes, gives),) = links
     if takes not in calls.takes[0]:
-        raise ValueError(f"{refusal}{named[0]} is called in another way than {named[1]}")
+        raise ValueError(
+            f"{refusal}{named[0]} is called in another way than {named[1]}"
+        )
     if len(set(calls.sizes)) > 1:
-        raise ValueError(f"{refusal}its blocks do not all give the same number of things")
+        raise ValueError(
+            f"{refusal}its blocks do not all give the same number of things"
+        )
     return takes, (gives, calls.sizes[0]) if calls.sizes[0] else None
 
 
 class _Cuts:
-    """A forward whose graph is cut where the chain's tensor enters a block and leaves the last one.
+    """A forward whose graph is cut where the chain's tensor enters a block and leaves
+    the last one.
 
     Attributes:
         early: nodes of the graph that were made before the first block.
         visited: nodes that can be reached behind the last one.
-        taken: the parameters that operators took before, in each of and behind the blocks.
+        taken: the parameters that operators took before, in each of and behind the
+            blocks.
     """
 
-    def __init__(self, calls: _Calls, takes: Place, gives: tuple[int, int] | None) -> None:
+    def __init__(
+        self, calls: _Calls, takes: Place, gives: tuple[int, int] | None
+    ) -> None:
         self._blocks = calls.order
         self._takes = takes
         self._gives = gives
@@ -339,18 +440,32 @@ class _Cuts:
         self._given: list[Tensor] = []
         self.early: set[Any] = set()
         self.visited: set[Any] = set()
-        self.taken: list[set[nn.Parameter]] = [set() for _ in range(len(self._blocks) + 2)]
+        self.taken: list[set[nn.Parameter]] = [
+            set() for _ in range(len(self._blocks) + 2)
+        ]
         self._place = 0
 
     def note(self, taken: Any, made: Any) -> None:
-        """Note what an operator took, and until the first block is entered what it gave."""
-        self.taken[self._place] |= {tensor for _, tensor in iterate_tensors(taken) if isinstance(tensor, nn.Parameter)}
+        """Note what an operator took, and until the first block is entered what it
+        gave."""
+        self.taken[self._place] |= {
+            tensor
+            for _, tensor in iterate_tensors(taken)
+            if isinstance(tensor, nn.Parameter)
+        }
         if self._entering is None:
-            self.early |= {tensor.grad_fn for _, tensor in iterate_tensors(made) if tensor.grad_fn is not None}
+            self.early |= {
+                tensor.grad_fn
+                for _, tensor in iterate_tensors(made)
+                if tensor.grad_fn is not None
+            }
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        handles = [block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in self._blocks]
+        handles = [
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+            for block in self._blocks
+        ]
         handles += [block.register_forward_hook(self._leave) for block in self._blocks]
         try:
             yield
@@ -369,10 +484,17 @@ class _Cuts:
         ]
         # A head whose output nobody uses, a teacher: no gradient comes to them.
         trained = set().union(*reached)
-        return [found | (taken - trained) for found, taken in zip(reached, self.taken, strict=True)]
+        return [
+            found | (taken - trained)
+            for found, taken in zip(reached, self.taken, strict=True)
+        ]
 
-    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        taken = args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
+    def _enter(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        taken = (
+            args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
+        )
         if self._entering is None:
             self._entering, self._place = taken, 1
         return with_argument(args, kwargs, self._takes, taken.detach().requires_grad_())
@@ -391,21 +513,30 @@ class _Noting(TorchFunctionMode):
         super().__init__()
         self._cuts = cuts
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = func(*args, **(kwargs or {}))
         # Not attributes, which stages know of all parameters.
-        if isinstance(made, (Tensor, tuple, list)) and getattr(func, "__name__", "") != "__get__":
+        if (
+            isinstance(made, (Tensor, tuple, list))
+            and getattr(func, "__name__", "") != "__get__"
+        ):
             self._cuts.note([args, kwargs], made)
         return made
 
 
-def _reached(tensors: Iterable[Tensor], visited: set[Any] | None = None) -> set[nn.Parameter]:
+def _reached(
+    tensors: Iterable[Tensor], visited: set[Any] | None = None
+) -> set[nn.Parameter]:
     """Return the parameters that gradients of these tensors come to.
 
     Args:
         visited: is given the nodes of the graph on the way.
     """
-    found: set[nn.Parameter] = {tensor for tensor in tensors if isinstance(tensor, nn.Parameter)}
+    found: set[nn.Parameter] = {
+        tensor for tensor in tensors if isinstance(tensor, nn.Parameter)
+    }
     left = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set() if visited is None else visited
     seen.update(left)
@@ -421,15 +552,22 @@ def _reached(tensors: Iterable[Tensor], visited: set[Any] | None = None) -> set[
 
 
 def _require_own(
-    order: list[nn.Module], before: list[str], of_blocks: list[list[str]], after: list[str], refusal: str
+    order: list[nn.Module],
+    before: list[str],
+    of_blocks: list[list[str]],
+    after: list[str],
+    refusal: str,
 ) -> None:
-    """Require that each parameter works in one block, or around the blocks; before and behind them it may be the same
-    one."""
+    """Require that each parameter works in one block, or around the blocks; before and
+    behind them it may be the same one."""
     places: dict[str, list[str]] = {}
     for number, members in enumerate(of_blocks):
         for name in members:
             places.setdefault(name, []).append(f"block {number}")
-    for where, members in (("what comes before the blocks", before), ("what comes behind them", after)):
+    for where, members in (
+        ("what comes before the blocks", before),
+        ("what comes behind them", after),
+    ):
         for name in members:
             if name in places:
                 places[name].append(where)

@@ -1,6 +1,7 @@
 """The buffers that are saved with a model, and where in its chain of blocks they work.
 
-Private name: torch has no public way to ask which buffers are not saved (``_non_persistent_buffers_set``).
+Private name: torch has no public way to ask which buffers are not saved
+(``_non_persistent_buffers_set``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from smp_core.plan.chain.stand_ins import Early
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield a buffer's name in the model, its module, its name in that, and the buffer."""
+    """Yield a buffer's name in the model, its module, its name in that, and the
+    buffer."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -25,14 +27,19 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor
 def places_of_buffers(
     model: nn.Module, early: list[Early], blocks: tuple[str, ...]
 ) -> Iterator[tuple[str, int | None]]:
-    """Yield each one's name and place, as :class:`smp_core.plan.chain.chain.Chain` has them.
+    """Yield each one's name and place, as :class:`smp_core.plan.chain.chain.Chain` has
+    them.
 
     Args:
         early: calls that were over before the first block.
         blocks: their names, in the order they run in.
     """
     before = {module for module, *_ in early}
-    inside = {module: number for number, name in enumerate(blocks) for module in model.get_submodule(name).modules()}
+    inside = {
+        module: number
+        for number, name in enumerate(blocks)
+        for module in model.get_submodule(name).modules()
+    }
     for full_name, module, *_ in _saved(model):
         yield full_name, inside.get(module, -1 if module in before else None)
 
@@ -40,7 +47,10 @@ def places_of_buffers(
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
     """Restore the values of buffers, which forwards inside may change (statistics)."""
-    before = [(module, name, buffer, buffer.clone()) for _, module, name, buffer in _saved(model)]
+    before = [
+        (module, name, buffer, buffer.clone())
+        for _, module, name, buffer in _saved(model)
+    ]
     yield
     with torch.no_grad():
         for module, name, buffer, value in before:

@@ -1,4 +1,5 @@
-"""What stands on a pipeline stage for modules that work before the blocks, on another stage."""
+"""What stands on a pipeline stage for modules that work before the blocks, on another
+stage."""
 
 from __future__ import annotations
 
@@ -14,9 +15,14 @@ Early = tuple[nn.Module, Tensor | None, Any]
 
 
 def find_stand_ins(
-    model: nn.Module, early: list[Early], before: set[str], names: Mapping[nn.Parameter, str], refusal: str
+    model: nn.Module,
+    early: list[Early],
+    before: set[str],
+    names: Mapping[nn.Parameter, str],
+    refusal: str,
 ) -> Iterator[StandIn]:
-    """Say what stands for the modules that are called before the first block and hold parameters.
+    """Say what stands for the modules that are called before the first block and hold
+    parameters.
 
     Args:
         early: modules in the order in which they returned.
@@ -24,12 +30,14 @@ def find_stand_ins(
         names: of all parameters.
 
     Raises:
-        ValueError: a parameter or a module that nothing can stand for; begins with ``refusal``.
+        ValueError: a parameter or a module that nothing can stand for; begins with
+            ``refusal``.
     """
     paths = {module: name for name, module in model.named_modules()}
     covered: set[nn.Parameter] = set()
     inside: set[nn.Module] = set()
-    for module, taken, output in reversed(early):  # a module returns behind those inside it
+    # A module returns behind those inside it.
+    for module, taken, output in reversed(early):
         own = list(module.parameters(recurse=False))
         if module in inside or not own:
             continue
@@ -44,12 +52,21 @@ def find_stand_ins(
             )
 
 
-def _stand_in(name: str, module: nn.Module, taken: Tensor | None, output: Any, refusal: str) -> StandIn:
-    # Only what gives what it is expected to: a subclass may take something else than tokens or features.
+def _stand_in(
+    name: str, module: nn.Module, taken: Tensor | None, output: Any, refusal: str
+) -> StandIn:
+    # Only what gives what it is expected to: a subclass may take something else than
+    # tokens or features.
     if taken is not None and isinstance(output, Tensor):
-        if isinstance(module, nn.Embedding) and output.shape == (*taken.shape, module.embedding_dim):
+        if isinstance(module, nn.Embedding) and output.shape == (
+            *taken.shape,
+            module.embedding_dim,
+        ):
             return StandIn(name, module.embedding_dim)
-        if isinstance(module, nn.Linear) and output.shape == (*taken.shape[:-1], module.out_features):
+        if isinstance(module, nn.Linear) and output.shape == (
+            *taken.shape[:-1],
+            module.out_features,
+        ):
             return StandIn(name, module.out_features, rows=True)
         if output.shape == taken.shape and output.dtype == taken.dtype:
             return StandIn(name)
@@ -62,7 +79,8 @@ def _stand_in(name: str, module: nn.Module, taken: Tensor | None, output: Any, r
 
 
 def is_nest_of_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor, a number or text, or a tuple, list or dict of such values."""
+    """Return whether a value is a tensor, a number or text, or a tuple, list or dict of
+    such values."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):

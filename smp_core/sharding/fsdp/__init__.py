@@ -1,8 +1,8 @@
 """FSDP2 units on the 1-D shard mesh: the only room that touches FSDP2's internals.
 
-FSDP2 shards, gathers and reduces inside the partition group; the hop across replicas is ours
-(:mod:`smp_core.sharding.gradients.accumulation`). Each file says what it reads beyond the public API, and why no public
-one will do.
+FSDP2 shards, gathers and reduces inside the partition group; the hop across replicas is
+ours (:mod:`smp_core.sharding.gradients.accumulation`). Each file says what it reads
+beyond the public API, and why no public one will do.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
         name_uncalled as name_uncalled,
         passing_by as passing_by,
     )
-    from smp_core.sharding.fsdp.wrapping import apply_fsdp_options as apply_fsdp_options, shard_units as shard_units
+    from smp_core.sharding.fsdp.wrapping import (
+        apply_fsdp_options as apply_fsdp_options,
+        shard_units as shard_units,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -24,11 +24,17 @@ def given_policy(model: nn.Module) -> GivenPolicy:
 
 
 def given_units(model: nn.Module) -> WrapPlan:
-    """Return the units of a model to which ``fully_shard`` was applied before. Modules that were sharded together are
-    one unit, named after the last of them."""
+    """Return the units of a model to which ``fully_shard`` was applied before. Modules
+    that were sharded together are one unit, named after the last of them."""
     one_shard_each(list(groups_of(model)))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    inner = {m for outer in model.modules() if isinstance(outer, FSDPModule) for m in outer.modules() if m is not outer}
+    inner = {
+        m
+        for outer in model.modules()
+        if isinstance(outer, FSDPModule)
+        for m in outer.modules()
+        if m is not outer
+    }
     units, known = [], set()
     for name, module in reversed(list(model.named_modules())):
         if not isinstance(module, FSDPModule):
@@ -38,14 +44,25 @@ def given_units(model: nn.Module) -> WrapPlan:
             continue
         known.add(state)
         group = group_of(module)
-        own = [] if group is None else [names[parameter] for parameter in group.parameters()]
+        own = (
+            []
+            if group is None
+            else [names[parameter] for parameter in group.parameters()]
+        )
         units.append(PlannedUnit(name, tuple(own), module not in inner))
-    plain = tuple(name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
+    plain = tuple(
+        name
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor)
+    )
     return WrapPlan(tuple(units), plain, "as it came")
 
 
 def adopt_units(
-    model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traffic, meshes: Mapping[str, DeviceMesh]
+    model: nn.Module,
+    planned: Iterable[PlannedUnit],
+    traffic: Traffic,
+    meshes: Mapping[str, DeviceMesh],
 ) -> list[ShardedUnit]:
     """Give the units of :func:`given_units` our communication objects.
 
@@ -57,7 +74,15 @@ def adopt_units(
     passes = Passes()
     for each in planned:
         module: Any = model.get_submodule(each.name)
-        unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, passes, in_order=True)
+        unit = ShardedUnit(
+            each.name,
+            module,
+            each.parameters,
+            each.is_root,
+            reductions,
+            passes,
+            in_order=True,
+        )
         if each.name in meshes and meshes[each.name].size() == 1:
             unit.leave_undivided()
         module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
@@ -67,7 +92,8 @@ def adopt_units(
 
 
 def partial_sum_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients that FSDP2's own replica all-reduce holds and has not reduced yet."""
+    """Return the bytes of gradients that FSDP2's own replica all-reduce holds and has
+    not reduced yet."""
     return sum(group.partial_sum_bytes() for group in groups_of(model))
 
 

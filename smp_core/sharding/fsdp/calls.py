@@ -1,19 +1,24 @@
-"""Calls into a model: inside one, modules show the parameters that FSDP2 gathered; between calls they show shards.
+"""Calls into a model: inside one, modules show the parameters that FSDP2 gathered;
+between calls they show shards.
 
-After a forward FSDP2 leaves roots, and with ``reshard_after_forward=False`` all units, unsharded for the backward pass
-that may follow, and shows these copies as the module's parameters. Whoever lists, freezes, edits or clips parameters
-then would have tensors that are thrown away. So when the outermost call has ended, modules show their shards, whatever
-is still there for backward; and the next call gathers again what an earlier one left, because weights may have been
-edited in between in ways that nothing records (``p.data.mul_()``, foreach and fused kernels).
+After a forward FSDP2 leaves roots, and with ``reshard_after_forward=False`` all units,
+unsharded for the backward pass that may follow, and shows these copies as the module's
+parameters. Whoever lists, freezes, edits or clips parameters then would have tensors
+that are thrown away. So when the outermost call has ended, modules show their shards,
+whatever is still there for backward; and the next call gathers again what an earlier
+one left, because weights may have been edited in between in ways that nothing records
+(``p.data.mul_()``, foreach and fused kernels).
 
-Four hooks of each unit do this, two on each side of FSDP2's own: before and behind its gather, before it frees what was
-gathered, and behind that. What begins a gather is replaced too, since backward passes begin some as well.
+Four hooks of each unit do this, two on each side of FSDP2's own: before and behind its
+gather, before it frees what was gathered, and behind that. What begins a gather is
+replaced too, since backward passes begin some as well.
 
-FSDP2 takes what is called first for a root, with all units inside of it. So before the first call of a unit by itself
-the root around it makes an empty one.
+FSDP2 takes what is called first for a root, with all units inside of it. So before the
+first call of a unit by itself the root around it makes an empty one.
 
-Between a Trainer's runs the outermost call begins with a meeting of the ranks that hold the parts of the model: one
-that only some of them make (`if rank == 0: model(batch)`) would wait for the others forever.
+Between a Trainer's runs the outermost call begins with a meeting of the ranks that hold
+the parts of the model: one that only some of them make (`if rank == 0: model(batch)`)
+would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -65,10 +70,12 @@ class Calls:
         model: with all its units sharded by ``fully_shard``.
         ranks: the partition group, which makes calls together.
         units: those that hear of their uses.
-        shown: makes the context of a method's call in which modules show what is not gathered as it computes.
+        shown: makes the context of a method's call in which modules show what is not
+            gathered as it computes.
 
     Attributes:
-        unsharded: the model is a plain one for a while (:mod:`smp_core.sharding.weights.unsharded`).
+        unsharded: the model is a plain one for a while
+            (:mod:`smp_core.sharding.weights.unsharded`).
     """
 
     def __init__(
@@ -80,38 +87,60 @@ class Calls:
     ) -> None:
         self._shown_in_call = shown
         self._name = type(model).__name__.removeprefix("FSDP")
-        self._names = {id(module): clean_name(name) for name, module in model.named_modules()}
+        self._names = {
+            id(module): clean_name(name) for name, module in model.named_modules()
+        }
         self._ranks = ranks
-        self._outermost: object = None  # the module, or the call of a method, that was called from outside
+        # The module, or the call of a method, that was called from outside.
+        self._outermost: object = None
         self._units = tuple(units)
         self._roots = dict(_roots(model))
         self.unsharded = False
-        weakref.finalize(self, register_module_parameter_registration_hook(_note_parametrization).remove)
+        weakref.finalize(
+            self,
+            register_module_parameter_registration_hook(_note_parametrization).remove,
+        )
         self._keeps_behind_forward = False
-        self._hiding: dict[int, str] = {}  # units by what hides tensors of their outputs
+        # Units by what hides tensors of their outputs.
+        self._hiding: dict[int, str] = {}
         _all.add(self)
         expect_calls(ranks)
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
         for unit in self._units[:1]:  # they share one
-            unit.passes.keep_unsharded, unit.passes.show_shards = self._keep_unsharded, self._show_behind_pass
-        hearing = {unit.group.key: unit for unit in self._units if unit.group is not None}
-        parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+            unit.passes.keep_unsharded, unit.passes.show_shards = (
+                self._keep_unsharded,
+                self._show_behind_pass,
+            )
+        hearing = {
+            unit.group.key: unit for unit in self._units if unit.group is not None
+        }
+        parameter_names = {
+            id(parameter): clean_name(name)
+            for name, parameter in model.named_parameters()
+        }
         for module in model.modules():
             if not isinstance(module, FSDPModule):
                 continue
             group = group_of(module)
             if group is not None:
                 if group.key not in self._shown:
-                    self._shown[group.key] = _ShownUnit(group, parameter_names, hearing.get(group.key))
+                    self._shown[group.key] = _ShownUnit(
+                        group, parameter_names, hearing.get(group.key)
+                    )
                 self._of_module[id(module)] = self._shown[group.key]
-            module.register_forward_pre_hook(self._before_gather, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(
+                self._before_gather, prepend=True, with_kwargs=True
+            )
             module.register_forward_pre_hook(self._behind_gather)
             module.register_forward_hook(self._before_reshard, prepend=True)
             module.register_forward_hook(self._behind_reshard, always_call=True)
 
-    def run_as_forward(self, unit: ShardedUnit, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method with the unit's parameters unsharded: one call, whatever forwards there are in it."""
+    def run_as_forward(
+        self, unit: ShardedUnit, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a method with the unit's parameters unsharded: one call, whatever
+        forwards there are in it."""
         if self.unsharded:
             return method(*args, **kwargs)
         module, shown = unit.module, self._of_module.get(id(unit.module))
@@ -124,7 +153,8 @@ class Calls:
             shown.check_copies()
             return result
 
-        # The outermost call of all meets the other ranks first, and cleans up behind itself.
+        # The outermost call of all meets the other ranks first, and cleans up behind
+        # itself.
         is_outermost, this_call = self._is_outermost(), object()
         if is_outermost:
             self._outermost = this_call
@@ -150,20 +180,23 @@ class Calls:
         """Let every module show its shards, whatever is unsharded.
 
         Args:
-            kept: what is unsharded stays for the window's next micro-batch (``keep_between_micro_batches``, pipeline
-                stages), and is gathered again only after edits that a tensor's version shows.
+            kept: what is unsharded stays for the window's next micro-batch
+                (``keep_between_micro_batches``, pipeline stages), and is gathered again
+                only after edits that a tensor's version shows.
         """
         for shown in self._shown.values():
             shown.show_shards(kept)
 
     def _show_behind_pass(self) -> None:
-        """Show shards at the end of a backward pass, unless it ran within a call, which goes on (forces, penalties)."""
+        """Show shards at the end of a backward pass, unless it ran within a call, which
+        goes on (forces, penalties)."""
         if self._outermost is None:
             self.show_shards()
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """Let calls inside, several before the backward pass of the first, find what the one before left."""
+        """Let calls inside, several before the backward pass of the first, find what
+        the one before left."""
         for unit in self._units:
             unit.run_ahead(True)
         try:
@@ -173,8 +206,9 @@ class Calls:
                 unit.run_ahead(False)
 
     def _keep_unsharded(self, kept: bool) -> None:
-        """Let units stay unsharded behind each backward, and from the first time on behind each forward: a pass whose
-        gradients are differentiated again may be followed by other forwards before that is done."""
+        """Let units stay unsharded behind each backward, and from the first time on
+        behind each forward: a pass whose gradients are differentiated again may be
+        followed by other forwards before that is done."""
         if not self._keeps_behind_forward:
             self._keeps_behind_forward = True
             logger.info(
@@ -190,8 +224,9 @@ class Calls:
             reshard(unit.module for unit in self._units)
 
     def _is_outermost(self, module: nn.Module | None = None) -> bool:
-        """Return whether a call that begins is within no other (one of the same module was aborted), nor within a
-        backward pass, whose recomputed forwards find what is unsharded."""
+        """Return whether a call that begins is within no other (one of the same module
+        was aborted), nor within a backward pass, whose recomputed forwards find what is
+        unsharded."""
         return self._outermost in (None, module) and backward_pass() == -1
 
     @torch.compiler.disable
@@ -219,16 +254,21 @@ class Calls:
             return None
         shown.check_copies()
         unit = shown.unit
-        if torch.is_grad_enabled() and unit is not None and not unit.is_root:  # roots are kept anyway
+        # Roots are kept anyway.
+        if torch.is_grad_enabled() and unit is not None and not unit.is_root:
             self._keep_for_hidden(module, unit, output)
         return shown.outlasting(output)
 
-    def _keep_for_hidden(self, module: nn.Module, unit: ShardedUnit, output: Any) -> None:
-        """Let a unit stay unsharded from forward to backward from here on, if its output hides tensors from FSDP2,
-        which gathers for the backward pass when a tensor of the output gets its gradient.
+    def _keep_for_hidden(
+        self, module: nn.Module, unit: ShardedUnit, output: Any
+    ) -> None:
+        """Let a unit stay unsharded from forward to backward from here on, if its
+        output hides tensors from FSDP2, which gathers for the backward pass when a
+        tensor of the output gets its gradient.
 
         Raises:
-            RuntimeError: the unit has another use that backward comes to first, and frees the parameters behind.
+            RuntimeError: the unit has another use that backward comes to first, and
+                frees the parameters behind.
         """
         kind = self._hiding.get(id(module)) or hides_gradient(output)
         if kind is None:
@@ -266,7 +306,9 @@ class Calls:
         root = self._roots.get(module)
         if root is None:
             return
-        self._roots = {inner: outer for inner, outer in self._roots.items() if outer is not root}
+        self._roots = {
+            inner: outer for inner, outer in self._roots.items() if outer is not root
+        }
         if root is not module:
             with torch.inference_mode(False), torch.no_grad():
                 _as_forward(root, lambda: None)()
@@ -277,7 +319,9 @@ class Calls:
         count_call()
 
 
-def _roots(module: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:
+def _roots(
+    module: nn.Module, root: nn.Module | None = None
+) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield the units in a module, each with the outermost one around it."""
     if isinstance(module, FSDPModule):
         root = module if root is None else root
@@ -287,9 +331,11 @@ def _roots(module: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[n
 
 
 def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` between FSDP2's hooks before and after a forward of ``module``.
+    """Return ``function`` between FSDP2's hooks before and after a forward of
+    ``module``.
 
-    ``register_fsdp_forward_method`` puts what it makes on the module, where Lightning would misread its signature.
+    ``register_fsdp_forward_method`` puts what it makes on the module, where Lightning
+    would misread its signature.
     """
     name = "smp_as_forward"
     vars(module)[name] = function
@@ -301,7 +347,8 @@ def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[...
 
 
 def hides_gradient(output: Any) -> str | None:
-    """Return the class of what hides a tensor that wants a gradient from FSDP2, or may; None: nothing does."""
+    """Return the class of what hides a tensor that wants a gradient from FSDP2, or may;
+    None: nothing does."""
     for leaf, inside in leaves_of(output):
         kind: str = type(leaf).__name__
         if isinstance(leaf, CLOSED):
@@ -312,13 +359,17 @@ def hides_gradient(output: Any) -> str | None:
 
 
 class _ShownUnit:
-    """Parameters that are gathered together, and whether their modules show them unsharded.
+    """Parameters that are gathered together, and whether their modules show them
+    unsharded.
 
-    ``requires_grad`` and hooks belong to the parameter, whichever tensor shows it or was given them; what else is done
-    to a gathered copy, or put in its place, is refused.
+    ``requires_grad`` and hooks belong to the parameter, whichever tensor shows it or
+    was given them; what else is done to a gathered copy, or put in its place, is
+    refused.
     """
 
-    def __init__(self, group: ParamGroup, names: Mapping[int, str], unit: ShardedUnit | None) -> None:
+    def __init__(
+        self, group: ParamGroup, names: Mapping[int, str], unit: ShardedUnit | None
+    ) -> None:
         self._group, self.unit = group, unit
         self._left_by_a_call = self._begins_forward = False
         self._kept_versions: list[int] | None = None
@@ -326,7 +377,9 @@ class _ShownUnit:
         self._parameters = []
         for shard, places in zip(group.parameters(), group.places(), strict=True):
             local = places[0][1] if places else "a parameter"
-            self._parameters.append(_ShownParameter(names.get(id(shard), local), shard, places))
+            self._parameters.append(
+                _ShownParameter(names.get(id(shard), local), shard, places)
+            )
         group.change_gather(self._gathering)
         if unit is not None:
             unit.settle = self.settle
@@ -340,13 +393,17 @@ class _ShownUnit:
             self.unit.note_use(inputs)
         if self._left_by_a_call and backward_pass() == -1:
             self._left_by_a_call = False
-            if self._kept_versions is None or self._kept_versions != self._shard_versions():
+            if (
+                self._kept_versions is None
+                or self._kept_versions != self._shard_versions()
+            ):
                 self._group.drop_gather()
                 self._group.reshard()
             elif self._group.is_unsharded:
                 self._show(self._group.copies())
         if torch.is_inference_mode_enabled() and None in self._group.copies():
-            # The first gather makes the tensors that all later ones fill: made inside, they could not be trained with.
+            # The first gather makes the tensors that all later ones fill: made inside,
+            # they could not be trained with.
             with torch.inference_mode(False), torch.no_grad():
                 self._group.module.unshard()
 
@@ -367,10 +424,13 @@ class _ShownUnit:
         self.settle()
 
     def outlasting(self, output: Any) -> Any:
-        """Return what a forward gave, with tensors of their own for views of gathered parameters, whose memory is freed
-        behind it; None where it holds no such view."""
+        """Return what a forward gave, with tensors of their own for views of gathered
+        parameters, whose memory is freed behind it; None where it holds no such
+        view."""
         # Objects are compared, and kept meanwhile: fake tensors have no address.
-        storages = [copy.untyped_storage() for copy in self._group.copies() if copy is not None]
+        storages = [
+            copy.untyped_storage() for copy in self._group.copies() if copy is not None
+        ]
 
         def is_view(tensor: torch.Tensor) -> bool:
             if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor):
@@ -380,7 +440,9 @@ class _ShownUnit:
 
         if not any(is_view(tensor) for _, tensor in iterate_tensors(output)):
             return None
-        return map_tensors(output, lambda tensor: tensor.clone() if is_view(tensor) else tensor)
+        return map_tensors(
+            output, lambda tensor: tensor.clone() if is_view(tensor) else tensor
+        )
 
     def settle(self) -> None:
         """Carry ``requires_grad`` and hooks over between shards and copies."""
@@ -406,7 +468,8 @@ class _ShownUnit:
         self._show(self._group.parameters())
         self._kept_versions = self._shard_versions() if kept else None
 
-    # Selective checkpointing: what FSDP2 does inside of a checkpointed module is no operation of the model.
+    # Selective checkpointing: what FSDP2 does inside of a checkpointed module is no
+    # operation of the model.
 
     def hide_from_modes(self) -> None:
         if self.unit is not None and self.unit.is_recomputed:
@@ -423,7 +486,8 @@ class _ShownUnit:
         def begin_gather(async_op: bool = False) -> None:
             in_backward = backward_pass() != -1
             if in_backward and self.unit is not None and self.unit.is_passed_by:
-                return  # FSDP2 gathers ahead what came before in forward, and roots always
+                # FSDP2 gathers ahead what came before in forward, and roots always.
+                return
             if in_backward and self._left_by_a_call:
                 self._left_by_a_call = False
                 if self._group.is_unsharded:
@@ -446,8 +510,15 @@ class _ShownUnit:
 
         return begin_gather
 
-    def _all(self) -> Iterator[tuple[_ShownParameter, nn.Parameter, nn.Parameter | None]]:
-        return zip(self._parameters, self._group.parameters(), self._group.copies(), strict=True)
+    def _all(
+        self,
+    ) -> Iterator[tuple[_ShownParameter, nn.Parameter, nn.Parameter | None]]:
+        return zip(
+            self._parameters,
+            self._group.parameters(),
+            self._group.copies(),
+            strict=True,
+        )
 
     def _show(self, tensors: Sequence[nn.Parameter | None]) -> None:
         for parameter, tensor in zip(self._parameters, tensors, strict=True):
@@ -455,24 +526,35 @@ class _ShownUnit:
                 setattr(module, name, tensor)
 
     def _shard_versions(self) -> list[int]:
-        return [shard._version + shard._local_tensor._version for shard in self._group.parameters()]  # type: ignore
+        return [
+            shard._version + shard._local_tensor._version  # type: ignore[attr-defined]
+            for shard in self._group.parameters()
+        ]  # type: ignore
 
 
 class _ShownParameter:
-    """A parameter, and the places in the model that show its shard or its unsharded copy."""
+    """A parameter, and the places in the model that show its shard or its unsharded
+    copy."""
 
-    def __init__(self, name: str, shard: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+    def __init__(
+        self, name: str, shard: nn.Parameter, places: Sequence[tuple[nn.Module, str]]
+    ) -> None:
         self._name, self.places = name, places
         self._required_grad = shard.requires_grad
-        self._part: object = None  # of a secondary shard of FSDP2's own making, where a pre-sharded model has them
+        # Of a secondary shard of FSDP2's own making, where a pre-sharded model has
+        # them.
+        self._part: object = None
         self._data = self._data_of(shard)
 
     def check_place(self, shard: nn.Parameter, copy: nn.Parameter | None) -> None:
         """Refuse a parameter that was replaced."""
         for module, name in self.places:
-            # Read where Module.__getattr__ finds it, whose own call takes longer than all of this.
+            # Read where Module.__getattr__ finds it, whose own call takes longer than
+            # all of this.
             there = module._parameters.get(name)
-            if there is not None and (there is shard or there is copy or there is self._part):
+            if there is not None and (
+                there is shard or there is copy or there is self._part
+            ):
                 continue
             raise ValueError(
                 f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
@@ -481,8 +563,9 @@ class _ShownParameter:
             )
 
     def check_shard(self, shard: nn.Parameter) -> None:
-        """Refuse what would have no effect: ``parameter.data = tensor`` (DTensor keeps the shard that it had), and
-        hooks that want a complete gradient, which there is only when a window closes."""
+        """Refuse what would have no effect: ``parameter.data = tensor`` (DTensor keeps
+        the shard that it had), and hooks that want a complete gradient, which there is
+        only when a window closes."""
         data = self._data_of(shard)
         if data[0] == self._data[0] and data[1] is not self._data[1]:
             raise ValueError(
@@ -494,7 +577,8 @@ class _ShownParameter:
             raise ValueError(_POST_ACCUMULATE % self._name)
 
     def note_part(self) -> None:
-        """Take note that FSDP2 shows a part that it keeps between forward and backward."""
+        """Take note that FSDP2 shows a part that it keeps between forward and
+        backward."""
         self._part = getattr(*self.places[0]) if self.places else None
 
     def note_copy(self, copy: nn.Parameter) -> None:
@@ -511,7 +595,8 @@ class _ShownParameter:
             )
 
     def settle(self, shard: nn.Parameter, copy: nn.Parameter) -> None:
-        """Carry ``requires_grad`` and hooks over between the shard and the copy that is shown in its place."""
+        """Carry ``requires_grad`` and hooks over between the shard and the copy that is
+        shown in its place."""
         if copy.requires_grad != self._required_grad:
             shard.requires_grad_(copy.requires_grad)
         elif shard.requires_grad != copy.requires_grad:
@@ -527,12 +612,13 @@ class _ShownParameter:
 
     @staticmethod
     def _data_of(shard: Any) -> tuple[int, torch.UntypedStorage]:
-        """Return what tells the shard's data: its local tensor, and the storage of the DTensor around it, which has no
-        bytes."""
+        """Return what tells the shard's data: its local tensor, and the storage of the
+        DTensor around it, which has no bytes."""
         return id(shard._local_tensor), shard.untyped_storage()
 
 
-# On a copy: its version when it was gathered, or when a parametrization was registered, which sets it to itself.
+# On a copy: its version when it was gathered, or when a parametrization was registered,
+# which sets it to itself.
 _NOTED = "smp_noted_version"
 
 
@@ -541,7 +627,14 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _note_parametrization(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Note where PEFT's adapters of fused experts (``target_parameters``) parametrize a copy in each forward."""
-    if isinstance(module, ParametrizationList) and name not in module._parameters and hasattr(parameter, _NOTED):
+def _note_parametrization(
+    module: nn.Module, name: str, parameter: nn.Parameter
+) -> None:
+    """Note where PEFT's adapters of fused experts (``target_parameters``) parametrize a
+    copy in each forward."""
+    if (
+        isinstance(module, ParametrizationList)
+        and name not in module._parameters
+        and hasattr(parameter, _NOTED)
+    ):
         setattr(parameter, _NOTED, _version(parameter))

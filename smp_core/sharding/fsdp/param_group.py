@@ -1,9 +1,10 @@
-"""ParamGroup: FSDP2's parameter group behind one unit, as far as this project needs more of it than the public API.
+"""ParamGroup: FSDP2's parameter group behind one unit, as far as this project needs
+more of it than the public API.
 
-This file is for the newest FSDP2 (torch >= 2.15), in which gradients accumulate on the unsharded parameter.
-``param_group_2_13.py`` and ``param_group_2_11.py`` override what differs in older ones, and go with them.
-:mod:`smp_core.sharding.fsdp.internals` chooses by probing for names, and lists every private name, with
-its reason.
+This file is for the newest FSDP2 (torch >= 2.15), in which gradients accumulate on the
+unsharded parameter. ``param_group_2_13.py`` and ``param_group_2_11.py`` override what
+differs in older ones, and go with them. :mod:`smp_core.sharding.fsdp.internals` chooses
+by probing for names, and lists every private name, with its reason.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from smp_core.comm import Deferred
 
 @dataclass(frozen=True)
 class GivenPolicy:
-    """The dtypes that a pre-sharded model computes and reduces in (None: the parameters' own), and whether its shards
-    live in host memory."""
+    """The dtypes that a pre-sharded model computes and reduces in (None: the
+    parameters' own), and whether its shards live in host memory."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -34,7 +35,8 @@ class ParamGroup:
     """The parameters that FSDP2 gathers, frees and reduces together.
 
     Args:
-        module: the unit; ``fully_shard`` was called on it, perhaps together with others.
+        module: the unit; ``fully_shard`` was called on it, perhaps together with
+            others.
         group: FSDP2's own object.
     """
 
@@ -51,7 +53,8 @@ class ParamGroup:
 
     @property
     def members(self) -> list[Any]:
-        """FSDP2's own objects, one for each parameter, in order; for the files of this room."""
+        """FSDP2's own objects, one for each parameter, in order; for the files of this
+        room."""
         members: list[Any] = self._group.fsdp_params
         return members
 
@@ -60,44 +63,50 @@ class ParamGroup:
         return [member.sharded_param for member in self.members]
 
     def places(self) -> list[list[tuple[nn.Module, str]]]:
-        """Return the modules that show each parameter, with its name there: those of the unit that are in no unit
-        inside of it. They have to show shards."""
-        indices = {parameter: index for index, parameter in enumerate(self.parameters())}
+        """Return the modules that show each parameter, with its name there: those of
+        the unit that are in no unit inside of it. They have to show shards."""
+        indices = {
+            parameter: index for index, parameter in enumerate(self.parameters())
+        }
         found: list[list[tuple[nn.Module, str]]] = [[] for _ in indices]
         for module in _outside_of_inner_units(self._group.modules):
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            for name, parameter in module.named_parameters(
+                recurse=False, remove_duplicate=False
+            ):
                 if parameter in indices:
                     found[indices[parameter]].append((module, name))
         return found
 
     def copies(self) -> list[nn.Parameter | None]:
-        """Return the unsharded parameters, also those that are freed at the moment: their storages have no bytes. None:
-        never gathered."""
+        """Return the unsharded parameters, also those that are freed at the moment:
+        their storages have no bytes. None: never gathered."""
         return [getattr(member, "_unsharded_param", None) for member in self.members]
 
     def shard_sizes(self) -> list[int]:
-        """Return the elements of each parameter's shard in gathers and reductions, padding included."""
+        """Return the elements of each parameter's shard in gathers and reductions,
+        padding included."""
         return [member.padded_sharded_param_size.numel() for member in self.members]
 
     def reduction_order(self) -> list[int]:
-        """Return the indices of the parameters in the order in which a flat reduced gradient holds them: by the dtype
-        of their gradients, which a ``grad_dtype`` of a parameter's own may set."""
+        """Return the indices of the parameters in the order in which a flat reduced
+        gradient holds them: by the dtype of their gradients, which a ``grad_dtype`` of
+        a parameter's own may set."""
         by_dtype: dict[Any, list[int]] = {}
         for index, parameter in enumerate(self.parameters()):
             by_dtype.setdefault(parameter.grad_dtype, []).append(index)
         return [index for indices in by_dtype.values() for index in indices]
 
     def shards_changed(self, indices: Iterable[int] | None = None) -> None:
-        """Let FSDP2 see that shards were exchanged, of these parameters or of all; it looks at the first forward
-        only."""
+        """Let FSDP2 see that shards were exchanged, of these parameters or of all; it
+        looks at the first forward only."""
         for index in range(len(self.members)) if indices is None else indices:
             self.members[index].reset_sharded_param()
         if indices is not None:
             self._group._init_mp_dtypes()
 
     def see_dtypes(self, indices: Iterable[int]) -> None:
-        """Let FSDP2 look again for dtypes of gradients, of these parameters, which may have been frozen at its first
-        look; this generation looks at frozen ones too."""
+        """Let FSDP2 look again for dtypes of gradients, of these parameters, which may
+        have been frozen at its first look; this generation looks at frozen ones too."""
 
     # Dtypes
 
@@ -133,23 +142,28 @@ class ParamGroup:
         """True while a gather runs that no forward or backward has waited for."""
         return self._group._all_gather_result is not None
 
-    def change_gather(self, change: Callable[[Callable[[bool], None]], Callable[[bool], None]]) -> None:
-        """Replace what begins every gather, in forward, backward and ahead of them, by ``change`` of it."""
+    def change_gather(
+        self, change: Callable[[Callable[[bool], None]], Callable[[bool], None]]
+    ) -> None:
+        """Replace what begins every gather, in forward, backward and ahead of them, by
+        ``change`` of it."""
         self._group.unshard = change(self._group.unshard)
 
     def reshard(self) -> None:
-        """Free the unsharded parameters, also after a forward that failed: ``FSDPModule.reshard`` takes the group to be
-        inside of it still."""
+        """Free the unsharded parameters, also after a forward that failed:
+        ``FSDPModule.reshard`` takes the group to be inside of it still."""
         self._group._to_sharded()
 
     def drop_gather(self) -> None:
-        """Forget the gather in flight, if there is one. Its messages have to arrive all the same, or they would meet
-        those of the next gather, and on a device it has to be over before its memory is used again."""
+        """Forget the gather in flight, if there is one. Its messages have to arrive all
+        the same, or they would meet those of the next gather, and on a device it has to
+        be over before its memory is used again."""
         result = self._group._all_gather_result
         if result is None:
             return
         if result.all_gather_event is not None:  # None without an accelerator
-            result.all_gather_event.wait()  # the present stream; one of torch.accelerator's would not
+            # The present stream; one of torch.accelerator's would not.
+            result.all_gather_event.wait()
         self._group._all_gather_result = None
         work = result.all_gather_work
         if work is not None and not (isinstance(work, Deferred) and work.has_failed):
@@ -157,8 +171,11 @@ class ParamGroup:
 
     # Gradients
 
-    def change_reduction(self, change: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Replace what FSDP2 calls when it reduces the group's gradients, by ``change`` of it."""
+    def change_reduction(
+        self, change: Callable[[Callable[..., None]], Callable[..., None]]
+    ) -> None:
+        """Replace what FSDP2 calls when it reduces the group's gradients, by ``change``
+        of it."""
         self._group.post_backward = change(self._group.post_backward)
 
     def reduce(self) -> None:
@@ -166,35 +183,40 @@ class ParamGroup:
         self._group.post_backward()
 
     def end_of_reduction(self) -> None:
-        """Do for a group that was reduced outside of a backward pass what the end of one does."""
+        """Do for a group that was reduced outside of a backward pass what the end of
+        one does."""
         self._group.finalize_backward()
         self._group._training_state = type(self._group._training_state).IDLE
         self._let_go_of_reductions()
 
     def _let_go_of_reductions(self) -> None:
-        """Let go of the inputs of reductions, which FSDP2 keeps until the next, or the end of the pass. The present
-        stream waits for them already."""
+        """Let go of the inputs of reductions, which FSDP2 keeps until the next, or the
+        end of the pass. The present stream waits for them already."""
         self.module._get_fsdp_state()._comm_ctx.reduce_scatter_states.clear()
 
     def take_gradients_as_they_come(self) -> None:
-        """Let the pass that begins leave gradients that are held in the dtype in which they are computed, as those that
-        are reduced: FSDP2 would have autograd add up the uses of a parameter in :meth:`sum_dtype`."""
+        """Let the pass that begins leave gradients that are held in the dtype in which
+        they are computed, as those that are reduced: FSDP2 would have autograd add up
+        the uses of a parameter in :meth:`sum_dtype`."""
         for copy in self.copies():
             if copy is not None and not isinstance(copy, DTensor):
                 copy.grad_dtype = None
 
     def let_go_of_sum(self) -> None:
-        """Let go of the sum that the hook of a reduction was given: FSDP2 would hold those of all units to the end of
-        the pass, beside the sums that they were added to. The hook has told its stream that it reads them."""
+        """Let go of the sum that the hook of a reduction was given: FSDP2 would hold
+        those of all units to the end of the pass, beside the sums that they were added
+        to. The hook has told its stream that it reads them."""
         self._group._all_reduce_state = None
 
     def hand_over(self, index: int, gradient: Tensor) -> None:
-        """Make ``gradient``, in :meth:`sum_dtype`, what FSDP2 reduces next for the parameter."""
+        """Make ``gradient``, in :meth:`sum_dtype`, what FSDP2 reduces next for the
+        parameter."""
         self.members[index]._unsharded_param.grad = gradient
 
     def sharded_gradient(self, index: int, local: Tensor) -> DTensor:
-        """Return this rank's part of a parameter's gradient as a DTensor like the parameter. ``DTensor.from_local``
-        takes ten times as long, for each parameter in each step."""
+        """Return this rank's part of a parameter's gradient as a DTensor like the
+        parameter. ``DTensor.from_local`` takes ten times as long, for each parameter in
+        each step."""
         gradient: DTensor = self.members[index].to_sharded_dtensor(local)
         return gradient
 
@@ -207,7 +229,8 @@ class ParamGroup:
     # torch's own hop across replicas, of a model that came sharded on a 2-D mesh
 
     def partial_sum_bytes(self) -> int:
-        """Return the bytes of gradients that were reduced inside the partition group and not across replicas yet."""
+        """Return the bytes of gradients that were reduced inside the partition group
+        and not across replicas yet."""
         held = self._group._partial_reduce_output
         return 0 if held is None else held.numel() * held.element_size()
 
@@ -217,20 +240,25 @@ class ParamGroup:
 
 
 def _outside_of_inner_units(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules and those inside of them, without the ones that ``fully_shard`` was called on and what is in
-    them."""
+    """Yield modules and those inside of them, without the ones that ``fully_shard`` was
+    called on and what is in them."""
     for module in modules:
         yield module
-        yield from _outside_of_inner_units(each for each in module.children() if not isinstance(each, FSDPModule))
+        yield from _outside_of_inner_units(
+            each for each in module.children() if not isinstance(each, FSDPModule)
+        )
 
 
 def one_shard_each(groups: Sequence[ParamGroup]) -> None:
-    """Let a parameter that two groups manage, because it was tied after they were sharded, have one shard: where its
-    rows do not divide evenly each group would pad a copy of its own, and gather that one for ever."""
+    """Let a parameter that two groups manage, because it was tied after they were
+    sharded, have one shard: where its rows do not divide evenly each group would pad a
+    copy of its own, and gather that one for ever."""
     shards: dict[nn.Parameter, Tensor] = {}
     for group in groups:
         group.shards_changed()
-        shards |= {member.sharded_param: member._sharded_param_data for member in group.members}
+        shards |= {
+            member.sharded_param: member._sharded_param_data for member in group.members
+        }
     for member in (member for group in groups for member in group.members):
         member._sharded_param_data = shards[member.sharded_param]
 

@@ -1,5 +1,5 @@
-"""FSDP2 of torch 2.11 and 2.12; goes with a floor of 2.13. A failed pass has to be reset by hand, and one input of a
-reduction is kept at a time."""
+"""FSDP2 of torch 2.11 and 2.12; goes with a floor of 2.13. A failed pass has to be
+reset by hand, and one input of a reduction is kept at a time."""
 
 from __future__ import annotations
 

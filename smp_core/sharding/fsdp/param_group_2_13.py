@@ -1,5 +1,5 @@
-"""FSDP2 of torch 2.13 and 2.14: unsharded gradients that wait for a later pass lie beside the unsharded parameter, in a
-dtype of their own."""
+"""FSDP2 of torch 2.13 and 2.14: unsharded gradients that wait for a later pass lie
+beside the unsharded parameter, in a dtype of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ class ParamGroup213(ParamGroup):
         return list(range(len(self.members)))  # grad_dtype is not looked at
 
     def see_dtypes(self, indices: Iterable[int]) -> None:
-        frozen = [shard for index in indices if not (shard := self.parameters()[index]).requires_grad]
+        frozen = [
+            shard
+            for index in indices
+            if not (shard := self.parameters()[index]).requires_grad
+        ]
         for shard in frozen:
             shard.requires_grad_(True)
         self._group._init_mp_dtypes()
@@ -29,7 +33,9 @@ class ParamGroup213(ParamGroup):
 
     def sum_dtype(self, index: int) -> torch.dtype:
         policy = self.policy()
-        return policy.reduce_dtype or policy.param_dtype or self.parameters()[index].dtype
+        return (
+            policy.reduce_dtype or policy.param_dtype or self.parameters()[index].dtype
+        )
 
     def take_gradients_as_they_come(self) -> None:
         """Do nothing: they come like this."""

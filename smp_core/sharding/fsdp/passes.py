@@ -1,11 +1,14 @@
-"""Backward passes as FSDP2 sees them: which one runs, its end, and what one that failed leaves behind.
+"""Backward passes as FSDP2 sees them: which one runs, its end, and what one that failed
+leaves behind.
 
-And the order in which units are reduced when a pass is over, the same on all ranks. FSDP2 reduces a unit when its
-inputs have their gradients, the last unit of the forward first. Units whose inputs want none (those before anything
-trainable) have no such moment: FSDP2 reduces them at the end of the pass, a root first. Whether a unit's inputs want
-gradients may depend on the branch that a rank took before it (embeddings that an image tower adds to, while the rest is
-frozen), so that ranks would reduce in different orders. Here the units that are left are reduced like the others, the
-last of the forward first.
+And the order in which units are reduced when a pass is over, the same on all ranks.
+FSDP2 reduces a unit when its inputs have their gradients, the last unit of the forward
+first. Units whose inputs want none (those before anything trainable) have no such
+moment: FSDP2 reduces them at the end of the pass, a root first. Whether a unit's inputs
+want gradients may depend on the branch that a rank took before it (embeddings that an
+image tower adds to, while the rest is frozen), so that ranks would reduce in different
+orders. Here the units that are left are reduced like the others, the last of the
+forward first.
 """
 
 from __future__ import annotations
@@ -22,7 +25,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from smp_core.sharding.fsdp.internals import generation, group_of, queue_callback, reset_passes
+from smp_core.sharding.fsdp.internals import (
+    generation,
+    group_of,
+    queue_callback,
+    reset_passes,
+)
 
 FAILED_PASS = (
     "an earlier backward pass failed and left part of its gradients behind; call window.abandon() before the next "
@@ -33,14 +41,16 @@ FAILED_PASS = (
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 CLOSED = (Iterator, types.FunctionType, types.MethodType, functools.partial)
 
-# Returns a number for the backward pass that is running, to tell it from the one before; -1 outside of one. Asked for
-# with each collective of a unit, so it is torch's function itself.
+# Returns a number for the backward pass that is running, to tell it from the one
+# before; -1 outside of one. Asked for with each collective of a unit, so it is torch's
+# function itself.
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _RunningPass:
-    """A backward pass that units or windows have heard of, and what is to be done at its end. Only autograd refers to
-    it, from its first event to its end, or until it fails."""
+    """A backward pass that units or windows have heard of, and what is to be done at
+    its end. Only autograd refers to it, from its first event to its end, or until it
+    fails."""
 
     def __init__(self) -> None:
         self.number = backward_pass()
@@ -57,8 +67,8 @@ _latest: weakref.ref[_RunningPass] | None = None
 
 
 def _outermost() -> _RunningPass:
-    """Return the backward pass that is running, or the one around it: reentrant checkpoints and reversible layers run
-    backward passes within one."""
+    """Return the backward pass that is running, or the one around it: reentrant
+    checkpoints and reversible layers run backward passes within one."""
     global _latest
     running = None if _latest is None else _latest()
     if running is None or running.is_over:
@@ -69,34 +79,40 @@ def _outermost() -> _RunningPass:
 
 
 def outermost_pass() -> int:
-    """Return what :func:`backward_pass` gives for the pass around the one that is running, if that is within another
-    and units or windows have heard of the other. Only within a pass."""
+    """Return what :func:`backward_pass` gives for the pass around the one that is
+    running, if that is within another and units or windows have heard of the other.
+    Only within a pass."""
     return _outermost().number
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the present backward pass, and a pass around it, is over and FSDP2 has finished it for
-    every root.
+    """Run ``callback`` when the present backward pass, and a pass around it, is over
+    and FSDP2 has finished it for every root.
 
-    FSDP2's roots queue their own final callbacks while the pass runs, some perhaps after this call; queueing once more
-    from the end of the pass puts ours behind all of them.
+    FSDP2's roots queue their own final callbacks while the pass runs, some perhaps
+    after this call; queueing once more from the end of the pass puts ours behind all of
+    them.
     """
     running = None if _latest is None else _latest()
     if running is not None and running.is_over and running.number == backward_pass():
-        queue_callback(lambda: queue_callback(callback))  # at the end of the pass already
+        # At the end of the pass already.
+        queue_callback(lambda: queue_callback(callback))
     else:
         _outermost().at_end.append(callback)
 
 
 class Passes:
-    """The backward pass that comes through a model's units, and whether one of them failed.
+    """The backward pass that comes through a model's units, and whether one of them
+    failed.
 
-    A pass whose gradients are differentiated again (``create_graph``) leaves all units unsharded up to the end of the
-    pass that does so: what it computed refers to their parameters.
+    A pass whose gradients are differentiated again (``create_graph``) leaves all units
+    unsharded up to the end of the pass that does so: what it computed refers to their
+    parameters.
 
     Attributes:
         is_differentiated: whether the pass that runs is such a one.
-        keep_unsharded: called at the beginning of such a pass (True), and at the end of the next other one (False).
+        keep_unsharded: called at the beginning of such a pass (True), and at the end of
+            the next other one (False).
         show_shards: called at the end of such a pass.
     """
 
@@ -108,8 +124,8 @@ class Passes:
         self.show_shards: Callable[[], None] = lambda: None
 
     def comes_through(self, recomputes: bool) -> None:
-        """Take note of the pass that runs: it gathers a unit, perhaps for a recomputed forward, which is differentiated
-        in any pass."""
+        """Take note of the pass that runs: it gathers a unit, perhaps for a recomputed
+        forward, which is differentiated in any pass."""
         if self._is_open:
             return
         self._is_open = True
@@ -137,8 +153,9 @@ class Passes:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Free what units among ``modules`` keep unsharded, after a forward without backward or inside a window, so that
-    their parameters are shards again and nothing reads weights from before a step or before a checkpoint was loaded."""
+    """Free what units among ``modules`` keep unsharded, after a forward without
+    backward or inside a window, so that their parameters are shards again and nothing
+    reads weights from before a step or before a checkpoint was loaded."""
     for module in modules:
         if isinstance(module, FSDPModule):
             _drop_gather(module)
@@ -147,8 +164,8 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 @torch.no_grad()
 def forget_passes(modules: Iterable[nn.Module]) -> None:
-    """Bring units back to where they are between steps, also from the middle of a forward or backward that failed:
-    sharded, nothing in flight, no gradients.
+    """Bring units back to where they are between steps, also from the middle of a
+    forward or backward that failed: sharded, nothing in flight, no gradients.
 
     Args:
         modules: of all units of a model.
@@ -157,7 +174,8 @@ def forget_passes(modules: Iterable[nn.Module]) -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     for module in managed:
-        _drop_gather(module)  # it has to end: its messages would meet those of the next pass
+        # It has to end: its messages would meet those of the next pass.
+        _drop_gather(module)
     reset_passes(managed)
     for module in managed:
         group = group_of(module)
@@ -172,7 +190,8 @@ def _drop_gather(module: FSDPModule) -> None:
 
 
 class ReductionOrder:
-    """The units of one model that are reduced at the end of the present pass, in the order of forward."""
+    """The units of one model that are reduced at the end of the present pass, in the
+    order of forward."""
 
     def __init__(self) -> None:
         self._left: dict[object, Callable[[], None]] = {}
@@ -188,7 +207,8 @@ class ReductionOrder:
             self._left[unit] = reduce
 
     def reduce_left(self, unit: object) -> bool:
-        """Reduce all that are left, where FSDP2 begins with ``unit``; False: it is no such unit."""
+        """Reduce all that are left, where FSDP2 begins with ``unit``; False: it is no
+        such unit."""
         if unit not in self._left:
             return False
         left, self._left = self._left, {}
@@ -198,11 +218,12 @@ class ReductionOrder:
 
 
 def leaves_of(nest: Any, hidden: bool = True) -> Iterator[tuple[Any, str | None]]:
-    """Yield what has no inside in the arguments or the output of a call, tensors above all, each with the class of what
-    hides it from FSDP2; None: nothing does.
+    """Yield what has no inside in the arguments or the output of a call, tensors above
+    all, each with the class of what hides it from FSDP2; None: nothing does.
 
-    FSDP2 looks into tuples, lists and dicts and, since torch 2.13, into dataclasses and classes of dicts. Functions and
-    iterators may have tensors inside, and cannot be looked into.
+    FSDP2 looks into tuples, lists and dicts and, since torch 2.13, into dataclasses and
+    classes of dicts. Functions and iterators may have tensors inside, and cannot be
+    looked into.
 
     Args:
         hidden: look into what FSDP2 does not look into, too.
@@ -219,7 +240,10 @@ def leaves_of(nest: Any, hidden: bool = True) -> Iterator[tuple[Any, str | None]
             known.add(id(value))
             is_seen = _sees(value)
             if is_seen or hidden:
-                left += [(each, inside if is_seen else type(value).__name__) for each in _parts_of(value)]
+                left += [
+                    (each, inside if is_seen else type(value).__name__)
+                    for each in _parts_of(value)
+                ]
 
 
 def _sees(value: Any) -> bool:
@@ -238,6 +262,11 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _want_gradient(inputs: Any) -> bool:
-    """Return whether FSDP2 finds a tensor among a forward's inputs that wants a gradient."""
-    seen = (leaf for leaf, _ in leaves_of(inputs, hidden=False) if isinstance(leaf, torch.Tensor))
+    """Return whether FSDP2 finds a tensor among a forward's inputs that wants a
+    gradient."""
+    seen = (
+        leaf
+        for leaf, _ in leaves_of(inputs, hidden=False)
+        if isinstance(leaf, torch.Tensor)
+    )
     return any(tensor.requires_grad for tensor in seen)

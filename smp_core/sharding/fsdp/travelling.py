@@ -1,9 +1,10 @@
-"""Parameters that travel in another form than they are computed in: FSDP2's all-gather extensions. FP8 weights are
-stored in high precision; frozen ones (``frozen_storage``) are stored as the codes that they travel as.
+"""Parameters that travel in another form than they are computed in: FSDP2's all-gather
+extensions. FP8 weights are stored in high precision; frozen ones (``frozen_storage``)
+are stored as the codes that they travel as.
 
-FSDP2's documented place for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is a tensor subclass as the parameter,
-which state dicts would then show. So they are put where FSDP2 looks for them at the first forward:
-``FSDPParam._sharded_local_tensor``.
+FSDP2's documented place for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is a
+tensor subclass as the parameter, which state dicts would then show. So they are put
+where FSDP2 looks for them at the first forward: ``FSDPParam._sharded_local_tensor``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.torch_facts import CodedTensor, as_codes, decode_rows
 
 
-def travel(group: ParamGroup, gather_of: Callable[[nn.Module, str], WeightGather | None]) -> None:
-    """Let FSDP2 communicate parameters as ``gather_of`` (module, parameter's name in it) says; None: as they are."""
+def travel(
+    group: ParamGroup, gather_of: Callable[[nn.Module, str], WeightGather | None]
+) -> None:
+    """Let FSDP2 communicate parameters as ``gather_of`` (module, parameter's name in
+    it) says; None: as they are."""
     for member, places in zip(group.members, group.places(), strict=True):
         gather = gather_of(*places[0])
         if gather is not None:
@@ -33,14 +37,21 @@ def travel(group: ParamGroup, gather_of: Callable[[nn.Module, str], WeightGather
 
 @functools.cache
 def _travelling(kind: Any) -> type:
-    """Return a class of FSDP2's parameters, such that they travel as their :class:`WeightGather` says."""
-    return type(str(kind.__name__), (kind,), {"_sharded_local_tensor": property(lambda member: member.travelling)})
+    """Return a class of FSDP2's parameters, such that they travel as their
+    :class:`WeightGather` says."""
+    return type(
+        str(kind.__name__),
+        (kind,),
+        {"_sharded_local_tensor": property(lambda member: member.travelling)},
+    )
 
 
 class _Travelling:
     """Answers to what FSDP2 asks about the local tensor of such a parameter."""
 
-    def __init__(self, member: Any, gather: WeightGather, shard: Tensor | None = None) -> None:
+    def __init__(
+        self, member: Any, gather: WeightGather, shard: Tensor | None = None
+    ) -> None:
         self._member = member
         self._gather = gather
         self._shard = shard
@@ -62,17 +73,29 @@ class _Travelling:
         return (payload,), (inverse_scale,)
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: Any,
+        metadata: Any,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         if isinstance(out, DTensor):
             out = out.to_local()  # of a layer that is split over tensor ranks
-        weight = self._gather.unpack(gathered[0], metadata[0], _gathered_size(self._member.sharded_param), dtype, out)
+        weight = self._gather.unpack(
+            gathered[0],
+            metadata[0],
+            _gathered_size(self._member.sharded_param),
+            dtype,
+            out,
+        )
         return None if weight is None else (weight, ())
 
 
 def _gathered_size(parameter: Any) -> torch.Size:
-    """Return the size of what a partition group holds of a sharded parameter: all of it, or one tensor rank's part,
-    where the axes inside the first are those of a layer that is split in equal parts."""
+    """Return the size of what a partition group holds of a sharded parameter: all of
+    it, or one tensor rank's part, where the axes inside the first are those of a layer
+    that is split in equal parts."""
     size = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         if axis > 0 and not placement.is_replicate():
@@ -82,7 +105,8 @@ def _gathered_size(parameter: Any) -> torch.Size:
 
 @torch.no_grad()
 def store_as_codes(group: ParamGroup, indices: Iterable[int], codec: RowCodec) -> None:
-    """Store parameters' shards as codes from now on, in which they also travel. They stay the same objects."""
+    """Store parameters' shards as codes from now on, in which they also travel. They
+    stay the same objects."""
     for index in indices:
         member = group.members[index]
         member.__class__ = _coded(member.__class__)
@@ -95,7 +119,9 @@ def _encode(member: Any, codec: Any) -> None:
     local = as_codes(padded, kept.to_local().shape, codec)
     if padded.is_pinned():
         local.codes = local.codes.pin_memory()
-    stored = nn.Parameter(member.to_sharded_dtensor(local), requires_grad=kept.requires_grad)
+    stored = nn.Parameter(
+        member.to_sharded_dtensor(local), requires_grad=kept.requires_grad
+    )
     stored.__dict__.update(kept.__dict__)  # what others have noted on it
     torch.utils.swap_tensors(kept, stored)
     member._sharded_param_data = local.codes.view(-1)
@@ -124,7 +150,8 @@ def _coded(kind: Any) -> type:
 
 
 class _Coded:
-    """Answers to what FSDP2 asks about the local tensor of a parameter that is stored as codes."""
+    """Answers to what FSDP2 asks about the local tensor of a parameter that is stored
+    as codes."""
 
     def __init__(self, member: Any, local: CodedTensor) -> None:
         self._member, self.local = member, local
@@ -137,7 +164,9 @@ class _Coded:
         """Copy codes in host memory to the device."""
         local = self.local
         codes = local.codes.to(device, non_blocking=non_blocking)
-        return _Coded(self._member, CodedTensor(codes, local.shape, local.dtype, local.coder))
+        return _Coded(
+            self._member, CodedTensor(codes, local.shape, local.dtype, local.coder)
+        )
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -152,12 +181,21 @@ class _Coded:
         return (self.local.codes,), None
 
     def fsdp_post_all_gather(
-        self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: Any,
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         (codes,) = gathered
         decoded = out
         if decoded is None:
-            decoded = torch.empty(self._member.sharded_param.shape, dtype=dtype, device=codes.device)
-        decode_rows(self.local.coder, codes, decoded.data)  # what autograd saved of it stays valid
-        codes.untyped_storage().resize_(0)  # FSDP2 would keep them as long as the weight; the next gather makes room
+            decoded = torch.empty(
+                self._member.sharded_param.shape, dtype=dtype, device=codes.device
+            )
+        # What autograd saved of it stays valid.
+        decode_rows(self.local.coder, codes, decoded.data)
+        # FSDP2 would keep them as long as the weight; the next gather makes room.
+        codes.untyped_storage().resize_(0)
         return (decoded, (decoded,)) if out is None else None

@@ -1,8 +1,10 @@
-"""ShardedUnit: one module that FSDP2 gathers, frees and reduces as a whole; and errors where one is not called.
+"""ShardedUnit: one module that FSDP2 gathers, frees and reduces as a whole; and errors
+where one is not called.
 
-A unit's parameters are gathered when its module is called. Who reads ``self.projection.weight`` and computes with it
-instead, or calls another method than forward, meets shards, and torch's complaint about mixed tensors. It is found by
-what it says, and by whose forward was running; no public exception tells it apart.
+A unit's parameters are gathered when its module is called. Who reads
+``self.projection.weight`` and computes with it instead, or calls another method than
+forward, meets shards, and torch's complaint about mixed tensors. It is found by what it
+says, and by whose forward was running; no public exception tells it apart.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from smp_core.codecs import RowCodec
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp.internals import group_of
-from smp_core.sharding.fsdp.passes import FAILED_PASS, Passes, ReductionOrder, backward_pass
+from smp_core.sharding.fsdp.passes import (
+    FAILED_PASS,
+    Passes,
+    ReductionOrder,
+    backward_pass,
+)
 from smp_core.sharding.fsdp.travelling import store_as_codes
 
 
@@ -31,7 +38,8 @@ from smp_core.sharding.fsdp.travelling import store_as_codes
 class Slot:
     """The place of one parameter's local gradient in its unit's flat reduced gradient.
 
-    ``offset`` and ``padded`` count elements; ``padded`` is ceil(rows / shard degree) x row size.
+    ``offset`` and ``padded`` count elements; ``padded`` is ceil(rows / shard degree) x
+    row size.
     """
 
     index: int
@@ -43,13 +51,15 @@ class Listener(Protocol):
     """The interface that hears of calls and backward passes that come through a unit.
 
     Attributes:
-        uses_left: forwards that no backward pass has come through yet, recomputed ones not counted.
+        uses_left: forwards that no backward pass has come through yet, recomputed ones
+            not counted.
     """
 
     uses_left: int
 
     def used(self) -> None:
-        """Take note of a forward that a backward pass is to come through; recomputed ones are not told."""
+        """Take note of a forward that a backward pass is to come through; recomputed
+        ones are not told."""
 
     def came_through(self, received: set[int], trainable: set[int]) -> set[int]:
         """Take note of a backward pass.
@@ -66,24 +76,32 @@ class Listener(Protocol):
 class ShardedUnit:
     """One wrapped module with its parameters in FSDP2's order.
 
-    FSDP2 is told to add up and never to divide (``set_force_sum_reduction_for_comms`` with a divide factor of 1), so
-    that every gradient is divided exactly once, by us, whatever the dtype.
+    FSDP2 is told to add up and never to divide (``set_force_sum_reduction_for_comms``
+    with a divide factor of 1), so that every gradient is divided exactly once, by us,
+    whatever the dtype.
 
     Args:
-        in_order: whether ``parameter_names`` are in that order, perhaps some of other modules sharded with this one.
+        in_order: whether ``parameter_names`` are in that order, perhaps some of other
+            modules sharded with this one.
         reductions, passes: shared by all units of a model.
 
     Attributes:
         listener: what keeps its gradients.
         was_called: whether a forward ever came through.
-        holds_gradients: whether backward passes leave unsharded gradients at the moment.
-        awaits_reduction: whether backward passes came through whose gradients are held unsharded; the same on all ranks
-            of the partition group, also on one that has none.
-        is_passed_by: whether backward passes do not come through it at the moment, on any rank.
+        holds_gradients: whether backward passes leave unsharded gradients at the
+            moment.
+        awaits_reduction: whether backward passes came through whose gradients are held
+            unsharded; the same on all ranks of the partition group, also on one that
+            has none.
+        is_passed_by: whether backward passes do not come through it at the moment, on
+            any rank.
         is_recomputed: whether it lies inside a checkpointed module.
-        runs_ahead: whether several forwards come, with the same weights, before the backward pass of the first.
-        leaves_parts, reads_parts: what the gather that begins means for parts of a secondary shard.
-        settle: carries ``requires_grad`` over between shards and unsharded copies, whichever was changed.
+        runs_ahead: whether several forwards come, with the same weights, before the
+            backward pass of the first.
+        leaves_parts, reads_parts: what the gather that begins means for parts of a
+            secondary shard.
+        settle: carries ``requires_grad`` over between shards and unsharded copies,
+            whichever was changed.
     """
 
     def __init__(
@@ -121,7 +139,10 @@ class ShardedUnit:
         if in_order:
             self.names = list(parameter_names)
         else:
-            names = {id(p): f"{name}.{local}" if name else local for local, p in module.named_parameters()}
+            names = {
+                id(p): f"{name}.{local}" if name else local
+                for local, p in module.named_parameters()
+            }
             self.names = [names[id(parameter)] for parameter in self.parameters()]
         if self.group is not None:
             self.group.change_reduction(self._noting)
@@ -129,17 +150,18 @@ class ShardedUnit:
             module.register_forward_pre_hook(self.refuse_after_failure, prepend=True)
 
     def leave_undivided(self) -> None:
-        """Let FSDP2 divide nothing, by default, where the unit is of one rank: by a factor of 1 it would divide into
-        one more copy of the gradients."""
+        """Let FSDP2 divide nothing, by default, where the unit is of one rank: by a
+        factor of 1 it would divide into one more copy of the gradients."""
         self.module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the sharded parameters (DTensors), trainable or not, in FSDP2's order."""
+        """Return the sharded parameters (DTensors), trainable or not, in FSDP2's
+        order."""
         return [] if self.group is None else self.group.parameters()
 
     def shard_layout(self) -> list[tuple[str, int]]:
-        """Return full name and elements, padding included, of each parameter in the shard that a gather sends, in
-        order."""
+        """Return full name and elements, padding included, of each parameter in the
+        shard that a gather sends, in order."""
         sizes = [] if self.group is None else self.group.shard_sizes()
         return list(zip(self.names, sizes, strict=True))
 
@@ -148,11 +170,16 @@ class ShardedUnit:
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def trainable(self) -> set[int]:
-        """Return the parameters that want gradients, by index: as the model shows them now, which is the same on all
-        ranks. (Copies of an earlier gather know what was wanted then, and not all ranks have gathered the same.)"""
+        """Return the parameters that want gradients, by index: as the model shows them
+        now, which is the same on all ranks. (Copies of an earlier gather know what was
+        wanted then, and not all ranks have gathered the same.)"""
         if self.group is not None and not self.group.is_sharded:
             self.settle()
-        return {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
+        return {
+            index
+            for index, parameter in enumerate(self.parameters())
+            if parameter.requires_grad
+        }
 
     def layout(self, indices: Container[int]) -> list[Slot]:
         """Return the layout of a flat reduced gradient of these parameters."""
@@ -168,21 +195,28 @@ class ShardedUnit:
         return slots
 
     def zeros(self, slots: Sequence[Slot], n_elements: int) -> torch.Tensor:
-        """Return a flat reduced gradient of nothing, as if of the parameters of ``slots``."""
+        """Return a flat reduced gradient of nothing, as if of the parameters of
+        ``slots``."""
         assert self.group is not None
         index = slots[0].index if slots else 0
         parameter = self.parameters()[index]
         assert isinstance(parameter, DTensor)
-        return torch.zeros(n_elements, dtype=self.group.sum_dtype(index), device=parameter.device_mesh.device_type)
+        return torch.zeros(
+            n_elements,
+            dtype=self.group.sum_dtype(index),
+            device=parameter.device_mesh.device_type,
+        )
 
     def hold_gradients(self, enabled: bool) -> None:
-        """Set whether backward passes from here on leave unsharded gradients, which add up to those of earlier passes,
-        instead of having them reduced; once they are, it is together with what is held."""
+        """Set whether backward passes from here on leave unsharded gradients, which add
+        up to those of earlier passes, instead of having them reduced; once they are, it
+        is together with what is held."""
         self.holds_gradients = enabled
         cast(Any, self.module).set_requires_gradient_sync(not enabled, recurse=False)
 
     def reduce_held(self) -> None:
-        """Reduce what is held now, outside of a backward pass. Collective over the partition group."""
+        """Reduce what is held now, outside of a backward pass. Collective over the
+        partition group."""
         assert self.group is not None
         before = self.holds_gradients
         self.hold_gradients(False)
@@ -191,23 +225,30 @@ class ShardedUnit:
         self.hold_gradients(before)
 
     def reduce_rest(self) -> None:
-        """Reduce, at the end of a backward pass, gradients that FSDP2 leaves on the unit. Collective over the partition
-        group.
+        """Reduce, at the end of a backward pass, gradients that FSDP2 leaves on the
+        unit. Collective over the partition group.
 
-        Those of a use that a reentrant checkpoint recomputed in the pass when it had come through another use; and
-        those of a unit whose output is a view that was written into behind it, of which FSDP2 loses sight.
+        Those of a use that a reentrant checkpoint recomputed in the pass when it had
+        come through another use; and those of a unit whose output is a view that was
+        written into behind it, of which FSDP2 loses sight.
         """
         if self.group is not None and self.unsharded_gradients():
             self.group.reduce()
             self.group.end_of_reduction()
 
     def indices(self, ids: Container[int]) -> set[int]:
-        """Return the parameters with these ids; those of unsharded copies, which are shown inside a call, count too."""
+        """Return the parameters with these ids; those of unsharded copies, which are
+        shown inside a call, count too."""
         pairs = zip(self.parameters(), self._copies(), strict=True)
-        return {index for index, (shard, copy) in enumerate(pairs) if id(shard) in ids or id(copy) in ids}
+        return {
+            index
+            for index, (shard, copy) in enumerate(pairs)
+            if id(shard) in ids or id(copy) in ids
+        }
 
     def drop_held(self, indices: Container[int], set_to_none: bool = True) -> None:
-        """Drop unsharded gradients of these parameters that are held, or (``set_to_none=False``) leave them at zero."""
+        """Drop unsharded gradients of these parameters that are held, or
+        (``set_to_none=False``) leave them at zero."""
         for index in [index for index in self._held if index in indices]:
             if set_to_none:
                 del self._held[index]
@@ -222,12 +263,21 @@ class ShardedUnit:
         return [] if self.group is None else self.group.copies()
 
     def unsharded(self) -> list[torch.Tensor]:
-        """List the unsharded parameters, also those that are freed at the moment: their storages have no bytes."""
-        return [_wrapped(each) if isinstance(each, DTensor) else each for each in self._copies() if each is not None]
+        """List the unsharded parameters, also those that are freed at the moment: their
+        storages have no bytes."""
+        return [
+            _wrapped(each) if isinstance(each, DTensor) else each
+            for each in self._copies()
+            if each is not None
+        ]
 
     def unsharded_gradients(self) -> list[torch.Tensor]:
         """List the gradients of the unsharded parameters that have one."""
-        return [each.grad for each in self._copies() if each is not None and each.grad is not None]
+        return [
+            each.grad
+            for each in self._copies()
+            if each is not None and each.grad is not None
+        ]
 
     def forget_held(self) -> None:
         """Drop all that is held: nothing awaits its reduction."""
@@ -236,7 +286,11 @@ class ShardedUnit:
 
     def store_masters(self) -> None:
         """Store trainable half precision parameters in float32 from now on."""
-        half = [i for i in sorted(self.trainable()) if self.parameters()[i].dtype in (torch.float16, torch.bfloat16)]
+        half = [
+            i
+            for i in sorted(self.trainable())
+            if self.parameters()[i].dtype in (torch.float16, torch.bfloat16)
+        ]
         if half:
             self.store_in(torch.float32, half)
 
@@ -245,15 +299,21 @@ class ShardedUnit:
         asked = plan.knobs.frozen_storage
         if asked is None or self.group is None:
             return
-        coded = [i for i, name in enumerate(self.names) if plan.is_coded(plan.shapes.of_name(name))]
+        coded = [
+            i
+            for i, name in enumerate(self.names)
+            if plan.is_coded(plan.shapes.of_name(name))
+        ]
         store_as_codes(self.group, coded, RowCodec(asked))
 
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
-        """Store these parameters' shards in ``dtype`` from now on; they stay the same objects.
+        """Store these parameters' shards in ``dtype`` from now on; they stay the same
+        objects.
 
         Raises:
-            ValueError: there is a weak reference to one of them, which torch then cannot exchange.
+            ValueError: there is a weak reference to one of them, which torch then
+                cannot exchange.
         """
         cast(Any, self.module).reshard()
         assert self.group is not None
@@ -261,7 +321,9 @@ class ShardedUnit:
         for index in indices:
             kept = self.parameters()[index]
             gradient, kept.grad = kept.grad, None
-            stored = nn.Parameter(kept.detach().to(dtype), requires_grad=kept.requires_grad)
+            stored = nn.Parameter(
+                kept.detach().to(dtype), requires_grad=kept.requires_grad
+            )
             stored.__dict__.update(kept.__dict__)  # what others have noted on it
             try:
                 torch.utils.swap_tensors(kept, stored)
@@ -276,12 +338,15 @@ class ShardedUnit:
 
     @property
     def computes_in(self) -> torch.dtype | None:
-        """The dtype that its parameters are cast to when they are gathered; None: each stays in its own dtype."""
+        """The dtype that its parameters are cast to when they are gathered; None: each
+        stays in its own dtype."""
         return None if self.group is None else self.group.policy().param_dtype
 
-    def local_gradients(self, slots: Iterable[Slot], flat: torch.Tensor) -> Iterator[tuple[int, DTensor]]:
-        """Yield the index of each parameter of ``slots``, and its gradient as a DTensor like the parameter, viewed from
-        ``flat`` (cast if dtypes differ)."""
+    def local_gradients(
+        self, slots: Iterable[Slot], flat: torch.Tensor
+    ) -> Iterator[tuple[int, DTensor]]:
+        """Yield the index of each parameter of ``slots``, and its gradient as a DTensor
+        like the parameter, viewed from ``flat`` (cast if dtypes differ)."""
         assert self.group is not None
         parameters = self.parameters()
         for slot in slots:
@@ -289,10 +354,14 @@ class ShardedUnit:
             shard = parameter.to_local()
             dtype = parameter.grad_dtype or torch.promote_types(shard.dtype, flat.dtype)
             own = flat[slot.offset : slot.offset + shard.numel()].to(dtype)
-            yield slot.index, self.group.sharded_gradient(slot.index, own.view(shard.shape))
+            yield (
+                slot.index,
+                self.group.sharded_gradient(slot.index, own.view(shard.shape)),
+            )
 
     def is_gathered(self) -> bool:
-        """Return whether the unit's parameters are unsharded at the moment, or it has none."""
+        """Return whether the unit's parameters are unsharded at the moment, or it has
+        none."""
         return self.group is None or self.group.is_unsharded
 
     def gathered_bytes(self) -> int:
@@ -304,11 +373,15 @@ class ShardedUnit:
         return {storage.data_ptr() for storage in self._gathered_storages()}
 
     def _gathered_storages(self) -> list[torch.UntypedStorage]:
-        return [storage for each in self.unsharded() if (storage := each.untyped_storage()).nbytes()]
+        return [
+            storage
+            for each in self.unsharded()
+            if (storage := each.untyped_storage()).nbytes()
+        ]
 
     def beside_parameters(self, flat: torch.Tensor) -> torch.Tensor:
-        """Bring ``flat`` to the device of the sharded parameters: another one where they are offloaded, and then
-        possibly still on its way."""
+        """Bring ``flat`` to the device of the sharded parameters: another one where
+        they are offloaded, and then possibly still on its way."""
         parameters = self.parameters()
         return flat.to(parameters[0].device, non_blocking=True) if parameters else flat
 
@@ -327,12 +400,14 @@ class ShardedUnit:
                 self.listener.used()
 
     def run_ahead(self, enabled: bool) -> None:
-        """Set whether several forwards come before the backward pass of the first. The first of them reads nothing that
-        earlier ones left: weights may be others since."""
+        """Set whether several forwards come before the backward pass of the first. The
+        first of them reads nothing that earlier ones left: weights may be others
+        since."""
         self.runs_ahead, self._left_parts = enabled, False
 
     def begin_gather(self, in_backward: bool, in_forward: bool = False) -> None:
-        """Take note of a gather, of a forward or a backward pass, or of both where it is recomputed, that begins."""
+        """Take note of a gather, of a forward or a backward pass, or of both where it
+        is recomputed, that begins."""
         self.leaves_parts = torch.is_grad_enabled() and not in_backward
         self.reads_parts = in_backward or (self.runs_ahead and self._left_parts)
         self._left_parts = self.leaves_parts
@@ -342,23 +417,28 @@ class ShardedUnit:
                 self.group.take_gradients_as_they_come()
 
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Wrap FSDP2's hook after backward: tell which gradients there are, and put zeros where there are none, so that
-        ranks that took another branch still send tensors of one size and layout. Or hold them, if a later pass reduces
-        them."""
+        """Wrap FSDP2's hook after backward: tell which gradients there are, and put
+        zeros where there are none, so that ranks that took another branch still send
+        tensors of one size and layout. Or hold them, if a later pass reduces them."""
 
         def noted(*args: Any) -> None:
             if self.is_passed_by:
-                return  # FSDP2 asks all units at the end of a pass; what is gathered stays for the unit's own
+                # FSDP2 asks all units at the end of a pass; what is gathered stays for
+                # the unit's own.
+                return
             if self.passes.is_differentiated:
                 self._refuse_gradients()
                 return
             if self._reductions.reduce_left(self):
                 return
-            copies = [copy for copy in self._copies() if copy is not None]  # all of them, or none
+            # All of them, or none.
+            copies = [copy for copy in self._copies() if copy is not None]
             if not copies:
                 return  # it never ran, and has nothing to reduce
             self.awaits_reduction |= self.holds_gradients
-            received = {index for index, copy in enumerate(copies) if copy.grad is not None}
+            received = {
+                index for index, copy in enumerate(copies) if copy.grad is not None
+            }
             reduced = self.trainable()
             if self.listener is not None:
                 reduced = self.listener.came_through(received, reduced)
@@ -385,8 +465,9 @@ class ShardedUnit:
 
     @contextlib.contextmanager
     def _without_visible_gradients(self) -> Iterator[None]:
-        """Hide ``.grad`` while FSDP2 reduces, which adds the sum to it: it is what it was before the window, and what
-        autograd adds to it when a term of the loss is made of shards (a penalty on weights)."""
+        """Hide ``.grad`` while FSDP2 reduces, which adds the sum to it: it is what it
+        was before the window, and what autograd adds to it when a term of the loss is
+        made of shards (a penalty on weights)."""
         shards = self.parameters()
         before = [shard.grad for shard in shards]
         for shard in shards:
@@ -398,14 +479,16 @@ class ShardedUnit:
                 shard.grad = gradient
 
     def _show_dtypes(self, reduced: set[int]) -> None:
-        """Let FSDP2 see the dtypes of what it reduces, before the first time: it looked once, at what was trainable
-        then."""
+        """Let FSDP2 see the dtypes of what it reduces, before the first time: it looked
+        once, at what was trainable then."""
         if reduced and not self._has_seen_dtypes:
             assert self.group is not None
             self.group.see_dtypes(reduced)
             self._has_seen_dtypes = True
 
-    def _complete_gradients(self, copies: Sequence[nn.Parameter], reduced: Iterable[int]) -> None:
+    def _complete_gradients(
+        self, copies: Sequence[nn.Parameter], reduced: Iterable[int]
+    ) -> None:
         """Give every parameter that all ranks reduce now a gradient, in one dtype."""
         if not self.awaits_reduction:
             for copy in (copies[index] for index in reduced):
@@ -417,12 +500,15 @@ class ShardedUnit:
         for index in reduced:
             gradient = self._held.pop(index, None)
             if gradient is None:
-                gradient = torch.zeros_like(copies[index], dtype=self.group.sum_dtype(index))
+                gradient = torch.zeros_like(
+                    copies[index], dtype=self.group.sum_dtype(index)
+                )
             self.group.hand_over(index, gradient)
         self.awaits_reduction = False
 
     def _set_gradients_aside(self, copies: Sequence[nn.Parameter]) -> None:
-        """Move the unsharded gradients to, or add them to, what is held: parameters show what the next pass leaves."""
+        """Move the unsharded gradients to, or add them to, what is held: parameters
+        show what the next pass leaves."""
         assert self.group is not None
         for index, copy in enumerate(copies):
             if copy.grad is None:
@@ -435,16 +521,18 @@ class ShardedUnit:
 
     @torch.compiler.disable
     def refuse_after_failure(self, *_: Any) -> None:
-        """Refuse a forward after a failed pass: FSDP2 itself would go on from the middle of that and return wrong
-        gradients."""
+        """Refuse a forward after a failed pass: FSDP2 itself would go on from the
+        middle of that and return wrong gradients."""
         if self.passes.has_failed():
             raise RuntimeError(FAILED_PASS)
 
 
 @contextlib.contextmanager
-def passing_by(units: Iterable[ShardedUnit], parameters: Container[str]) -> Iterator[None]:
-    """Tell units all of whose parameters are named that backward passes inside do not come through them, on any
-    rank."""
+def passing_by(
+    units: Iterable[ShardedUnit], parameters: Container[str]
+) -> Iterator[None]:
+    """Tell units all of whose parameters are named that backward passes inside do not
+    come through them, on any rank."""
     passed = []
     for unit in units:
         if all(name in parameters for name in unit.parameter_names):
@@ -459,8 +547,8 @@ def passing_by(units: Iterable[ShardedUnit], parameters: Container[str]) -> Iter
 
 
 def _wrapped(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor itself. ``to_local`` makes a view, which gives a freed storage without values its bytes
-    again."""
+    """Return the local tensor itself. ``to_local`` makes a view, which gives a freed
+    storage without values its bytes again."""
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
     return next(part for part in parts if isinstance(part, torch.Tensor))
@@ -470,7 +558,8 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 def explain_uncalled(units: Sequence[ShardedUnit]) -> None:
-    """Let errors of the roots' forwards say which unit was computed with and not called."""
+    """Let errors of the roots' forwards say which unit was computed with and not
+    called."""
 
     @torch.compiler.disable
     def look(*_: Any) -> None:
@@ -480,16 +569,23 @@ def explain_uncalled(units: Sequence[ShardedUnit]) -> None:
 
     for unit in units:
         if unit.is_root:
-            # Torch calls these while the error is on its way, and takes no other in its place: so it gets our words.
+            # Torch calls these while the error is on its way, and takes no other in its
+            # place: so it gets our words.
             unit.module.register_forward_hook(look, always_call=True)
 
 
 def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
-    """Put words into torch's error, if it came from the parameters of a unit that was not called."""
+    """Put words into torch's error, if it came from the parameters of a unit that was
+    not called."""
     if _MIXED not in str(error) or not str(error).startswith("aten."):
         return
-    # A parametrized module, a method that does not gather, or a module that computes with the weights of another one.
-    frames = [frame for frame in _frames(error.__traceback__) if isinstance(frame.f_locals.get("self"), nn.Module)]
+    # A parametrized module, a method that does not gather, or a module that computes
+    # with the weights of another one.
+    frames = [
+        frame
+        for frame in _frames(error.__traceback__)
+        if isinstance(frame.f_locals.get("self"), nn.Module)
+    ]
     if any(isinstance(frame.f_locals["self"], ParametrizationList) for frame in frames):
         error.args = (
             "a parameter was parametrized before its unit was called, as PEFT's target_parameters do in each forward; "
@@ -499,7 +595,14 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
         return
     for frame in reversed(frames):
         module = frame.f_locals["self"]
-        own = next((unit for unit in units if unit.module is module and not unit.is_gathered()), None)
+        own = next(
+            (
+                unit
+                for unit in units
+                if unit.module is module and not unit.is_gathered()
+            ),
+            None,
+        )
         method = frame.f_code.co_name
         if own is not None and method != "forward":
             error.args = (
@@ -511,7 +614,11 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
         return
     caller = frames[-1].f_locals["self"]
     inside = set(caller.modules()) - {caller}
-    uncalled = [unit for unit in units if unit.module in inside and not unit.was_called and not unit.is_gathered()]
+    uncalled = [
+        unit
+        for unit in units
+        if unit.module in inside and not unit.was_called and not unit.is_gathered()
+    ]
     if uncalled:
         names = ", ".join(repr(unit.name) for unit in uncalled)
         n = 0

@@ -1,9 +1,11 @@
-"""``fully_shard`` of the planned units, with our communication objects, and FSDP2's own options: how many units ahead
-gathers run, how many gradients wait for their reduction, a communicator of its own for reductions.
+"""``fully_shard`` of the planned units, with our communication objects, and FSDP2's own
+options: how many units ahead gathers run, how many gradients wait for their reduction,
+a communicator of its own for reductions.
 
-``fully_shard`` makes a module an object of a class with the bases (FSDPModule, the module's class), which Python
-refuses for ``class Block(ABC, nn.Module)`` and its like (:mod:`smp_core.torch_facts.modules` says why). Those get a
-class of our own, with that base before FSDPModule, which is allowed and needs no private name of torch's.
+``fully_shard`` makes a module an object of a class with the bases (FSDPModule, the
+module's class), which Python refuses for ``class Block(ABC, nn.Module)`` and its like
+(:mod:`smp_core.torch_facts.modules` says why). Those get a class of our own, with that
+base before FSDPModule, which is allowed and needs no private name of torch's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from smp_core.cluster import SmpMesh
@@ -30,7 +38,13 @@ from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
-from smp_core.torch_facts import base_without_dict, collective_timeout, is_absent, local_part, mixin_before
+from smp_core.torch_facts import (
+    base_without_dict,
+    collective_timeout,
+    is_absent,
+    local_part,
+    mixin_before,
+)
 
 
 def shard_units(
@@ -42,30 +56,39 @@ def shard_units(
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None,
     meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> list[ShardedUnit]:
-    """Apply ``fully_shard`` to every planned unit over the partition group, innermost first, with our communication
-    objects. Each gets rank 0's weights just before, and is stored as codes just after, where it is frozen and
-    ``frozen_storage`` says so.
+    """Apply ``fully_shard`` to every planned unit over the partition group, innermost
+    first, with our communication objects. Each gets rank 0's weights just before, and
+    is stored as codes just after, where it is frozen and ``frozen_storage`` says so.
 
     Args:
         traffic: makes the units' communication objects.
         recomputed: names of units that lie inside checkpointed modules.
-        gather_of: (module, parameter's name in it) -> how the parameter is communicated, if not as it is.
+        gather_of: (module, parameter's name in it) -> how the parameter is
+            communicated, if not as it is.
         meshes: what units are sharded over by their names, if not the partition group.
 
     Returns:
-        the units in the plan's order; roots keep their parameters unsharded after forward, as FSDP2 does.
+        the units in the plan's order; roots keep their parameters unsharded after
+        forward, as FSDP2 does.
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
-    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
+    # Elsewhere no driver could use pinned pages.
+    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     modules = dict(model.named_modules())
     by_name = dict(model.named_parameters())
-    ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
+    ignored = {
+        p for name, p in by_name.items() if name in plan.replicated or is_absent(p)
+    }
     units = []
     reductions = ReductionOrder()
     passes = Passes()
     for planned in plan.sharded_units:
         unit_module: nn.Module = modules[planned.name]
-        broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)
+        broadcast_from_rank_0(
+            (by_name[name] for name in planned.parameters),
+            mesh.device,
+            mesh.model_group,
+        )
         policy = MixedPrecisionPolicy(
             param_dtype=plan.computed_in(planned),
             reduce_dtype=plan.dtypes.reduced,
@@ -78,19 +101,33 @@ def shard_units(
                 mesh=over,
                 reshard_after_forward=None if planned.is_root and keep else bool(keep),
                 mp_policy=policy,
-                offload_policy=on_host if knobs.state_offload == "all" else OffloadPolicy(),
+                offload_policy=on_host
+                if knobs.state_offload == "all"
+                else OffloadPolicy(),
                 ignored_params=ignored,
-                shard_placement_fn=functools.partial(_evenly, over.size()) if planned.name in meshes else None,
+                shard_placement_fn=functools.partial(_evenly, over.size())
+                if planned.name in meshes
+                else None,
             )
         assert isinstance(unit_module, FSDPModule)
-        unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions, passes)
+        unit = ShardedUnit(
+            planned.name,
+            unit_module,
+            planned.parameters,
+            planned.is_root,
+            reductions,
+            passes,
+        )
         if over.size() == 1:
             unit.leave_undivided()
         if knobs.collectives.symmetric_memory:
-            unit_module.set_symm_mem_for_comm()  # its reductions only add up: the unit has said that ours do
+            # Its reductions only add up: the unit has said that ours do.
+            unit_module.set_symm_mem_for_comm()
         else:
             unit_module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
-            unit_module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
+            unit_module.set_custom_reduce_scatter(
+                traffic.reduce_scatter(unit).for_fsdp2()
+            )
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
             travel(unit.group, gather_of)
@@ -101,16 +138,18 @@ def shard_units(
 
 
 def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Return the dimension that a parameter of experts is sharded in: experts, or the next one if a rank holds too few
-    for all others."""
+    """Return the dimension that a parameter of experts is sharded in: experts, or the
+    next one if a rank holds too few for all others."""
     local = local_part(parameter)
     even = [dim for dim, size in enumerate(local.shape) if size % ranks == 0]
     return Shard(even[0]) if even else None
 
 
-def apply_fsdp_options(model: nn.Module, config: SmpConfig, device: torch.device) -> None:
-    """Hand resolved options to the model's roots, before the first forward. Collective with
-    ``separate_reduce_scatter_group``."""
+def apply_fsdp_options(
+    model: nn.Module, config: SmpConfig, device: torch.device
+) -> None:
+    """Hand resolved options to the model's roots, before the first forward. Collective
+    with ``separate_reduce_scatter_group``."""
     options = config.collectives
     forward, backward = options.forward_prefetch, options.backward_prefetch
     assert isinstance(forward, int) and isinstance(backward, int)
@@ -125,8 +164,9 @@ def apply_fsdp_options(model: nn.Module, config: SmpConfig, device: torch.device
 
 @contextlib.contextmanager
 def _groups_of_the_run(device: torch.device) -> Iterator[None]:
-    """Let process groups that are made inside have the run's timeout, and connect them while all ranks are here.
-    (FSDP2 gives none, which is torch's ten minutes, and first uses them in a backward pass.)"""
+    """Let process groups that are made inside have the run's timeout, and connect them
+    while all ranks are here. (FSDP2 gives none, which is torch's ten minutes, and first
+    uses them in a backward pass.)"""
     make, made = dist.new_group, []
 
     def new_group(*args: Any, **options: Any) -> Any:
@@ -143,18 +183,27 @@ def _groups_of_the_run(device: torch.device) -> Iterator[None]:
 
 
 def prefetch(model: nn.Module, *, forward: int, backward: int) -> None:
-    """Gather ahead of use: in forward the next ``forward`` units in the order in which they are registered (0: FSDP2's
-    own, which overlaps by streams only), in backward the ``backward`` whose forward ended before (1: FSDP2's own, by
-    the order in which they ran). A unit inside another one ends before it."""
+    """Gather ahead of use: in forward the next ``forward`` units in the order in which
+    they are registered (0: FSDP2's own, which overlaps by streams only), in backward
+    the ``backward`` whose forward ended before (1: FSDP2's own, by the order in which
+    they ran). A unit inside another one ends before it."""
     for root in _roots(model):
-        units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
+        units: list[FSDPModule] = [
+            module
+            for module in root.modules()
+            if isinstance(module, FSDPModule)  # type: ignore[attr-defined]
+        ]
         if forward:
             for place, unit in enumerate(units):
-                unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
+                unit.set_modules_to_forward_prefetch(
+                    units[place + 1 : place + 1 + forward]
+                )
         ended = list(dict.fromkeys(_as_forwards_end(root)))  # type: ignore[arg-type]
         if backward > 1:
             for place, unit in enumerate(ended):
-                unit.set_modules_to_backward_prefetch(ended[max(place - backward, 0) : place][::-1])
+                unit.set_modules_to_backward_prefetch(
+                    ended[max(place - backward, 0) : place][::-1]
+                )
 
 
 def _as_forwards_end(module: nn.Module) -> Iterator[FSDPModule]:
@@ -186,8 +235,12 @@ def any_class(module: nn.Module) -> Iterator[None]:
     def take(module: nn.Module, sharded: type) -> None:
         _set_class(module, _sharded(kind, sharded))  # type: ignore[arg-type]  # modules' classes are hashable
 
-    # Seen from outside the module keeps its class, and takes another one than it is given.
-    _set_class(module, type(kind.__name__, (kind,), {"__class__": property(lambda _: kind, take)}))
+    # Seen from outside the module keeps its class, and takes another one than it is
+    # given.
+    _set_class(
+        module,
+        type(kind.__name__, (kind,), {"__class__": property(lambda _: kind, take)}),
+    )
     try:
         yield
     finally:
@@ -197,7 +250,8 @@ def any_class(module: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def _sharded(kind: type, made: type) -> type:
-    """Return a class like the one that ``fully_shard`` has made of ``kind``: that is the third class in its order, too,
-    and FSDPModule's methods come before those of nn.Module."""
+    """Return a class like the one that ``fully_shard`` has made of ``kind``: that is
+    the third class in its order, too, and FSDPModule's methods come before those of
+    nn.Module."""
     own = {"__deepcopy__": vars(made)["__deepcopy__"], "__module__": kind.__module__}
     return type(made.__name__, (mixin_before(FSDPModule, kind), kind), own)

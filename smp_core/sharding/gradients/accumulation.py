@@ -1,31 +1,40 @@
-"""Two-hop gradient synchronisation and its window (MiCS, arXiv 2205.00119, section 3.4).
+"""Two-hop gradient synchronisation and its window (MiCS, arXiv 2205.00119, section
+3.4).
 
-A window is the micro-batches of one optimizer step. Hop one: FSDP2 reduce-scatters every micro-batch's gradients inside
-the partition group and hands the unit's flat sum to our hook, which adds it to the unit's partial sum. Hop two: in the
-window's last backward pass each unit's partial sum is added up across replicas as soon as it is complete, behind the
-rest of the pass; when the pass ends the sums are divided by the number of ranks and become ``.grad``. (Context ranks
-included: each has its tokens' part of the loss, and the loss is the mean over ranks of these parts.)
+A window is the micro-batches of one optimizer step. Hop one: FSDP2 reduce-scatters
+every micro-batch's gradients inside the partition group and hands the unit's flat sum
+to our hook, which adds it to the unit's partial sum. Hop two: in the window's last
+backward pass each unit's partial sum is added up across replicas as soon as it is
+complete, behind the rest of the pass; when the pass ends the sums are divided by the
+number of ranks and become ``.grad``. (Context ranks included: each has its tokens' part
+of the loss, and the loss is the mean over ranks of these parts.)
 
-Sums are sent in one order on all ranks, last unit of the model first, whatever order backward finishes them in:
-replicas may take different ways through the model, and messages are matched by order alone. So a unit waits for those
-before it; it is sent once, when backward has come through its last use and every one of its trainable parameters has
-its gradient, otherwise at the end of the pass; and one that only other replicas used sends zeros. (Inside a partition
-group all ranks have to use the same units: FSDP2 gathers when a unit runs.)
+Sums are sent in one order on all ranks, last unit of the model first, whatever order
+backward finishes them in: replicas may take different ways through the model, and
+messages are matched by order alone. So a unit waits for those before it; it is sent
+once, when backward has come through its last use and every one of its trainable
+parameters has its gradient, otherwise at the end of the pass; and one that only other
+replicas used sends zeros. (Inside a partition group all ranks have to use the same
+units: FSDP2 gathers when a unit runs.)
 
-Between micro-batches ``.grad`` is what it was before the window: nothing half-summed can be clipped, logged or saved.
+Between micro-batches ``.grad`` is what it was before the window: nothing half-summed
+can be clipped, logged or saved.
 
-Where parameters stay gathered between micro-batches (``keep_gathered``) they are freed in the window's last backward
-pass, unit by unit, and whenever a window ends in another way: what the optimizer steps is sharded, and nothing may
-compute with weights from before a step.
+Where parameters stay gathered between micro-batches (``keep_gathered``) they are freed
+in the window's last backward pass, unit by unit, and whenever a window ends in another
+way: what the optimizer steps is sharded, and nothing may compute with weights from
+before a step.
 
-Where units hold whole gradients (``hold_gradients``) hop one, too, is taken once, in the window's last backward pass,
-or when the window is closed by hand.
+Where units hold whole gradients (``hold_gradients``) hop one, too, is taken once, in
+the window's last backward pass, or when the window is closed by hand.
 
-Where parameters have hooks (:mod:`smp_core.sharding.gradients.parameter_hooks`) every backward pass closes the window,
-which is open all the same until its last one: each micro-batch's gradients are complete, and are added up in ``.grad``.
+Where parameters have hooks (:mod:`smp_core.sharding.gradients.parameter_hooks`) every
+backward pass closes the window, which is open all the same until its last one: each
+micro-batch's gradients are complete, and are added up in ``.grad``.
 
-A parameter that no rank reached keeps its ``.grad`` (None, as in one process, so that weight decay leaves it alone);
-one that only other ranks reached gets their gradient. Ranks tell each other which they reached once per window.
+A parameter that no rank reached keeps its ``.grad`` (None, as in one process, so that
+weight decay leaves it alone); one that only other ranks reached gets their gradient.
+Ranks tell each other which they reached once per window.
 """
 
 from __future__ import annotations
@@ -72,7 +81,9 @@ _ATTACHED = (
     "parallel.prepare_optimizer(optimizer), optimizer.add_param_group), or freeze it (parameter.requires_grad_(False))"
 )
 
-_windows: weakref.WeakKeyDictionary[AccumulationWindow, None] = weakref.WeakKeyDictionary()
+_windows: weakref.WeakKeyDictionary[AccumulationWindow, None] = (
+    weakref.WeakKeyDictionary()
+)
 """In the order in which they were made, which is the same on all ranks."""
 
 
@@ -83,21 +94,27 @@ _UNHEARD = (
 
 
 class AccumulationWindow:
-    """Owns the gradients between the first micro-batch of an optimizer step and the step.
+    """Owns the gradients between the first micro-batch of an optimizer step and the
+    step.
 
-    Every backward pass is the window's last unless it runs inside :meth:`accumulate`. ``close`` is called by the last
-    pass itself; call it by hand only to end a window whose micro-batches all ran inside ``accumulate``.
+    Every backward pass is the window's last unless it runs inside :meth:`accumulate`.
+    ``close`` is called by the last pass itself; call it by hand only to end a window
+    whose micro-batches all ran inside ``accumulate``.
 
     Args:
         model: that the gradients are of.
         units: its sharded units.
-        traffic: what adds up over the replication group, and over all ranks whose gradients are added up.
+        traffic: what adds up over the replication group, and over all ranks whose
+            gradients are added up.
         plan: its knobs and dtypes.
         calls: told about passes that leave units gathered for the window's next one.
-        veto: asked when the window closes: a 0-d bool tensor, whether this rank wants the window's gradients dropped.
-            If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
-        finishing: entered around setting ``.grad``; adds what other stages have of tied parameters.
-        hooks_on_any_stage: whether parameters of any pipeline stage had hooks when it was prepared.
+        veto: asked when the window closes: a 0-d bool tensor, whether this rank wants
+            the window's gradients dropped. If any rank does, ``.grad`` is None
+            everywhere after it, so that the optimizer step changes nothing.
+        finishing: entered around setting ``.grad``; adds what other stages have of tied
+            parameters.
+        hooks_on_any_stage: whether parameters of any pipeline stage had hooks when it
+            was prepared.
     """
 
     def __init__(
@@ -132,52 +149,83 @@ class AccumulationWindow:
         self._mesh = mesh
         self._issued = traffic.issued
         self._issued.backward_pass = backward_pass
-        self._units = [UnitWindow(unit, traffic.route_of(unit), mesh, self._queue_end) for unit in units]
+        self._units = [
+            UnitWindow(unit, traffic.route_of(unit), mesh, self._queue_end)
+            for unit in units
+        ]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(
-            replicated, traffic.of_replicated, plan.dtypes.reduced, self._queue_end, mesh
+            replicated,
+            traffic.of_replicated,
+            plan.dtypes.reduced,
+            self._queue_end,
+            mesh,
         )
         self._last = True
         self._running_pass: int | None = None
-        self._is_nested = False  # a reentrant checkpoint runs passes of its own within it
+        # A reentrant checkpoint runs passes of its own within it.
+        self._is_nested = False
         self._is_first = True  # of the models that the pass comes through
         self._reducing_held = False
-        self._dropped: set[int] = set()  # ids of parameters, since the last backward pass
+        # Ids of parameters, since the last backward pass.
+        self._dropped: set[int] = set()
         self.world: WorldSharding | None = None
-        """Masters of this rank's part, where optimizer states are sharded over the world."""
+        """Masters of this rank's part, where optimizer states are sharded over the
+        world."""
         self._took_part = False
-        self._gave_up = False  # a micro-batch of a window that is closed by each of them
+        # A micro-batch of a window that is closed by each of them.
+        self._gave_up = False
         self._in_stages = False
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
-        # Whether micro-batches are closed for hooks of parameters, as all ranks knew when they last compared.
+        # Whether micro-batches are closed for hooks of parameters, as all ranks knew
+        # when they last compared.
         self._closes_each = bool(self._hooked())
         for each in self._units:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
         _windows[self] = None
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
-        """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer.shards`;
-        ``on_host``: see there). What is trainable now can be trained."""
+        """Scatter sums over replicas from now on, into gradients of masters
+        (:mod:`smp_core.sharding.optimizer.shards`; ``on_host``: see there). What is
+        trainable now can be trained."""
         if self.world is None:
             self._refuse_hooks_that_follow(self._hooked())
-            made = [each.make_masters(on_host, self._stored_as_gathered) for each in self._units]
-            plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else []
-            self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
+            made = [
+                each.make_masters(on_host, self._stored_as_gathered)
+                for each in self._units
+            ]
+            plain = (
+                self._replicated.shard_over_world(on_host)
+                if self._mesh.shard_degree == 1
+                else []
+            )
+            self.world = WorldSharding(
+                [*(shard for shard in made if shard is not None), *plain]
+            )
         return self.world
 
     def attached(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name, in the order of names, that the model got since it was sharded, and whose
-        gradients nothing adds up yet."""
+        """Return the parameters by name, in the order of names, that the model got
+        since it was sharded, and whose gradients nothing adds up yet."""
         known = {id(parameter) for parameter in self._replicated.parameters.values()}
         for each in self._units:
             known.update(map(id, each.unit.unsharded()))  # which modules may show
         named = sorted(self._model.named_parameters(), key=lambda pair: pair[0])
-        plain = {name: p for name, p in named if not isinstance(p, DTensor) and not is_absent(p)}
-        return {clean_name(name): parameter for name, parameter in plain.items() if id(parameter) not in known}
+        plain = {
+            name: p
+            for name, p in named
+            if not isinstance(p, DTensor) and not is_absent(p)
+        }
+        return {
+            clean_name(name): parameter
+            for name, parameter in plain.items()
+            if id(parameter) not in known
+        }
 
     def add_replicated(self, attached: Mapping[str, nn.Parameter]) -> None:
-        """Add gradients of these parameters up over all ranks, too, from the next backward pass on."""
+        """Add gradients of these parameters up over all ranks, too, from the next
+        backward pass on."""
         self._replicated.add(attached)
 
     @property
@@ -186,7 +234,8 @@ class AccumulationWindow:
         return self.micro_batches > 0 or self._took_part
 
     def held(self) -> list[torch.Tensor]:
-        """List the partial sums, unsharded gradients and masters' gradients: what no parameter's ``.grad`` shows."""
+        """List the partial sums, unsharded gradients and masters' gradients: what no
+        parameter's ``.grad`` shows."""
         found = [tensor for each in self._units for tensor in each.held()]
         for shard in [] if self.world is None else self.world.shards:
             found += shard.gradients()
@@ -198,7 +247,8 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
-        """Treat backward passes inside as not the window's last: no replica all-reduce, no ``.grad``."""
+        """Treat backward passes inside as not the window's last: no replica all-reduce,
+        no ``.grad``."""
         before = self._last
         self._announce(before and not enabled)
         try:
@@ -208,8 +258,9 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def batch_in_stages(self) -> Iterator[None]:
-        """Take part in a batch of all pipeline stages, as in :meth:`accumulate`; what a forward gathers is kept for the
-        next. The window is open afterwards, for all stages to close, also where one has nothing to train."""
+        """Take part in a batch of all pipeline stages, as in :meth:`accumulate`; what a
+        forward gathers is kept for the next. The window is open afterwards, for all
+        stages to close, also where one has nothing to train."""
         self._in_stages = True
         try:
             with self.accumulate(), self._calls.ahead():
@@ -217,14 +268,17 @@ class AccumulationWindow:
         finally:
             self._in_stages = False
         if not self._keep_gathered:
-            reshard(each.unit.module for each in self._units)  # nothing is left for an optimizer step to make stale
+            # Nothing is left for an optimizer step to make stale.
+            reshard(each.unit.module for each in self._units)
         self._took_part = True
-        self._dropped.clear()  # as the end of a backward pass does, which such a stage has none of
+        # As the end of a backward pass does, which such a stage has none of.
+        self._dropped.clear()
         if self._hooks_on_any_stage:
             self._close_micro_batch()
 
     def _announce(self, last: bool) -> None:
-        """Tell units whether the backward passes from here on are their window's last."""
+        """Tell units whether the backward passes from here on are their window's
+        last."""
         self._last = last
         for each in self._units:
             if self._keep_gathered:
@@ -234,11 +288,13 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective.
+        """Reduce across replicas, divide, and set ``.grad``; a closed window is left as
+        it is. Collective.
 
         Raises:
-            RanksDiverged: ranks of one partition group issued different collectives, or ranks train different
-                parameters; on all ranks, and ``.grad`` is None everywhere.
+            RanksDiverged: ranks of one partition group issued different collectives, or
+                ranks train different parameters; on all ranks, and ``.grad`` is None
+                everywhere.
             ValueError: a backward pass came through no unit, and left gradients in one.
         """
         if self.is_open:
@@ -251,8 +307,9 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def refuse_attached(self) -> None:
-        """Close the window, open or not, where this rank's optimizer steps what was attached and never taken in: no
-        other trained parameter may have told it of the backward pass. Collective.
+        """Close the window, open or not, where this rank's optimizer steps what was
+        attached and never taken in: no other trained parameter may have told it of the
+        backward pass. Collective.
 
         Raises:
             RanksDiverged, ValueError: on all ranks; gradients are dropped.
@@ -261,11 +318,12 @@ class AccumulationWindow:
             self._close()
 
     def _close_micro_batch(self) -> None:
-        """Complete the gradients of a micro-batch for hooks of parameters; the window goes on.
+        """Complete the gradients of a micro-batch for hooks of parameters; the window
+        goes on.
 
-        A rank that has hooks since the last close finds out whether the others have, which otherwise are in their next
-        forward and wait for its part of the parameters. Where a rank has none any more, ranks compare that as they
-        close.
+        A rank that has hooks since the last close finds out whether the others have,
+        which otherwise are in their next forward and wait for its part of the
+        parameters. Where a rank has none any more, ranks compare that as they close.
         """
         hooked = list(self._hooked())
         if hooked and not self._closes_each:
@@ -281,13 +339,25 @@ class AccumulationWindow:
 
     def _hooked(self) -> dict[str, tuple[nn.Parameter, ParameterHooks]]:
         """Return the parameters that have hooks now."""
-        named = [pair for each in self._units for pair in zip(each.unit.names, each.unit.parameters(), strict=True)]
+        named = [
+            pair
+            for each in self._units
+            for pair in zip(each.unit.names, each.unit.parameters(), strict=True)
+        ]
         named += self._replicated.parameters.items()
-        return {name: (parameter, hooks) for name, parameter in named if (hooks := hooks_of(parameter))}
+        return {
+            name: (parameter, hooks)
+            for name, parameter in named
+            if (hooks := hooks_of(parameter))
+        }
 
-    def _refuse_hooks_that_follow(self, hooked: Mapping[str, tuple[nn.Parameter, ParameterHooks]]) -> None:
+    def _refuse_hooks_that_follow(
+        self, hooked: Mapping[str, tuple[nn.Parameter, ParameterHooks]]
+    ) -> None:
         """Refuse hooks that want a parameter's ``.grad``, where there is none."""
-        followed = [name for name, (_, hooks) in hooked.items() if hooks.follow_accumulation]
+        followed = [
+            name for name, (_, hooks) in hooked.items() if hooks.follow_accumulation
+        ]
         if followed:
             raise ValueError(
                 "optimizer_shard='world': gradients belong to masters, and a hook of "
@@ -311,9 +381,21 @@ class AccumulationWindow:
         for each in self._units:
             each.complete()
         self._send_complete()
-        # Phase 2: ranks tell each other what they have, and that they mean the same by it.
-        attached = [name for name, parameter in self.attached().items() if parameter.requires_grad]
-        told = Told(self._units, self._replicated, self._mesh, self._veto, self._issued, attached)
+        # Phase 2: ranks tell each other what they have, and that they mean the same by
+        # it.
+        attached = [
+            name
+            for name, parameter in self.attached().items()
+            if parameter.requires_grad
+        ]
+        told = Told(
+            self._units,
+            self._replicated,
+            self._mesh,
+            self._veto,
+            self._issued,
+            attached,
+        )
         with here.waiting("the window's end"):
             told.wait()
             diverged = told.divergence()
@@ -326,8 +408,9 @@ class AccumulationWindow:
             self._drop_gradients()
             raise ValueError(_ATTACHED.format(attached[0]))
         self._closes_each = bool(hooked)
-        # Phase 3: what only others have is sent as zeros. Then plain parameters, behind all units on every rank: stages
-        # of their route may share groups with those of units.
+        # Phase 3: what only others have is sent as zeros. Then plain parameters, behind
+        # all units on every rank: stages of their route may share groups with those of
+        # units.
         if self._next < len(self._units):
             self._send_the_rest(told.sums())
         self._replicated.send()
@@ -342,7 +425,8 @@ class AccumulationWindow:
             return
         seen = None if received_all(self._units, self._replicated) else told.received()
         if hooked:
-            self._replicated.wait()  # hooks issue collectives of their own, in one order on all ranks
+            # Hooks issue collectives of their own, in one order on all ranks.
+            self._replicated.wait()
         with self._finishing():
             self._set_gradients(seen)
         here.end_window(measured=not self._first_window)
@@ -353,8 +437,8 @@ class AccumulationWindow:
             hooks.follow(parameter)
 
     def _set_gradients(self, seen: Sequence[bool] | None) -> None:
-        """Set ``.grad`` from the sums. ``seen``: for every parameter, units' first, whether any rank has a gradient of
-        it; None: any rank has one of each."""
+        """Set ``.grad`` from the sums. ``seen``: for every parameter, units' first,
+        whether any rank has a gradient of it; None: any rank has one of each."""
         means: list[tuple[UnitWindow, torch.Tensor, Sequence[bool] | None]] = []
         position = 0
         for each in self._units:
@@ -367,18 +451,22 @@ class AccumulationWindow:
                 means.append((each, mean, of_unit))
             position += count
         if any(mean.device.type != self._mesh.device.type for _, mean, _ in means):
-            torch.accelerator.synchronize()  # offloaded gradients are on their way to the host
+            # Offloaded gradients are on their way to the host.
+            torch.accelerator.synchronize()
         for each, mean, of_unit in means:
             each.set_gradients(mean, of_unit)
         plain = self._replicated.parameters
-        self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:], strict=False)))
+        self._replicated.finish(
+            None if seen is None else dict(zip(plain, seen[position:], strict=False))
+        )
         for each in self._units:
             each.finish_own_gradients()
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Drop the window's gradients, held and closed: nothing of it reaches the next step, also when a forward or
-        backward pass failed in the middle (on all ranks). Unsharded parameters are resharded. Collective."""
+        """Drop the window's gradients, held and closed: nothing of it reaches the next
+        step, also when a forward or backward pass failed in the middle (on all ranks).
+        Unsharded parameters are resharded. Collective."""
         self._await_sums()
         here.end_window(measured=False)
         self._calls.forget()
@@ -387,18 +475,29 @@ class AccumulationWindow:
         self._issued.forget()
 
     @torch.no_grad()
-    def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
-        """Drop what the window holds of these parameters: what ``zero_grad`` of an optimizer or a module
-        means in its middle. If everything was dropped the window ends, on all ranks alike.
+    def drop(
+        self, parameters: Iterable[torch.Tensor], set_to_none: bool = True
+    ) -> None:
+        """Drop what the window holds of these parameters: what ``zero_grad`` of an
+        optimizer or a module means in its middle. If everything was dropped the window
+        ends, on all ranks alike.
 
         Args:
-            set_to_none: as ``zero_grad`` has it; False: parameters that received a gradient have one all the same.
+            set_to_none: as ``zero_grad`` has it; False: parameters that received a
+                gradient have one all the same.
         """
         if not self.is_open:
             return
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
-        held = {id(self._replicated.parameters[name]) for name in self._replicated.taking_part()}
-        held |= {id(parameter) for parameter in self._of_all_stages if parameter.requires_grad}
+        held = {
+            id(self._replicated.parameters[name])
+            for name in self._replicated.taking_part()
+        }
+        held |= {
+            id(parameter)
+            for parameter in self._of_all_stages
+            if parameter.requires_grad
+        }
         for each in self._units:
             gone, members = each.unit.indices(dropped), each.unit.parameters()
             dropped |= {id(members[index]) for index in gone}
@@ -410,9 +509,12 @@ class AccumulationWindow:
             if held <= self._dropped:
                 self._forget()
 
-    def zero_grad(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
-        """Drop what the open window holds of the parameters, and gradients of their masters, where a module's
-        ``zero_grad`` sees only ``.grad`` of its parameters."""
+    def zero_grad(
+        self, parameters: Iterable[torch.Tensor], set_to_none: bool = True
+    ) -> None:
+        """Drop what the open window holds of the parameters, and gradients of their
+        masters, where a module's ``zero_grad`` sees only ``.grad`` of its
+        parameters."""
         parameters = list(parameters)
         self.drop(parameters, set_to_none)
         for stepped in [] if self.world is None else self.world.stepped(parameters):
@@ -424,16 +526,27 @@ class AccumulationWindow:
     def _drop_gradients(self) -> None:
         for parameter in [p for each in self._units for p in each.unit.parameters()]:
             parameter.grad = None
-        for parameter in [*self._replicated.parameters.values(), *self.attached().values()]:
+        for parameter in [
+            *self._replicated.parameters.values(),
+            *self.attached().values(),
+        ]:
             parameter.grad = None
         for shard in [] if self.world is None else self.world.shards:
             shard.forget()
         self._forget()
 
     def _say_what_had_no_effect(self) -> None:
-        """Warn once, at the end of the first window: only then it is known how many micro-batches there are."""
-        saved = ["gathers"] * self._keep_gathered + ["reductions"] * self._hold_gradients
-        if saved and self._first_window and self.micro_batches == 1 and self._mesh.rank == 0:
+        """Warn once, at the end of the first window: only then it is known how many
+        micro-batches there are."""
+        saved = ["gathers"] * self._keep_gathered + [
+            "reductions"
+        ] * self._hold_gradients
+        if (
+            saved
+            and self._first_window
+            and self.micro_batches == 1
+            and self._mesh.rank == 0
+        ):
             logger.warning(
                 "keep_between_micro_batches=%r had no effect on the first optimizer step, which had one micro-batch; "
                 "it saves %s with accumulate_grad_batches (Lightning), gradient_accumulation_steps (Accelerate) or "
@@ -461,7 +574,8 @@ class AccumulationWindow:
             if not self._reducing_held:
                 self._queue_end()
             each.add(reduced)
-            # A pass within this one may have more for the unit: its recomputed forwards are not counted.
+            # A pass within this one may have more for the unit: its recomputed forwards
+            # are not counted.
             if self._last and not self._is_nested and each.pass_is_over():
                 each.complete()
                 if self._is_first:
@@ -470,9 +584,12 @@ class AccumulationWindow:
         return hook
 
     def _comes_after_another(self) -> bool:
-        """Return whether the backward pass that runs comes through a model of this mesh that was made earlier."""
+        """Return whether the backward pass that runs comes through a model of this mesh
+        that was made earlier."""
         earlier = itertools.takewhile(lambda window: window is not self, _windows)
-        return any(window._takes_part() for window in earlier if window._mesh is self._mesh)
+        return any(
+            window._takes_part() for window in earlier if window._mesh is self._mesh
+        )
 
     def _takes_part(self) -> bool:
         if self._running_pass is not None:
@@ -488,10 +605,12 @@ class AccumulationWindow:
         if self._running_pass is not None:
             raise RuntimeError(FAILED_PASS)
         self._running_pass, self._is_first = this_pass, not self._comes_after_another()
-        at_end_of_backward(lambda: at_end_of_backward(self._end_of_backward))  # behind the ends of all models' passes
+        # Behind the ends of all models' passes.
+        at_end_of_backward(lambda: at_end_of_backward(self._end_of_backward))
 
     def _end_of_backward(self) -> None:
-        """End the pass for every model that it came through. Ranks may have come through them in another order."""
+        """End the pass for every model that it came through. Ranks may have come
+        through them in another order."""
         this_pass = self._running_pass
         for window in list(_windows) if this_pass is not None else []:
             if window._running_pass == this_pass:
@@ -516,8 +635,8 @@ class AccumulationWindow:
             self._calls.show_shards(kept=True)
 
     def _reduce_held(self) -> None:
-        """Reduce held gradients of units that the last backward pass did not come through, or of all if there was
-        none."""
+        """Reduce held gradients of units that the last backward pass did not come
+        through, or of all if there was none."""
         self._reducing_held = True
         try:
             for each in self._units:
@@ -527,8 +646,8 @@ class AccumulationWindow:
             self._reducing_held = False
 
     def _await_sums(self) -> None:
-        """Wait for every sum that any replica has sent, with zeros from this rank where it sent none: they would meet
-        sums of the next window."""
+        """Wait for every sum that any replica has sent, with zeros from this rank where
+        it sent none: they would meet sums of the next window."""
         if self._mesh.replicate_degree == 1 or not self._units:
             return
         flying = [each.flat if each.is_in_flight else None for each in self._units]
@@ -542,7 +661,8 @@ class AccumulationWindow:
             each.wait()
 
     def _send_complete(self) -> None:
-        """Send sums that nothing is added to any more, in the order of units, up to the first that may still grow."""
+        """Send sums that nothing is added to any more, in the order of units, up to the
+        first that may still grow."""
         while self._next < len(self._units):
             each = self._units[self._next]
             if each.is_complete:
@@ -552,8 +672,11 @@ class AccumulationWindow:
             self._next += 1
 
     def _send_the_rest(self, held_somewhere: Sequence[int]) -> None:
-        """Send the remaining units that any rank has a sum of; zeros where this rank has none."""
-        for each, held in zip(self._units[self._next :], held_somewhere[self._next :], strict=True):
+        """Send the remaining units that any rank has a sum of; zeros where this rank
+        has none."""
+        for each, held in zip(
+            self._units[self._next :], held_somewhere[self._next :], strict=True
+        ):
             if held:
                 each.send()
         self._next = len(self._units)

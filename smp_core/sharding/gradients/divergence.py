@@ -1,14 +1,18 @@
-"""Whether ranks that share parameters issued the same collectives (:mod:`smp_core.comm.issued`), and what if not.
+"""Whether ranks that share parameters issued the same collectives
+(:mod:`smp_core.comm.issued`), and what if not.
 
-Each rank tells two numbers of its replica: the checksum of what it issued, and what that lacks to 2^31 - 1. The maxima
-of both over all ranks add up to 2^31 - 1 only where all ranks of the replica have the same checksum. So one MAX
-all-reduce, which carries other flags too, compares any number of groups. In the same way all replicas compare which
-window runs: one that gave a window up alone would add its gradients to those of another window. And all compare which
-parameters they train, whose gradients lie side by side in what is added up. Only where ranks differ do they exchange
-what they issued, or what they train.
+Each rank tells two numbers of its replica: the checksum of what it issued, and what
+that lacks to 2^31 - 1. The maxima of both over all ranks add up to 2^31 - 1 only where
+all ranks of the replica have the same checksum. So one MAX all-reduce, which carries
+other flags too, compares any number of groups. In the same way all replicas compare
+which window runs: one that gave a window up alone would add its gradients to those of
+another window. And all compare which parameters they train, whose gradients lie side by
+side in what is added up. Only where ranks differ do they exchange what they issued, or
+what they train.
 
-The host of an accelerator does not wait for the comparison: the device itself stops, with an assertion behind which no
-collective can be issued. What the host told is then exchanged by the watch over the ranks.
+The host of an accelerator does not wait for the comparison: the device itself stops,
+with an assertion behind which no collective can be issued. What the host told is then
+exchanged by the watch over the ranks.
 """
 
 from __future__ import annotations
@@ -64,50 +68,72 @@ _OTHER_ATTACHED = (
 HOOK = " (hook)"
 """Behind the name of a trained parameter: its hooks, in which all ranks take part."""
 ATTACHED = " (attached)"
-"""Behind the name of a trained parameter that was attached to the model, and whose gradients no rank adds up yet."""
+"""Behind the name of a trained parameter that was attached to the model, and whose
+gradients no rank adds up yet."""
 
 
 class RanksDiverged(RuntimeError):
-    """Ranks that share parameters issued different collectives, or ranks close different windows or train different
-    parameters; raised on all ranks, before the optimizer steps."""
+    """Ranks that share parameters issued different collectives, or ranks close
+    different windows or train different parameters; raised on all ranks, before the
+    optimizer steps."""
 
 
-def told_by(issued: IssuedCollectives, mesh: SmpMesh, trained: Iterable[str] = ()) -> list[int]:
-    """Return what this rank tells: two numbers for each replica, those of the others 0, two of the window, and two of
-    what is trained."""
+def told_by(
+    issued: IssuedCollectives, mesh: SmpMesh, trained: Iterable[str] = ()
+) -> list[int]:
+    """Return what this rank tells: two numbers for each replica, those of the others 0,
+    two of the window, and two of what is trained."""
     told, checksum = [0] * (2 * mesh.replicate_degree), issued.checksum()
-    told[2 * mesh.replicate_rank : 2 * mesh.replicate_rank + 2] = checksum, _GREATEST - checksum
+    told[2 * mesh.replicate_rank : 2 * mesh.replicate_rank + 2] = (
+        checksum,
+        _GREATEST - checksum,
+    )
     parameters = zlib.crc32("\n".join(trained).encode()) >> 1
-    return [*told, issued.windows, _GREATEST - issued.windows, parameters, _GREATEST - parameters]
+    return [
+        *told,
+        issued.windows,
+        _GREATEST - issued.windows,
+        parameters,
+        _GREATEST - parameters,
+    ]
 
 
 def differing(told: Sequence[int]) -> list[bool]:
-    """Return for each replica whether its ranks differ, and last whether any two ranks are in different windows, and
-    whether they train different parameters; from the maxima of what all told."""
+    """Return for each replica whether its ranks differ, and last whether any two ranks
+    are in different windows, and whether they train different parameters; from the
+    maxima of what all told."""
     totals = map(operator.add, told[::2], told[1::2])
     return [total not in (_GREATEST, _UNTOLD) for total in totals]
 
 
 def any_differs(told: Tensor) -> Tensor:
-    """Return whether :func:`differing` finds any: a 0-d bool tensor, for which the host does not wait."""
+    """Return whether :func:`differing` finds any: a 0-d bool tensor, for which the host
+    does not wait."""
     totals = told.view(-1, 2).sum(1)
     return ((totals != _GREATEST) & (totals != _UNTOLD)).any()
 
 
 def stop_device_where_differing(differs: Tensor) -> None:
-    """Let the device itself go no further where ranks differ, so that nothing is stepped; the host does not wait."""
-    # torch._assert_async: the only check that a device makes by itself. torch has no public one.
+    """Let the device itself go no further where ranks differ, so that nothing is
+    stepped; the host does not wait."""
+    # torch._assert_async: the only check that a device makes by itself. torch has no
+    # public one.
     torch._assert_async(~differs, _DIVERGED)
 
 
 def on_any_stage(flags: Sequence[Tensor | bool], mesh: SmpMesh) -> Tensor:
-    """Return which of the flags hold on any pipeline stage, int32. Collective over the stages.
+    """Return which of the flags hold on any pipeline stage, int32. Collective over the
+    stages.
 
     Args:
-        flags: each on the host or on the mesh's device, for which the host does not wait.
+        flags: each on the host or on the mesh's device, for which the host does not
+            wait.
     """
     numbers = [torch.as_tensor(flag, dtype=torch.int32) for flag in flags]
-    on_device = [streams.moved_to(mesh.device, each) if each.device.type == "cpu" else each for each in numbers]
+    on_device = [
+        streams.moved_to(mesh.device, each) if each.device.type == "cpu" else each
+        for each in numbers
+    ]
     told = torch.stack(on_device)
     if mesh.pipeline_degree > 1:
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.group(Axis.PIPELINE))
@@ -115,14 +141,16 @@ def on_any_stage(flags: Sequence[Tensor | bool], mesh: SmpMesh) -> Tensor:
 
 
 def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
-    """Compare at once, for example after an evaluation, which no window follows. Collective over the mesh's
-    ``model_group``; the host waits.
+    """Compare at once, for example after an evaluation, which no window follows.
+    Collective over the mesh's ``model_group``; the host waits.
 
     Raises:
         RanksDiverged: ranks of one replica differ; on all ranks.
     """
     if mesh.shard_degree > 1:
-        told = torch.tensor(told_by(issued, mesh), dtype=torch.int32, device=mesh.device)
+        told = torch.tensor(
+            told_by(issued, mesh), dtype=torch.int32, device=mesh.device
+        )
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.model_group)
         if on_any_stage([any(differing(told.tolist()))], mesh):
             raise RanksDiverged(difference_in_words(issued, mesh, told))
@@ -130,7 +158,8 @@ def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
 
 
 class WindowRecord(NamedTuple):
-    """A rank's part of a window, for the others once ranks differ, in numbers and strings only.
+    """A rank's part of a window, for the others once ranks differ, in numbers and
+    strings only.
 
     Args:
         window: its number.
@@ -149,8 +178,9 @@ class WindowRecord(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LeftToDevice:
-    """A window whose comparison only the device knows (:class:`smp_core.watch.compared_windows.Compared`). Nothing is
-    made of it unless the device stops there: each step leaves one."""
+    """A window whose comparison only the device knows
+    (:class:`smp_core.watch.compared_windows.Compared`). Nothing is made of it unless
+    the device stops there: each step leaves one."""
 
     issued: IssuedCollectives
     layout: Layout
@@ -163,19 +193,38 @@ class LeftToDevice:
 
     def summary(self) -> Sequence[int]:
         window, replica, older, numbers, trained = self.record
-        return window, replica, zlib.crc32(array("i", numbers), older), zlib.crc32("\n".join(trained).encode())
+        return (
+            window,
+            replica,
+            zlib.crc32(array("i", numbers), older),
+            zlib.crc32("\n".join(trained).encode()),
+        )
 
-    def sides(self, summaries: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        # Ranks of one replica issue the same; all ranks are in the same window and train the same.
-        in_replica = {rank: each for rank, each in summaries.items() if each[1] == self.record.replica}
-        of_all = {rank: (window, trained) for rank, (window, _, _, trained) in summaries.items()}
+    def sides(
+        self, summaries: Mapping[int, Sequence[int]]
+    ) -> Mapping[int, Sequence[int]]:
+        # Ranks of one replica issue the same; all ranks are in the same window and
+        # train the same.
+        in_replica = {
+            rank: each
+            for rank, each in summaries.items()
+            if each[1] == self.record.replica
+        }
+        of_all = {
+            rank: (window, trained)
+            for rank, (window, _, _, trained) in summaries.items()
+        }
         found = _alike(in_replica)
         return found if len(found) > 1 else _alike(of_all)
 
     def ranks(self) -> Iterable[int]:
-        # Where any two ranks differ, some rank differs from one of its replica or from one in its place in another.
+        # Where any two ranks differ, some rank differs from one of its replica or from
+        # one in its place in another.
         beside, in_place = (*PARTITION, Axis.TENSOR), (Axis.REPLICATE,)
-        return {*self.layout.ranks(self.rank, *beside), *self.layout.ranks(self.rank, *in_place)}
+        return {
+            *self.layout.ranks(self.rank, *beside),
+            *self.layout.ranks(self.rank, *in_place),
+        }
 
     def difference(self, by_rank: Mapping[int, Sequence[object]]) -> str:
         told = {rank: WindowRecord(*fields) for rank, fields in by_rank.items()}  # type: ignore[arg-type]
@@ -190,15 +239,21 @@ def _alike(by_rank: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     return {alike[0]: alike for alike in ranks.values()}
 
 
-def leave_to_device(issued: IssuedCollectives, mesh: SmpMesh, trained: Sequence[str]) -> None:
+def leave_to_device(
+    issued: IssuedCollectives, mesh: SmpMesh, trained: Sequence[str]
+) -> None:
     """Keep what this rank would say of the window, in case the device stops at it."""
-    record = WindowRecord(issued.windows, mesh.replicate_rank, *issued.recent(), trained)
+    record = WindowRecord(
+        issued.windows, mesh.replicate_rank, *issued.recent(), trained
+    )
     here.keep_window(LeftToDevice(issued, mesh.layout, mesh.rank, record))
 
 
-def difference_in_words(issued: IssuedCollectives, mesh: SmpMesh, told: Tensor, trained: Sequence[str] = ()) -> str:
-    """Ask the ranks what they issued, or train; say where they differ, and which, on all ranks alike. Collective over
-    the world.
+def difference_in_words(
+    issued: IssuedCollectives, mesh: SmpMesh, told: Tensor, trained: Sequence[str] = ()
+) -> str:
+    """Ask the ranks what they issued, or train; say where they differ, and which, on
+    all ranks alike. Collective over the world.
 
     Args:
         told: the maxima of what all told.
@@ -211,8 +266,18 @@ def difference_in_words(issued: IssuedCollectives, mesh: SmpMesh, told: Tensor, 
         own = WindowRecord(issued.windows, mesh.replicate_rank, older, numbers, names)
         everyone = [own] * dist.get_world_size(mesh.model_group)
         dist.all_gather_object(everyone, own, group=mesh.model_group)
-        found = _difference(issued, dict(zip(dist.get_process_group_ranks(mesh.model_group), everyone, strict=True)))
-        issued.windows = max(each.window for each in everyone)  # from here on in the same one again
+        found = _difference(
+            issued,
+            dict(
+                zip(
+                    dist.get_process_group_ranks(mesh.model_group),
+                    everyone,
+                    strict=True,
+                )
+            ),
+        )
+        # From here on in the same one again.
+        issued.windows = max(each.window for each in everyone)
         issued.forget()
     if mesh.pipeline_degree == 1:
         return found
@@ -233,13 +298,18 @@ def _difference(issued: IssuedCollectives, told: Mapping[int, WindowRecord]) -> 
     for rank, each in told.items():
         by_window.setdefault(each.window, []).append(rank)
     if len(by_window) > 1:
-        numbers = (f"{ranks_in_words(ranks)} window {window + 1}" for window, ranks in sorted(by_window.items()))
+        numbers = (
+            f"{ranks_in_words(ranks)} window {window + 1}"
+            for window, ranks in sorted(by_window.items())
+        )
         return _OTHER_WINDOWS.format("; ".join(numbers))
     # Ranks of a replica issue the same.
     by_replica: dict[int, dict[int, tuple[int, Sequence[int]]]] = {}
     for rank, each in told.items():
         by_replica.setdefault(each.replica, {})[rank] = each.older, each.numbers
-    found = [text for its in by_replica.values() if (text := first_to_differ(issued, its))]
+    found = [
+        text for its in by_replica.values() if (text := first_to_differ(issued, its))
+    ]
     if found:
         return f"{_DIVERGED}: {'; '.join(found)}. {_WHAT_TO_DO}"
     # All ranks train the same.
@@ -247,14 +317,17 @@ def _difference(issued: IssuedCollectives, told: Mapping[int, WindowRecord]) -> 
 
 
 def _first_other_parameter(by_rank: Mapping[int, Sequence[str]]) -> str:
-    """Return a parameter that some ranks train and others do not, in words; "" if there is none."""
+    """Return a parameter that some ranks train and others do not, in words; "" if there
+    is none."""
     names = dict.fromkeys(name for theirs in by_rank.values() for name in theirs)
     for name in names:
         ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
         if len(ranks) == len(by_rank):
             continue
         if name.endswith(ATTACHED):
-            return _OTHER_ATTACHED.format(ranks_in_words(ranks), name.removesuffix(ATTACHED))
+            return _OTHER_ATTACHED.format(
+                ranks_in_words(ranks), name.removesuffix(ATTACHED)
+            )
         bare = name.removesuffix(HOOK)
         what = "requires_grad=True" if bare == name else "a hook"
         return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, what)

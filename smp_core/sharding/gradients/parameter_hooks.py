@@ -1,19 +1,23 @@
 """Hooks of parameters, called with complete gradients.
 
-What autograd has of a parameter on one rank is one rank's part of its gradient. A hook that scales or masks could work
-on parts; one that clamps, adds or records could not, and no hook says which it is. So hooks are kept where autograd
-does not find them, and are called when the gradients of a backward pass are complete, with what one process would see:
+What autograd has of a parameter on one rank is one rank's part of its gradient. A hook
+that scales or masks could work on parts; one that clamps, adds or records could not,
+and no hook says which it is. So hooks are kept where autograd does not find them, and
+are called when the gradients of a backward pass are complete, with what one process
+would see:
 
-- those of ``register_hook`` with the mean over ranks of the unsharded gradient, a plain tensor; what they return is
-  sharded again
-- those of ``register_post_accumulate_grad_hook`` with the parameter that the model shows, whose ``.grad`` is a shard
-  (as in FSDP2), and where a plain tensor that they bring counts as one that all ranks have
+- those of ``register_hook`` with the mean over ranks of the unsharded gradient, a plain
+  tensor; what they return is sharded again
+- those of ``register_post_accumulate_grad_hook`` with the parameter that the model
+  shows, whose ``.grad`` is a shard (as in FSDP2), and where a plain tensor that they
+  bring counts as one that all ranks have
 
 As long as there are any, a window is closed by each of its backward passes
 (:class:`smp_core.sharding.gradients.accumulation.AccumulationWindow`).
 
-torch keeps hooks in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``, and has no public name for them: whatever
-is registered goes there, and is found there by the handle that removes it.
+torch keeps hooks in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``, and has no
+public name for them: whatever is registered goes there, and is found there by the
+handle that removes it.
 """
 
 from __future__ import annotations
@@ -40,14 +44,17 @@ _OURS = -1  # key of what autograd itself is to call; torch counts from 0
 
 Hook = Callable[[Any], Any]
 
-_HOLDERS = (Tensor, Optimizer, Mapping, list, tuple, set)  # of parameters, among global names
+# Of parameters, among global names.
+_HOLDERS = (Tensor, Optimizer, Mapping, list, tuple, set)
 
 
 class _Kept(OrderedDict[int, Hook]):
-    """A tensor's hooks as torch and their handles see them: what is registered goes to ``store``. Autograd calls what
-    lies in the dict itself, at most one hook of ours."""
+    """A tensor's hooks as torch and their handles see them: what is registered goes to
+    ``store``. Autograd calls what lies in the dict itself, at most one hook of ours."""
 
-    def __init__(self, owner: ParameterHooks, store: MutableMapping[int, Hook], ours: Hook | None) -> None:
+    def __init__(
+        self, owner: ParameterHooks, store: MutableMapping[int, Hook], ours: Hook | None
+    ) -> None:
         super().__init__()
         self.owner, self.store = owner, store
         if ours is not None:
@@ -64,17 +71,27 @@ class _Kept(OrderedDict[int, Hook]):
 
 
 class ParameterHooks:
-    """The hooks of one parameter. It does not refer to the parameter, which refers to it.
+    """The hooks of one parameter. It does not refer to the parameter, which refers to
+    it.
 
     Args:
-        parameter: whose hooks they are from now on; those that were registered stay registered.
+        parameter: whose hooks they are from now on; those that were registered stay
+            registered.
         mesh: the ranks over which its gradient is complete.
-        before: called by autograd, where the parameter itself is in a graph, before a gradient is accumulated.
+        before: called by autograd, where the parameter itself is in a graph, before a
+            gradient is accumulated.
         after: called by autograd behind that.
     """
 
-    def __init__(self, parameter: Tensor, mesh: SmpMesh, before: Hook | None = None, after: Hook | None = None) -> None:
-        self._mesh = weakref.ref(mesh)  # what a user's hook refers to may never be collected
+    def __init__(
+        self,
+        parameter: Tensor,
+        mesh: SmpMesh,
+        before: Hook | None = None,
+        after: Hook | None = None,
+    ) -> None:
+        # What a user's hook refers to may never be collected.
+        self._mesh = weakref.ref(mesh)
         self._has_gradient = False
         # The dicts of before go on as stores: handles that remove hooks look into them.
         self._of_gradient = [_store(parameter._backward_hooks)]
@@ -83,7 +100,8 @@ class ParameterHooks:
         parameter._post_accumulate_grad_hooks = _Kept(self, self._accumulated[0], after)  # type: ignore[attr-defined]
 
     def show_on(self, copy: Tensor) -> None:
-        """Take the hooks of an unsharded copy, which a forward shows in the parameter's place, now and from now on."""
+        """Take the hooks of an unsharded copy, which a forward shows in the parameter's
+        place, now and from now on."""
         given, late = copy._backward_hooks, _post_accumulate_grad_hooks(copy)
         if not isinstance(given, _Kept):
             if given:
@@ -103,8 +121,9 @@ class ParameterHooks:
         return any(self._accumulated)
 
     def change(self, gradient: Tensor) -> Tensor:
-        """Return what hooks make of a complete gradient, sharded or plain, in its own layout. Collective over the ranks
-        that hold parts of it, and over all that have the parameter where a hook draws random numbers."""
+        """Return what hooks make of a complete gradient, sharded or plain, in its own
+        layout. Collective over the ranks that hold parts of it, and over all that have
+        the parameter where a hook draws random numbers."""
         self._has_gradient = True
         hooks, mesh = list(_each(self._of_gradient)), self._mesh()
         if not hooks or mesh is None:
@@ -115,20 +134,25 @@ class ParameterHooks:
             for hook in hooks:
                 result = hook(whole)
                 whole = whole if result is None else result
-        if isinstance(whole, DTensor):  # it computed with the parameter, which is a shard
+        # It computed with the parameter, which is a shard.
+        if isinstance(whole, DTensor):
             whole = whole.full_tensor()
         if whole.shape != gradient.shape:
             raise ValueError(
                 f"a hook of a parameter returned a gradient of shape {tuple(whole.shape)}; allowed: "
                 f"{tuple(gradient.shape)}"
             )
-        if mesh.model_degree > 1 and not torch.equal(drawn, _random_states(whole.device)):
+        if mesh.model_degree > 1 and not torch.equal(
+            drawn, _random_states(whole.device)
+        ):
             whole = whole.contiguous()
-            dist.broadcast(whole, group=mesh.model_group, group_src=0)  # the same noise on all ranks
+            # The same noise on all ranks.
+            dist.broadcast(whole, group=mesh.model_group, group_src=0)
         return shard_like(gradient, whole.to(gradient.device, gradient.dtype))
 
     def follow(self, parameter: Tensor) -> None:
-        """Call the hooks that follow the accumulation, if there was a gradient to accumulate since the last time."""
+        """Call the hooks that follow the accumulation, if there was a gradient to
+        accumulate since the last time."""
         if not self._has_gradient:
             return
         self._has_gradient = False
@@ -144,17 +168,29 @@ def hooks_of(parameter: Tensor) -> ParameterHooks | None:
 
 
 def shows_hooks(copy: Tensor) -> bool:
-    """Return whether an unsharded copy shows the hooks of its parameter, which is all that ever changes about them."""
-    return type(copy._backward_hooks) is _Kept and type(copy._post_accumulate_grad_hooks) is _Kept  # type: ignore
+    """Return whether an unsharded copy shows the hooks of its parameter, which is all
+    that ever changes about them."""
+    return (
+        type(copy._backward_hooks) is _Kept
+        and type(copy._post_accumulate_grad_hooks) is _Kept
+    )  # type: ignore
 
 
 def registered_hooks(parameter: Tensor) -> list[Hook]:
     """Return the hooks of a parameter, of both kinds, whoever calls them."""
-    return list(_each(map(_store, (parameter._backward_hooks, _post_accumulate_grad_hooks(parameter)))))
+    return list(
+        _each(
+            map(
+                _store,
+                (parameter._backward_hooks, _post_accumulate_grad_hooks(parameter)),
+            )
+        )
+    )
 
 
 def reached_by_hooks(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield tensors that a parameter's hooks refer to: in closures, defaults, global names, containers, optimizers."""
+    """Yield tensors that a parameter's hooks refer to: in closures, defaults, global
+    names, containers, optimizers."""
     left: list[tuple[Any, int]] = [(hook, 0) for hook in registered_hooks(parameter)]
     seen: set[int] = set()
     while left:
@@ -189,13 +225,18 @@ def _post_accumulate_grad_hooks(tensor: Tensor) -> Any:
 
 
 def unsharded_value(gradient: Tensor, mesh: SmpMesh) -> Tensor:
-    """Return the whole gradient as a plain tensor on the mesh's device, also of a shard in host memory."""
+    """Return the whole gradient as a plain tensor on the mesh's device, also of a shard
+    in host memory."""
     if not isinstance(gradient, DTensor):
         return gradient
     if gradient.device.type != mesh.device.type:
         local = gradient.to_local().to(mesh.device)
         gradient = DTensor.from_local(
-            local, gradient.device_mesh, gradient.placements, shape=gradient.shape, stride=gradient.stride()
+            local,
+            gradient.device_mesh,
+            gradient.placements,
+            shape=gradient.shape,
+            stride=gradient.stride(),
         )
     return gradient.full_tensor()
 
@@ -211,10 +252,20 @@ def _random_states(device: torch.device) -> Tensor:
 def _referred_to(value: Any) -> list[Any]:
     """Return what a function, a container, or an object of a user's class refers to."""
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        used = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        cells = [
+            cell.cell_contents for cell in value.__closure__ or () if cell != CellType()
+        ]
+        used = [
+            value.__globals__[name]
+            for name in value.__code__.co_names
+            if name in value.__globals__
+        ]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*cells, *defaults, *(each for each in used if isinstance(each, _HOLDERS))]
+        return [
+            *cells,
+            *defaults,
+            *(each for each in used if isinstance(each, _HOLDERS)),
+        ]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):
@@ -225,6 +276,7 @@ def _referred_to(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, Optimizer):
         return [value.param_groups]
-    if isinstance(value, (nn.Module, type, ModuleType)):  # a module shows the parameters of now
+    # A module shows the parameters of now.
+    if isinstance(value, (nn.Module, type, ModuleType)):
         return []
     return list(getattr(value, "__dict__", {}).values())

@@ -1,7 +1,9 @@
-"""What ranks tell each other when a window closes: which parameters received a gradient, and whether they did the same.
+"""What ranks tell each other when a window closes: which parameters received a
+gradient, and whether they did the same.
 
-One small MAX all-reduce over all ranks that compute the same layers, tensor ranks included: they hold parts of one
-gradient, and drop it together. Its parts, in order, int32:
+One small MAX all-reduce over all ranks that compute the same layers, tensor ranks
+included: they hold parts of one gradient, and drop it together. Its parts, in order,
+int32:
 
     of each parameter, units' first       whether it received a gradient on this rank
     of each unit                          whether there is a sum of it
@@ -39,13 +41,17 @@ from smp_core.torch_facts import streams
 
 
 def received_all(units: Sequence[UnitWindow], replicated: ReplicatedGradients) -> bool:
-    """Return whether this rank has a gradient of every trainable parameter, and need not read what others tell."""
+    """Return whether this rank has a gradient of every trainable parameter, and need
+    not read what others tell."""
     of_units = all(each.received_all() for each in units)
-    return of_units and all(name in replicated.reached for name in replicated.taking_part())
+    return of_units and all(
+        name in replicated.reached for name in replicated.taking_part()
+    )
 
 
 class Told:
-    """All ranks' flags at the end of a window; starts the all-reduce. Collective over the mesh's ``model_group``.
+    """All ranks' flags at the end of a window; starts the all-reduce. Collective over
+    the mesh's ``model_group``.
 
     Args:
         veto: whether this rank wants the window dropped: a 0-d bool tensor.
@@ -65,27 +71,47 @@ class Told:
         self._mesh, self._issued = mesh, issued
         flags: list[int] = []
         for each in units:
-            flags += [int(index in each.received) for index in range(len(each.unit.parameters()))]
+            flags += [
+                int(index in each.received)
+                for index in range(len(each.unit.parameters()))
+            ]
         flags += [int(name in replicated.reached) for name in replicated.parameters]
         self._n_parameters = len(flags)
         flags += [int(each.flat is not None) for each in units]
-        self._trained = [each.unit.names[slot.index] for each in units for slot in each.window_slots()]
+        self._trained = [
+            each.unit.names[slot.index]
+            for each in units
+            for slot in each.window_slots()
+        ]
         self._trained += replicated.taking_part()
-        named = [pair for each in units for pair in zip(each.unit.names, each.unit.parameters(), strict=True)]
-        hooked = [name for name, parameter in [*named, *replicated.parameters.items()] if hooks_of(parameter)]
+        named = [
+            pair
+            for each in units
+            for pair in zip(each.unit.names, each.unit.parameters(), strict=True)
+        ]
+        hooked = [
+            name
+            for name, parameter in [*named, *replicated.parameters.items()]
+            if hooks_of(parameter)
+        ]
         self._trained += [name + HOOK for name in hooked]
         self._trained += [name + ATTACHED for name in attached]
         alone = mesh.model_degree == 1
         device = torch.device("cpu") if alone else mesh.device
-        self._told = streams.on_device([*flags, 0, *told_by(issued, mesh, self._trained)], torch.int32, device)
+        self._told = streams.on_device(
+            [*flags, 0, *told_by(issued, mesh, self._trained)], torch.int32, device
+        )
         self._veto_at = len(flags)
         if veto is not None:
             self._told[self._veto_at] = veto()
-        self._vetoed = self._told[self._veto_at]  # what all ranks told, once it has arrived
+        # What all ranks told, once it has arrived.
+        self._vetoed = self._told[self._veto_at]
         self._work: dist.Work | None = None
         if not alone:  # what is known stays where it is known
             group = mesh.model_group
-            self._work = dist.all_reduce(self._told, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._work = dist.all_reduce(
+                self._told, op=dist.ReduceOp.MAX, group=group, async_op=True
+            )
 
     def wait(self) -> None:
         """Wait until the others have told."""
@@ -94,27 +120,35 @@ class Told:
             self._work = None
 
     def sums(self) -> list[int]:
-        """Return for each unit whether any rank has a sum of it. Waits for the device."""
+        """Return for each unit whether any rank has a sum of it. Waits for the
+        device."""
         return self._told[self._n_parameters : self._veto_at].tolist()
 
     def received(self) -> list[bool]:
-        """Return for each parameter whether any rank received a gradient. Waits for the device."""
+        """Return for each parameter whether any rank received a gradient. Waits for the
+        device."""
         return self._told[: self._n_parameters].cpu().bool().tolist()
 
     def vetoed(self) -> bool:
-        """Return whether any rank wants the window dropped, after :meth:`divergence`. Waits for the device."""
+        """Return whether any rank wants the window dropped, after :meth:`divergence`.
+        Waits for the device."""
         return bool(self._vetoed)
 
     def divergence(self) -> str | None:
-        """Say where ranks of one replica issued different collectives, or ranks differ otherwise; None: nowhere.
-        Collective over pipeline stages, which end a window alike, and over the world where ranks differ.
+        """Say where ranks of one replica issued different collectives, or ranks differ
+        otherwise; None: nowhere. Collective over pipeline stages, which end a window
+        alike, and over the world where ranks differ.
 
-        An accelerator's host does not wait for the answer: the device itself goes no further then, so that nothing is
-        stepped.
+        An accelerator's host does not wait for the answer: the device itself goes no
+        further then, so that nothing is stepped.
         """
         told, found = self._told[self._veto_at + 1 :], None
         differs: Tensor | bool
-        differs = any_differs(told) if streams.run_behind(told.device) else any(differing(told.tolist()))
+        differs = (
+            any_differs(told)
+            if streams.run_behind(told.device)
+            else any(differing(told.tolist()))
+        )
         if self._mesh.pipeline_degree > 1:
             self._vetoed, differs = on_any_stage([self._vetoed, differs], self._mesh)
         if isinstance(differs, Tensor) and streams.run_behind(differs.device):

@@ -1,8 +1,8 @@
-"""Gradients of parameters that every rank holds whole: 0-d ones, those tied across units, and all of them with
-``shard_degree=1``, where partitioning would only copy.
+"""Gradients of parameters that every rank holds whole: 0-d ones, those tied across
+units, and all of them with ``shard_degree=1``, where partitioning would only copy.
 
-Inside a window each rank adds up its own micro-batches; at the window's end the sums are added up over all ranks, one
-collective per group of parameters, and divided once.
+Inside a window each rank adds up its own micro-batches; at the window's end the sums
+are added up over all ranks, one collective per group of parameters, and divided once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class ReplicatedGradients:
         self._was_trainable: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
         self._in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = []
-        self._closed: dict[str, torch.Tensor | None] = {}  # .grad of earlier closed passes, of parameters with hooks
+        # .grad of earlier closed passes, of parameters with hooks.
+        self._closed: dict[str, torch.Tensor | None] = {}
         self._mesh = mesh
         for group in groups:
             self.add(group)
@@ -62,31 +63,43 @@ class ReplicatedGradients:
         self.parameters.update(group)
         for name, parameter in group.items():
             if parameter.is_floating_point() or parameter.is_complex():
-                ParameterHooks(parameter, self._mesh, before=self._before(name), after=self._note(name))
+                ParameterHooks(
+                    parameter,
+                    self._mesh,
+                    before=self._before(name),
+                    after=self._note(name),
+                )
 
     def end_of_pass(self) -> None:
         """Take what the pass left in ``.grad`` into the partial sums.
 
-        A gradient closed earlier in the same optimizer step is in there too. It is equal on all ranks, so it comes back
-        unchanged from the mean over them.
+        A gradient closed earlier in the same optimizer step is in there too. It is
+        equal on all ranks, so it comes back unchanged from the mean over them.
         """
         for name in self._this_pass:
             parameter = self.parameters[name]
             assert parameter.grad is not None
             if name in self._sums:
                 # Half precision would lose what is small against the sum so far.
-                self._sums[name] = self._sums[name].to(self._reduce_dtype or parameter.dtype)
+                self._sums[name] = self._sums[name].to(
+                    self._reduce_dtype or parameter.dtype
+                )
                 self._sums[name] += parameter.grad
             else:
                 self._sums[name] = parameter.grad
             parameter.grad = None
         self.reached |= self._this_pass
         self._this_pass.clear()
-        self._was_trainable |= {name for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self._was_trainable |= {
+            name
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
 
     def shard_over_world(self, on_host: bool) -> list[FlatShard]:
-        """Scatter sums over all ranks from now on, for masters to be stepped; not of 0-d parameters, and of what is
-        trained only later: those stay replicated and every rank steps them.
+        """Scatter sums over all ranks from now on, for masters to be stepped; not of
+        0-d parameters, and of what is trained only later: those stay replicated and
+        every rank steps them.
 
         Args:
             on_host: see :class:`smp_core.sharding.optimizer.shards.FlatShard`.
@@ -94,7 +107,11 @@ class ReplicatedGradients:
         if not self._shards:
             for number, names_of_group in enumerate(self._groups):
                 for dtype, names in self._by_dtype(names_of_group).items():
-                    parameters = [self.parameters[name] for name in names if self.parameters[name].ndim]
+                    parameters = [
+                        self.parameters[name]
+                        for name in names
+                        if self.parameters[name].ndim
+                    ]
                     if parameters:
                         names = [name for name in names if self.parameters[name].ndim]
                         sizes = [parameter.numel() for parameter in parameters]
@@ -111,8 +128,8 @@ class ReplicatedGradients:
         return found
 
     def send(self) -> None:
-        """Start adding up over all ranks. Every rank sends every parameter that takes part, whether it received a
-        gradient or not."""
+        """Start adding up over all ranks. Every rank sends every parameter that takes
+        part, whether it received a gradient or not."""
         for name in self.taking_part():
             self._set_aside(name)
         if not self._route.adds_up:
@@ -120,13 +137,21 @@ class ReplicatedGradients:
         held: set[str] = set()
         for key, shard in self._shards.items():
             held.update(shard.names)
-            flat = torch.cat([self._contribution(name).reshape(-1) for name in shard.names])
+            flat = torch.cat(
+                [self._contribution(name).reshape(-1) for name in shard.names]
+            )
             shard.send(flat.to(self._reduce_dtype or flat.dtype), key)
         for number, group in enumerate(self._groups):
-            for dtype, names in self._by_dtype(name for name in group if name not in held).items():
-                flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
+            for dtype, names in self._by_dtype(
+                name for name in group if name not in held
+            ).items():
+                flat = torch.cat(
+                    [self._contribution(name).reshape(-1) for name in names]
+                )
                 flat = flat.to(self._reduce_dtype or dtype)
-                work = self._route.hop(flat, f"whole {number} {dtype}" + (", rest" if held else ""))
+                work = self._route.hop(
+                    flat, f"whole {number} {dtype}" + (", rest" if held else "")
+                )
                 self._in_flight.append((names, flat, work))
 
     def wait(self) -> None:
@@ -138,23 +163,31 @@ class ReplicatedGradients:
                 work.wait()
 
     def finish(self, seen: Mapping[str, bool] | None) -> None:
-        """Set ``.grad`` of the parameters that received a gradient on some rank (``seen``; None: all of them).
-        Collective where parameters have hooks."""
+        """Set ``.grad`` of the parameters that received a gradient on some rank
+        (``seen``; None: all of them). Collective where parameters have hooks."""
         self.wait()
         for shard in self._shards.values():
             # What was frozen since the shard was made is in its sum, as zeros.
-            reached = [self._takes_part(name) if seen is None else seen[name] for name in shard.names]
+            reached = [
+                self._takes_part(name) if seen is None else seen[name]
+                for name in shard.names
+            ]
             shard.set_gradients(self._route.divisor, reached)
             for name in shard.names:
                 self._sums.pop(name, None)
         for names, flat, _ in self._in_flight:
             flat /= self._route.divisor
-            for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
+            for name, part in zip(
+                names,
+                flat.split([self.parameters[n].numel() for n in names]),
+                strict=True,
+            ):
                 self._sums[name] = part.view_as(self.parameters[name])
         for name, gradient in self._sums.items():
             if seen is None or seen[name]:
                 self._set_gradient(name, gradient)
-        for name, closed in self._closed.items():  # of those that received none in this pass
+        # Of those that received none in this pass.
+        for name, closed in self._closed.items():
             self.parameters[name].grad = closed
         self.forget()
 
@@ -169,13 +202,15 @@ class ReplicatedGradients:
         parameter.grad = _laid_out_like(parameter, gradient)
 
     def _set_aside(self, name: str) -> None:
-        """Set the ``.grad`` of earlier passes of a parameter with hooks aside: they are to see that of one pass."""
+        """Set the ``.grad`` of earlier passes of a parameter with hooks aside: they are
+        to see that of one pass."""
         parameter = self.parameters[name]
         if name not in self._closed and hooks_of(parameter):
             self._closed[name], parameter.grad = parameter.grad, None
 
     def drop(self, dropped: set[int], set_to_none: bool) -> None:
-        """Drop the partial sums of parameters with these ids, or (``set_to_none=False``) leave them at zero."""
+        """Drop the partial sums of parameters with these ids, or
+        (``set_to_none=False``) leave them at zero."""
         for name, parameter in self.parameters.items():
             if id(parameter) not in dropped:
                 continue
@@ -195,7 +230,8 @@ class ReplicatedGradients:
         self.reached.clear()
 
     def taking_part(self) -> Iterable[str]:
-        """Return the parameters that are trainable, or were in an earlier micro-batch of the window."""
+        """Return the parameters that are trainable, or were in an earlier micro-batch
+        of the window."""
         return (name for name in self.parameters if self._takes_part(name))
 
     def _takes_part(self, name: str) -> bool:
@@ -207,8 +243,9 @@ class ReplicatedGradients:
             return self._sums[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
-    # Autograd holds these hooks where Python's garbage collector does not look: a strong reference from there would
-    # keep the model, its mesh and the process groups for good.
+    # Autograd holds these hooks where Python's garbage collector does not look: a
+    # strong reference from there would keep the model, its mesh and the process groups
+    # for good.
 
     def _before(self, name: str) -> Callable[[torch.Tensor], None]:
         owner = weakref.ref(self)
@@ -225,15 +262,17 @@ class ReplicatedGradients:
         def note(parameter: torch.Tensor) -> None:
             if (this := owner()) is not None:
                 this._on_backward()
-                if parameter.requires_grad:  # autograd comes by, and leaves nothing, where it was frozen since forward
+                # Autograd comes by, and leaves nothing, where it was frozen since
+                # forward.
+                if parameter.requires_grad:
                     this._this_pass.add(name)
 
         return note
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient in the dtype that the parameter wants and in its strides: fused optimizers walk both in the
-    order of memory."""
+    """Return the gradient in the dtype that the parameter wants and in its strides:
+    fused optimizers walk both in the order of memory."""
     dtype = parameter.grad_dtype or torch.promote_types(parameter.dtype, gradient.dtype)
     if gradient.stride() == parameter.stride():
         return gradient.to(dtype)

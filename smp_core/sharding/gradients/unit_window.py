@@ -1,4 +1,5 @@
-"""UnitWindow: the gradients of one unit between the first micro-batch of a window and ``.grad``.
+"""UnitWindow: the gradients of one unit between the first micro-batch of a window and
+``.grad``.
 
     idle          no gradient of it in this window
     collecting    micro-batches' sums, reduced inside the partition group, are added up
@@ -6,8 +7,8 @@
     in flight     it is on its way to the other replicas
     (idle)        again, with the mean in ``.grad`` of parameters, or of their masters
 
-A unit may go from idle to in flight at once: one that only other replicas used sends zeros. With one replica nothing is
-sent, and a complete sum becomes gradients.
+A unit may go from idle to in flight at once: one that only other replicas used sends
+zeros. With one replica nothing is sent, and a complete sum becomes gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from smp_core.sharding.optimizer.shards import FlatShard
 from smp_core.torch_facts import streams
 from smp_core.watch import here
 
-# Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
+# Other ranks of the partition group can have taken a way through the unit on which its
+# parameters are used later.
 TOO_LATE = (
     "unit %r: gradients came after its sum had been sent to the other replicas, because ranks of one partition group "
     "took different ways through it; let all of them use the same parameters, or run this backward pass inside "
@@ -48,23 +50,33 @@ class Phase(enum.Enum):
 
 
 class UnitWindow:
-    """One unit's part of an :class:`smp_core.sharding.gradients.accumulation.AccumulationWindow`.
+    """One unit's part of an
+    :class:`smp_core.sharding.gradients.accumulation.AccumulationWindow`.
 
     Args:
         unit: whose gradients these are.
         route: their way from this rank's sum to ``.grad``.
         mesh: the ranks over which gradients are complete, for hooks of parameters.
-        on_backward: called by each backward pass that leaves gradients of shards themselves.
+        on_backward: called by each backward pass that leaves gradients of shards
+            themselves.
 
     Attributes:
-        received: the parameters that received a gradient in this window, on this rank, by index.
+        received: the parameters that received a gradient in this window, on this rank,
+            by index.
         slots: the parameters in the sum, by where each begins.
-        uses_left: forwards that no backward pass has come through yet, recomputed ones not counted.
+        uses_left: forwards that no backward pass has come through yet, recomputed ones
+            not counted.
         flat: this rank's sum, 1-D, in the dtype of FSDP2's reduction; None while idle.
         masters: of this rank's part, where optimizer states are sharded over the world.
     """
 
-    def __init__(self, unit: ShardedUnit, route: Route, mesh: SmpMesh, on_backward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        unit: ShardedUnit,
+        route: Route,
+        mesh: SmpMesh,
+        on_backward: Callable[[], None],
+    ) -> None:
         self.unit, self.route = unit, route
         self.phase = Phase.IDLE
         self.slots: list[Slot] = []
@@ -74,22 +86,29 @@ class UnitWindow:
         self._received_in_pass: set[int] = set()
         self._trainable_in_pass: set[int] = set()
         self._was_trainable: set[int] = set()
-        self._reduced: set[int] = set()  # the parameters in what FSDP2 reduces at the moment
+        # The parameters in what FSDP2 reduces at the moment.
+        self._reduced: set[int] = set()
         self.uses_left = 0
         self._on_hold: Callable[[], None] | None = None
         self._over_world = False
         self._pending: Pending | None = None
-        self._own: dict[int, Tensor] = {}  # gradients of terms of the loss that are made of shards
-        self._before: dict[int, Tensor | None] = {}  # .grad of before the pass that leaves such gradients there
+        # Gradients of terms of the loss that are made of shards.
+        self._own: dict[int, Tensor] = {}
+        # .grad of before the pass that leaves such gradients there.
+        self._before: dict[int, Tensor | None] = {}
         self._on_backward = on_backward
         unit.listener = self
         for index, parameter in enumerate(unit.parameters()):
             ParameterHooks(parameter, mesh, before=self._set_aside(index))
 
     def held(self) -> list[Tensor]:
-        """List the sum, the gradients of terms that are made of shards, and the unsharded gradients that wait for their
-        reduction."""
-        return [*([] if self.flat is None else [self.flat]), *self._own.values(), *self.unit.held()]
+        """List the sum, the gradients of terms that are made of shards, and the
+        unsharded gradients that wait for their reduction."""
+        return [
+            *([] if self.flat is None else [self.flat]),
+            *self._own.values(),
+            *self.unit.held(),
+        ]
 
     @property
     def is_complete(self) -> bool:
@@ -102,7 +121,8 @@ class UnitWindow:
 
     @property
     def has_uses_left(self) -> bool:
-        """Return whether there are forwards that no backward pass has come through yet."""
+        """Return whether there are forwards that no backward pass has come through
+        yet."""
         return self.uses_left > 0
 
     # Calls and backward passes
@@ -121,21 +141,24 @@ class UnitWindow:
             assert self._on_hold is not None
             self._was_trainable |= trainable
             self._on_hold()
-        self._reduced = trainable | self._was_trainable if self.unit.awaits_reduction else trainable
+        self._reduced = (
+            trainable | self._was_trainable if self.unit.awaits_reduction else trainable
+        )
         return self._reduced
 
     def hold(self, on_hold: Callable[[], None] | None) -> None:
-        """Set whether backward passes from here on leave unsharded gradients instead of having them reduced;
-        ``on_hold`` is then called by each that comes through the unit. None: they are reduced, together with what is
-        held."""
+        """Set whether backward passes from here on leave unsharded gradients instead of
+        having them reduced; ``on_hold`` is then called by each that comes through the
+        unit. None: they are reduced, together with what is held."""
         self._on_hold = on_hold
         self.unit.hold_gradients(on_hold is not None)
 
     def pass_is_over(self) -> bool:
-        """Return whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is
-        left that FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its
-        gradient, which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a
-        graph that goes through backward twice.)"""
+        """Return whether the present pass has nothing more for this unit, when FSDP2
+        has just reduced it: no use is left that FSDP2 will reduce it for (on all ranks
+        of the partition group), and every trainable parameter has its gradient, which
+        autograd hands over once in a pass, when it has added up all uses. (Uses may be
+        left over of a graph that goes through backward twice.)"""
         return self.uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
 
     def end_of_pass(self) -> None:
@@ -144,15 +167,17 @@ class UnitWindow:
             parameter = parameters[index]
             own, parameter.grad = parameter.grad, self._before.pop(index)
             if isinstance(own, DTensor) and isinstance(parameter, DTensor):
-                own = own.redistribute(placements=parameter.placements)  # torch may leave it replicated
+                # Torch may leave it replicated.
+                own = own.redistribute(placements=parameter.placements)
             if own is not None:
                 self._own[index] = self._own[index] + own if index in self._own else own
         self._received_in_pass.clear()
         self._was_trainable |= self.unit.trainable()
 
     def window_slots(self) -> list[Slot]:
-        """Return the layout of what all ranks reduce: every parameter that is trainable, or was in an earlier pass,
-        also if this rank did not use the unit at all."""
+        """Return the layout of what all ranks reduce: every parameter that is
+        trainable, or was in an earlier pass, also if this rank did not use the unit at
+        all."""
         return self.unit.layout(self.unit.trainable() | self._was_trainable)
 
     # Collecting
@@ -163,18 +188,23 @@ class UnitWindow:
         Raises:
             RuntimeError: the unit's sum is in flight already.
         """
-        # FSDP2 took its memory on another stream, and somebody lets go of it while this one may not have read it yet:
-        # FSDP2 does when it is added to the sum, a wider sum takes its place when it is the sum.
+        # FSDP2 took its memory on another stream, and somebody lets go of it while this
+        # one may not have read it yet: FSDP2 does when it is added to the sum, a wider
+        # sum takes its place when it is the sum.
         streams.used_here(reduced)
         slots = self.unit.layout(self._reduced)
         if not slots or slots[-1].offset + slots[-1].padded != reduced.numel():
-            raise AssertionError(f"unit {self.unit.name!r}: a gradient of {reduced.numel()} elements fits no layout")
+            raise AssertionError(
+                f"unit {self.unit.name!r}: a gradient of {reduced.numel()} elements fits no layout"
+            )
         if self.phase is Phase.IN_FLIGHT:
-            # FSDP2 reduces once more when an output gets its gradient after that of the unit's inputs is complete.
+            # FSDP2 reduces once more when an output gets its gradient after that of the
+            # unit's inputs is complete.
             if reduced.any():
                 raise RuntimeError(TOO_LATE % self.unit.name)
         elif self.flat is None:
-            # FSDP2 makes ``.grad`` views of this very tensor; they are dropped when the pass ends: no copy is needed.
+            # FSDP2 makes ``.grad`` views of this very tensor; they are dropped when the
+            # pass ends: no copy is needed.
             self.slots, self.flat, self.phase = slots, reduced, Phase.COLLECTING
         elif slots == self.slots:
             self.flat += reduced
@@ -188,8 +218,8 @@ class UnitWindow:
             self.phase = Phase.COMPLETE
 
     def drop(self, indices: set[int], set_to_none: bool) -> None:
-        """Drop what is held of these parameters, and forget that they received gradients; or (``set_to_none=False``)
-        leave it at zero."""
+        """Drop what is held of these parameters, and forget that they received
+        gradients; or (``set_to_none=False``) leave it at zero."""
         self.unit.drop_held(indices, set_to_none)
         for index in indices:
             self._own.pop(index, None)
@@ -201,25 +231,31 @@ class UnitWindow:
                 self.flat[slot.offset : slot.offset + slot.padded] = 0
 
     def received_all(self) -> bool:
-        """Return whether this rank has a gradient of every parameter in the sum, if there is one."""
+        """Return whether this rank has a gradient of every parameter in the sum, if
+        there is one."""
         return all(slot.index in self.received for slot in self.slots)
 
     # In flight
 
     def send(self) -> None:
-        """Start adding up over replicas; zeros, where this rank did not use the unit."""
+        """Start adding up over replicas; zeros, where this rank did not use the
+        unit."""
         if not self.route.adds_up:
             return
         slots = self.window_slots()
         if self.flat is None:
-            self.slots, self.flat = slots, self.unit.zeros(slots, slots[-1].offset + slots[-1].padded)
+            self.slots, self.flat = (
+                slots,
+                self.unit.zeros(slots, slots[-1].offset + slots[-1].padded),
+            )
         self._widen(slots)
         if self._over_world:
             self._widen(self._slots_of_masters())
         self._start(self.flat)
 
     def send_zeros(self, n_elements: int) -> None:
-        """Send as many elements as another replica did, which are added up and dropped."""
+        """Send as many elements as another replica did, which are added up and
+        dropped."""
         if self.phase is not Phase.IN_FLIGHT:
             self.flat = self.unit.zeros(self.window_slots(), n_elements)
             self._start(self.flat)
@@ -243,17 +279,22 @@ class UnitWindow:
         """Divide the sum, and give it to the masters, where there are any.
 
         Args:
-            seen: for each parameter of the unit whether any rank has a gradient of it; None: all of them.
+            seen: for each parameter of the unit whether any rank has a gradient of it;
+                None: all of them.
 
         Returns:
-            the mean, on the device of the parameters' shards (a copy to the host may still be on its way); None where
-            masters have it, or there is no sum.
+            the mean, on the device of the parameters' shards (a copy to the host may
+            still be on its way); None where masters have it, or there is no sum.
         """
         if self.flat is None:
             return None
         if self.masters is not None:
             flags = None if seen is None else [seen[slot.index] for slot in self.slots]
-            own = {i: self._own.pop(slot.index) for i, slot in enumerate(self.slots) if slot.index in self._own}
+            own = {
+                i: self._own.pop(slot.index)
+                for i, slot in enumerate(self.slots)
+                if slot.index in self._own
+            }
             self.masters.set_gradients(self.route.divisor, flags, own)
             return None
         self.flat /= self.route.divisor
@@ -261,7 +302,8 @@ class UnitWindow:
         return self.unit.beside_parameters(flat)
 
     def set_gradients(self, mean: Tensor, seen: Sequence[bool] | None) -> None:
-        """Put a mean of :meth:`divide` into ``.grad``, added to the gradients of an earlier closed pass of the step."""
+        """Put a mean of :meth:`divide` into ``.grad``, added to the gradients of an
+        earlier closed pass of the step."""
         parameters = self.unit.parameters()
         slots = [slot for slot in self.slots if seen is None or seen[slot.index]]
         for index, gradient in self.unit.local_gradients(slots, mean):
@@ -275,8 +317,9 @@ class UnitWindow:
         _accumulate(parameter, changed)
 
     def take_own_gradients(self) -> None:
-        """Let gradients of terms of the loss that are made of shards be those of their parameters, or of their masters;
-        of parameters with hooks, together with the others."""
+        """Let gradients of terms of the loss that are made of shards be those of their
+        parameters, or of their masters; of parameters with hooks, together with the
+        others."""
         parameters = self.unit.parameters()
         for index in [index for index in self._own if not hooks_of(parameters[index])]:
             self._add_gradient(parameters[index], index, self._own.pop(index))
@@ -284,7 +327,8 @@ class UnitWindow:
             self.masters.take_gradients()
 
     def finish_own_gradients(self) -> None:
-        """Let hooks see gradients of terms that are made of shards, of parameters that received no other."""
+        """Let hooks see gradients of terms that are made of shards, of parameters that
+        received no other."""
         parameters = self.unit.parameters()
         for index in list(self._own):
             self._add_gradient(parameters[index], index, self._own.pop(index))
@@ -292,8 +336,9 @@ class UnitWindow:
             self.masters.take_gradients()
 
     def _set_aside(self, index: int) -> Callable[[Tensor], Tensor | None]:
-        """Return what sets ``.grad`` aside, when a term of the loss that is made of shards has a gradient of the
-        parameter: autograd would add one that is replicated to one that is not, which torch refuses."""
+        """Return what sets ``.grad`` aside, when a term of the loss that is made of
+        shards has a gradient of the parameter: autograd would add one that is
+        replicated to one that is not, which torch refuses."""
         owner = weakref.ref(self)  # as autograd holds it
 
         def set_aside(gradient: Tensor) -> Tensor | None:
@@ -303,7 +348,11 @@ class UnitWindow:
             if index not in this._before:
                 this._on_backward()
                 this._before[index], parameter.grad = parameter.grad, None
-            return sharded_mean(gradient, Placed.of(parameter)) if isinstance(parameter, DTensor) else None
+            return (
+                sharded_mean(gradient, Placed.of(parameter))
+                if isinstance(parameter, DTensor)
+                else None
+            )
 
         return set_aside
 
@@ -324,7 +373,8 @@ class UnitWindow:
 
         Args:
             on_host: masters live in host memory.
-            stored_as_gathered: float32 parameters are stored in what they are computed with from now on.
+            stored_as_gathered: float32 parameters are stored in what they are computed
+                with from now on.
 
         Returns:
             the masters; None: nothing of the unit is trainable.
@@ -339,7 +389,11 @@ class UnitWindow:
         sizes = [slot.padded for slot in slots]
         self.masters = FlatShard(names, trainable, sizes, self.route.hop, on_host)
         computes_in = self.unit.computes_in
-        if stored_as_gathered and computes_in is not None and parameters[members[0]].dtype == torch.float32:
+        if (
+            stored_as_gathered
+            and computes_in is not None
+            and parameters[members[0]].dtype == torch.float32
+        ):
             self.unit.store_in(computes_in, members)
             self.masters.holds_weights = True
         return self.masters
@@ -357,7 +411,8 @@ class UnitWindow:
         return self.unit.layout({index[name] for name in held})
 
     def _widen(self, more: list[Slot]) -> None:
-        """Make room for parameters that were frozen or unused in earlier micro-batches."""
+        """Make room for parameters that were frozen or unused in earlier
+        micro-batches."""
         sizes = {slot.index: slot.padded for slot in [*self.slots, *more]}
         wide, offset = [], 0
         for index in sorted(sizes):
@@ -371,11 +426,15 @@ class UnitWindow:
         self.slots, self.flat = wide, widened
 
 
-def _add_by_slot(target: Tensor, target_slots: list[Slot], source: Tensor, slots: list[Slot]) -> None:
+def _add_by_slot(
+    target: Tensor, target_slots: list[Slot], source: Tensor, slots: list[Slot]
+) -> None:
     where = {slot.index: slot.offset for slot in target_slots}
     for slot in slots:
         start = where[slot.index]
-        target[start : start + slot.padded] += source[slot.offset : slot.offset + slot.padded]
+        target[start : start + slot.padded] += source[
+            slot.offset : slot.offset + slot.padded
+        ]
 
 
 def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:

@@ -1,4 +1,5 @@
-"""Window: what whoever trains may ask of the gradients between a step's first micro-batch and the step."""
+"""Window: what whoever trains may ask of the gradients between a step's first
+micro-batch and the step."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from smp_core.sharding.optimizer.shards import WorldSharding
 
 
 class Window(Protocol):
-    """Our own (:class:`smp_core.sharding.gradients.accumulation.AccumulationWindow`), or torch's
-    (:class:`smp_core.sharding.given.NativeWindow`).
+    """Our own (:class:`smp_core.sharding.gradients.accumulation.AccumulationWindow`),
+    or torch's (:class:`smp_core.sharding.given.NativeWindow`).
 
     Attributes:
         micro_batches: backward passes whose gradients are held and not closed yet.
-        world: masters of this rank's part, where optimizer states are sharded over the world.
+        world: masters of this rank's part, where optimizer states are sharded over the
+            world.
     """
 
     micro_batches: int
@@ -28,11 +30,12 @@ class Window(Protocol):
         """Return whether gradients are held that no ``.grad`` shows yet."""
 
     def attached(self) -> Mapping[str, Tensor]:
-        """Return the parameters by name that the model got since it was sharded, and whose gradients nothing adds up
-        yet."""
+        """Return the parameters by name that the model got since it was sharded, and
+        whose gradients nothing adds up yet."""
 
     def refuse_attached(self) -> None:
-        """Refuse gradients of :meth:`attached`: called by ranks whose optimizer steps such parameters. Collective."""
+        """Refuse gradients of :meth:`attached`: called by ranks whose optimizer steps
+        such parameters. Collective."""
 
     def held_bytes(self) -> int:
         """Return the bytes of gradients that no parameter's ``.grad`` shows."""
@@ -41,7 +44,8 @@ class Window(Protocol):
         """Treat backward passes inside as not the window's last."""
 
     def close(self) -> None:
-        """Complete the gradients and set ``.grad``; a closed window is left as it is. Collective."""
+        """Complete the gradients and set ``.grad``; a closed window is left as it is.
+        Collective."""
 
     def abandon(self) -> None:
         """Drop the window's gradients, held and closed. Collective."""
@@ -50,7 +54,8 @@ class Window(Protocol):
         """Drop what is held of these parameters."""
 
     def zero_grad(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
-        """Do what ``zero_grad`` of a module means besides what it does to ``.grad`` of its parameters."""
+        """Do what ``zero_grad`` of a module means besides what it does to ``.grad`` of
+        its parameters."""
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """Make masters of this rank's part; gradients are theirs from now on."""

@@ -1,8 +1,8 @@
 """Optimizers over shards: which may step them, their norms, scales and states.
 
-Lists, and a trial on small parameters, decide whether an optimizer may step shards (kinds). ``prepare_optimizer``
-(prepared) replaces its parameters by shards over all replicas (shards) or on the host (host). Norms and loss scaling
-see every mesh axis.
+Lists, and a trial on small parameters, decide whether an optimizer may step shards
+(kinds). ``prepare_optimizer`` (prepared) replaces its parameters by shards over all
+replicas (shards) or on the host (host). Norms and loss scaling see every mesh axis.
 """
 
 from __future__ import annotations

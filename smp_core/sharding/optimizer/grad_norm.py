@@ -1,13 +1,17 @@
-"""Norm and clipping of gradients over every mesh axis, DTensor and plain parameters together.
+"""Norm and clipping of gradients over every mesh axis, DTensor and plain parameters
+together.
 
-The p-th powers of what this rank holds are added up over the axes on which a tensor is sharded, which its placements
-say: a DTensor's over the mesh axes on which it is not repeated, a plain parameter's over none, because every rank holds
-the whole of it. A master's gradient (``optimizer_shard="world"``) is a part that no other rank has: its powers are
-added up over all ranks whose gradients are added up. What is repeated (on replicas, on tensor ranks, on all ranks) is
-counted once, and they all find the same norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what
-``torch.nn.utils.clip_grad_norm_`` uses for one kernel per list instead of one per gradient; they have no public names.
-(torch's ``get_total_norm`` would take one collective for each DTensor, and finds the norm of bfloat16 gradients in
-bfloat16; its ``clip_grads_with_norm_`` scales DTensors as such, which takes fifteen times as long.)
+The p-th powers of what this rank holds are added up over the axes on which a tensor is
+sharded, which its placements say: a DTensor's over the mesh axes on which it is not
+repeated, a plain parameter's over none, because every rank holds the whole of it. A
+master's gradient (``optimizer_shard="world"``) is a part that no other rank has: its
+powers are added up over all ranks whose gradients are added up. What is repeated (on
+replicas, on tensor ranks, on all ranks) is counted once, and they all find the same
+norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what
+``torch.nn.utils.clip_grad_norm_`` uses for one kernel per list instead of one per
+gradient; they have no public names. (torch's ``get_total_norm`` would take one
+collective for each DTensor, and finds the norm of bfloat16 gradients in bfloat16; its
+``clip_grads_with_norm_`` scales DTensors as such, which takes fifteen times as long.)
 """
 
 from __future__ import annotations
@@ -45,26 +49,32 @@ def grad_norm(
     stages: dist.ProcessGroup | None = None,
     counts: Callable[[torch.Tensor], bool] = lambda _: True,
 ) -> torch.Tensor:
-    """Return the norm of all gradients, as one process would find it. Collective over the axes that parameters are
-    sharded on.
+    """Return the norm of all gradients, as one process would find it. Collective over
+    the axes that parameters are sharded on.
 
     Args:
-        parameters: the same on all ranks, in one order; those whose ``.grad`` is None count nothing.
+        parameters: the same on all ranks, in one order; those whose ``.grad`` is None
+            count nothing.
         masters_over: the ranks that hold the parts of masters.
         norm_type: p of the p-norm, > 0, or ``inf``.
         stages: the ranks that hold other layers of the model; None: there are none.
-        counts: whether a parameter counts here; one that several stages hold counts on one of them.
+        counts: whether a parameter counts here; one that several stages hold counts on
+            one of them.
 
     Returns:
-        a plain 0-d tensor, float32 (float64 if a gradient is), equal on all ranks that share the model.
+        a plain 0-d tensor, float32 (float64 if a gradient is), equal on all ranks that
+        share the model.
     """
     if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type!r}: allowed are numbers above 0 and math.inf")
-    # Phase 1: what is held here, by the groups over which it is sharded. Parameters decide, not their gradients: all
-    # ranks have to take part in the same sums.
+        raise ValueError(
+            f"norm_type={norm_type!r}: allowed are numbers above 0 and math.inf"
+        )
+    # Phase 1: what is held here, by the groups over which it is sharded. Parameters
+    # decide, not their gradients: all ranks have to take part in the same sums.
     held: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     parameters = list(parameters)
-    device = _device_of_sums(parameters[0]) if parameters else None  # maybe all of them are on other stages
+    # Maybe all of them are on other stages.
+    device = _device_of_sums(parameters[0]) if parameters else None
     for parameter in filter(counts, parameters):
         groups = _sharded_over(parameter, masters_over)
         device = _device_of_sums(parameter) if groups else device
@@ -83,34 +93,56 @@ def grad_norm(
     if stages is not None:
         total = _over(stages, total, biggest)
     total = total if biggest else total ** (1.0 / norm_type)
-    double = any(gradient.dtype in _DOUBLE for gradients in held.values() for gradient in gradients)
-    if stages is not None:  # gradients of other stages count, which their parameters tell of here
-        double = double or any(p.dtype in _DOUBLE for p in parameters if p.requires_grad)
+    double = any(
+        gradient.dtype in _DOUBLE
+        for gradients in held.values()
+        for gradient in gradients
+    )
+    # Gradients of other stages count, which their parameters tell of here.
+    if stages is not None:
+        double = double or any(
+            p.dtype in _DOUBLE for p in parameters if p.requires_grad
+        )
     return total if double else total.float()
 
 
-def _sharded_over(parameter: torch.Tensor, masters_over: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+def _sharded_over(
+    parameter: torch.Tensor, masters_over: dist.ProcessGroup
+) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups each of whose ranks holds a part of the parameter."""
     own = model_parameter(parameter)
     is_master = own is not parameter
     if not isinstance(own, DTensor):
         return (masters_over,) if is_master else ()
     placements = enumerate(own.placements)
-    # FSDP2's _StridedShard, of what is split over tensor ranks too, says False to is_shard().
+    # FSDP2's _StridedShard, of what is split over tensor ranks too, says False to
+    # is_shard().
     sharded = [axis for axis, placement in placements if not placement.is_replicate()]
     if is_master:
-        # The partition group is inside the masters' group, also where it is two axes, because ranks divide experts.
+        # The partition group is inside the masters' group, also where it is two axes,
+        # because ranks divide experts.
         counted = set(dist.get_process_group_ranks(masters_over))
         others = [own.device_mesh.get_group(axis) for axis in sharded]
-        return (masters_over, *(each for each in others if not counted.issuperset(dist.get_process_group_ranks(each))))
+        return (
+            masters_over,
+            *(
+                each
+                for each in others
+                if not counted.issuperset(dist.get_process_group_ranks(each))
+            ),
+        )
     return tuple(own.device_mesh.get_group(axis) for axis in sharded)
 
 
 def _device_of_sums(parameter: torch.Tensor) -> torch.device:
-    """Return the device of the group's collectives: offloaded gradients are on the host, where its library may not be
-    able to send."""
+    """Return the device of the group's collectives: offloaded gradients are on the
+    host, where its library may not be able to send."""
     own = model_parameter(parameter)
-    return torch.device(own.device_mesh.device_type) if isinstance(own, DTensor) else own.device
+    return (
+        torch.device(own.device_mesh.device_type)
+        if isinstance(own, DTensor)
+        else own.device
+    )
 
 
 def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch.Tensor:
@@ -123,8 +155,8 @@ def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch
 
 
 def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the maximum over ranks, nan if any is: libraries compare, and a nan loses or wins by its place in the
-    comparison."""
+    """Return the maximum over ranks, nan if any is: libraries compare, and a nan loses
+    or wins by its place in the comparison."""
     is_nan = local.isnan()
     both = torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)])
     with here.waiting("the gradient norm"):
@@ -132,14 +164,28 @@ def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _reduced(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of p-th powers (p = inf: the largest magnitude), in float64: powers of large gradients overflow
-    float32."""
-    gradients = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
+def _reduced(
+    gradients: list[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Return the sum of p-th powers (p = inf: the largest magnitude), in float64:
+    powers of large gradients overflow float32."""
+    gradients = [
+        gradient.abs() if gradient.is_complex() else gradient
+        for gradient in gradients
+        if gradient.numel()
+    ]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
-    norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype)).double().to(device)
+    dtype = (
+        torch.float64
+        if any(gradient.dtype == torch.float64 for gradient in gradients)
+        else torch.float32
+    )
+    norms = (
+        torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
+        .double()
+        .to(device)
+    )
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
@@ -154,11 +200,13 @@ def clip_grad_norm_(
     stages: dist.ProcessGroup | None = None,
     counts: Callable[[torch.Tensor], bool] = lambda _: True,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Scale gradients in place so that their norm is at most ``max_norm``, as
+    ``torch.nn.utils.clip_grad_norm_`` does.
 
     Args:
-        on_nonfinite: what to do when the norm is inf or nan: ``"ignore"`` (clip as torch does), ``"skip"`` (set every
-            gradient to None, so that the optimizer step changes nothing) or ``"raise"``.
+        on_nonfinite: what to do when the norm is inf or nan: ``"ignore"`` (clip as
+            torch does), ``"skip"`` (set every gradient to None, so that the optimizer
+            step changes nothing) or ``"raise"``.
         stages, counts: as of :func:`grad_norm`.
 
     Returns:
@@ -168,11 +216,21 @@ def clip_grad_norm_(
         NonfiniteGradNormError: with ``on_nonfinite="raise"``, on all ranks.
     """
     parameters = list(parameters)
-    total = grad_norm(parameters, masters_over=masters_over, norm_type=norm_type, stages=stages, counts=counts)
+    total = grad_norm(
+        parameters,
+        masters_over=masters_over,
+        norm_type=norm_type,
+        stages=stages,
+        counts=counts,
+    )
     if on_nonfinite != "ignore" and settle_nonfinite(parameters, total, on_nonfinite):
         return total
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    local = [
+        local_part(parameter.grad)
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in local:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -181,8 +239,11 @@ def clip_grad_norm_(
     return total
 
 
-def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on_nonfinite: OnNonfinite) -> bool:
-    """Apply ``on_nonfinite_grad_norm`` to a norm; ``True`` if the step is skipped: its gradients are dropped."""
+def settle_nonfinite(
+    parameters: Iterable[torch.Tensor], total: torch.Tensor, on_nonfinite: OnNonfinite
+) -> bool:
+    """Apply ``on_nonfinite_grad_norm`` to a norm; ``True`` if the step is skipped: its
+    gradients are dropped."""
     if on_nonfinite == "ignore" or math.isfinite(norm := total.item()):
         return False
     if on_nonfinite == "raise":
@@ -191,7 +252,10 @@ def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on
             "learning rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to skip such steps"
         )
     if is_rank_0():
-        logger.warning("the gradient norm is %s: the step is skipped (on_nonfinite_grad_norm='skip')", norm)
+        logger.warning(
+            "the gradient norm is %s: the step is skipped (on_nonfinite_grad_norm='skip')",
+            norm,
+        )
     for parameter in parameters:
         parameter.grad = None
     return True
@@ -199,7 +263,8 @@ def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-    """Limit every gradient element to [-clip_value, clip_value], DTensor and plain alike. Local."""
+    """Limit every gradient element to [-clip_value, clip_value], DTensor and plain
+    alike. Local."""
     for parameter in parameters:
         take_part_of_gradient(parameter)
         if parameter.grad is not None:

@@ -1,9 +1,11 @@
 """Dynamic loss scaling for optimizers that step sharded and plain parameters together.
 
-torch's GradScaler unscales all gradients of one dtype in one call, which takes plain tensors or DTensors of one mesh.
-``_unscale_grads_`` is the method torch's own ShardedGradScaler overrides for the same reason; no public one is nearer.
-A non-finite gradient is seen by all: DTensor reduces the finding over the ranks that hold parts, replicas hold equal
-gradients, and plain gradients are equal on every rank. Pipeline stages tell one another.
+torch's GradScaler unscales all gradients of one dtype in one call, which takes plain
+tensors or DTensors of one mesh. ``_unscale_grads_`` is the method torch's own
+ShardedGradScaler overrides for the same reason; no public one is nearer. A non-finite
+gradient is seen by all: DTensor reduces the finding over the ranks that hold parts,
+replicas hold equal gradients, and plain gradients are equal on every rank. Pipeline
+stages tell one another.
 """
 
 from __future__ import annotations
@@ -22,28 +24,39 @@ from smp_core.torch_facts import model_parameter
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler, unscaling plain tensors and the DTensors of each mesh one kind after the other.
+    """torch.amp.GradScaler, unscaling plain tensors and the DTensors of each mesh one
+    kind after the other.
 
     Attributes:
-        in_stages: ranks hold pipeline stages of the model, which skip a step together. One stage may have no gradient.
+        in_stages: ranks hold pipeline stages of the model, which skip a step together.
+            One stage may have no gradient.
     """
 
     in_stages = False
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = {}
         stepped = stepped_by(optimizer)
         for mesh in dict.fromkeys(map(mesh_of, stepped)):
             on_mesh = [p for p in stepped if mesh_of(p) == mesh]
             part: Any = SimpleNamespace(param_groups=[{"params": on_mesh}])
-            seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
+            seen = super()._unscale_grads_(
+                part, inv_scale, torch.zeros_like(found_inf), allow_fp16
+            )
             for device, flag in seen.items():
-                found[device] = torch.maximum(found[device], flag) if device in found else flag
+                found[device] = (
+                    torch.maximum(found[device], flag) if device in found else flag
+                )
         masters = any(model_parameter(p) is not p for p in stepped)
         if masters or self.in_stages:
-            # Parts that no other rank has, and on devices that not every rank has gradients on: one flag for all.
+            # Parts that no other rank has, and on devices that not every rank has
+            # gradients on: one flag for all.
             flag = found.setdefault(found_inf.device, torch.zeros_like(found_inf))
             for other in found.values():
                 torch.maximum(flag, other.to(flag.device), out=flag)

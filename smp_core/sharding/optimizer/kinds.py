@@ -1,17 +1,21 @@
 """Which optimizers may step parts of tensors, or some tensors without the others.
 
-``optimizer_shard="world"`` steps a part of every tensor on each rank, and a pipeline stage steps its own tensors only.
-Whether that gives one process's numbers cannot be found out by trying a few steps: some optimizers begin to look
-further only later. So there are lists, a user adds to them with :func:`register_elementwise` and
-:func:`register_tensorwise`, and all others are refused. A class counts as itself only: one that is derived from it may
-do something else.
+``optimizer_shard="world"`` steps a part of every tensor on each rank, and a pipeline
+stage steps its own tensors only. Whether that gives one process's numbers cannot be
+found out by trying a few steps: some optimizers begin to look further only later. So
+there are lists, a user adds to them with :func:`register_elementwise` and
+:func:`register_tensorwise`, and all others are refused. A class counts as itself only:
+one that is derived from it may do something else.
 
-Whether any other class can step sharded parameters at all is found out before training, by stepping small ones: an
-optimizer like the one at hand is made and stepped on likenesses of its sharded parameters, a shard of no elements
-included, in the place of this rank. Collectives go to torch's fake process group, which does nothing, so that an
-optimizer that fails on some ranks only cannot leave the others waiting; whether it failed anywhere is asked afterwards.
+Whether any other class can step sharded parameters at all is found out before training,
+by stepping small ones: an optimizer like the one at hand is made and stepped on
+likenesses of its sharded parameters, a shard of no elements included, in the place of
+this rank. Collectives go to torch's fake process group, which does nothing, so that an
+optimizer that fails on some ranks only cannot leave the others waiting; whether it
+failed anywhere is asked afterwards.
 
-The fake backend has no public name: ``torch.testing._internal.distributed.fake_pg`` registers it when it is imported.
+The fake backend has no public name: ``torch.testing._internal.distributed.fake_pg``
+registers it when it is imported.
 """
 
 from __future__ import annotations
@@ -51,10 +55,12 @@ TORCHS_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.ASGD,
     )
 )
-"""torch's optimizers that step each element by itself, and sharded parameters like unsharded ones."""
+"""torch's optimizers that step each element by itself, and sharded parameters like
+unsharded ones."""
 
 STEP_SHARDS: frozenset[type[Optimizer]] = TORCHS_ELEMENTWISE | {AdamW8bit}
-"""Optimizers that step each sharded parameter like an unsharded one, by itself: without a trial, in any portions."""
+"""Optimizers that step each sharded parameter like an unsharded one, by itself: without
+a trial, in any portions."""
 
 # Of other packages, by name, which are not imported for it.
 _ELEMENTWISE = frozenset(
@@ -67,12 +73,25 @@ _ELEMENTWISE = frozenset(
         "schedulefree.sgd_schedulefree.SGDScheduleFree",
     )
 )
-_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, AdamW8bit)  # and those made of StepsTogether
-# Beginnings and ends of names, in small letters, of kinds that look across a tensor, and across all tensors.
+# And those made of StepsTogether.
+_TENSORWISE = (torch.optim.Muon, torch.optim.Adafactor, AdamW8bit)
+# Beginnings and ends of names, in small letters, of kinds that look across a tensor,
+# and across all tensors.
 _ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
 _ACROSS = (
     *_ACROSS_TENSORS,
-    *("adafactor", "came", "galore", "kron", "lamb", "lars", "muon", "sara", "shampoo", "soap"),
+    *(
+        "adafactor",
+        "came",
+        "galore",
+        "kron",
+        "lamb",
+        "lars",
+        "muon",
+        "sara",
+        "shampoo",
+        "soap",
+    ),
 )
 _TORCHAO = "torchao"
 
@@ -81,33 +100,41 @@ _registered_tensorwise: set[type[Optimizer]] = set()
 
 
 def register_elementwise(kind: K) -> K:
-    """Register a class of optimizers that step each element by itself: what becomes of an element follows from its own
-    value, gradients and states, and from numbers that are the same for all (rates, the number of steps).
+    """Register a class of optimizers that step each element by itself: what becomes of
+    an element follows from its own value, gradients and states, and from numbers that
+    are the same for all (rates, the number of steps).
 
     Args:
-        kind: the class; derived ones are registered by themselves. Returned, so that this can be a decorator.
+        kind: the class; derived ones are registered by themselves. Returned, so that
+            this can be a decorator.
 
     Raises:
         ValueError: the name is of a kind that is known to look across a tensor.
     """
     if _is_named(kind, _ACROSS):
-        raise ValueError(f"register_elementwise({kind.__name__}): optimizers of this name look across a tensor")
+        raise ValueError(
+            f"register_elementwise({kind.__name__}): optimizers of this name look across a tensor"
+        )
     _registered_elementwise.add(kind)
     return kind
 
 
 def register_tensorwise(kind: K) -> K:
-    """Register a class of optimizers that step each tensor by itself: pipeline stages may have it. Whether it can step
-    shards is tried all the same; for whole matrices see :mod:`smp_core.optim.owners`.
+    """Register a class of optimizers that step each tensor by itself: pipeline stages
+    may have it. Whether it can step shards is tried all the same; for whole matrices
+    see :mod:`smp_core.optim.owners`.
 
     Args:
         kind: as of :func:`register_elementwise`.
 
     Raises:
-        ValueError: the name is of a kind that is known to look across all its parameters.
+        ValueError: the name is of a kind that is known to look across all its
+            parameters.
     """
     if _is_named(kind, _ACROSS_TENSORS):
-        raise ValueError(f"register_tensorwise({kind.__name__}): optimizers of this name look across all parameters")
+        raise ValueError(
+            f"register_tensorwise({kind.__name__}): optimizers of this name look across all parameters"
+        )
     _registered_tensorwise.add(kind)
     return kind
 
@@ -143,8 +170,8 @@ def require_tensorwise(optimizer: Optimizer) -> None:
 
 
 def may_read_loss(kind: type[Optimizer]) -> bool:
-    """Return whether a step may depend on the loss that its closure returns, as that of a line search does: it may in
-    every class that is in no list."""
+    """Return whether a step may depend on the loss that its closure returns, as that of
+    a line search does: it may in every class that is in no list."""
     return not _steps_tensors(kind)
 
 
@@ -152,7 +179,8 @@ def refuse_unsaveable(optimizer: Optimizer) -> None:
     """Refuse optimizers whose states checkpoints cannot hold.
 
     Raises:
-        ValueError: it is one of torchao's, whose states are tensors of kinds of their own.
+        ValueError: it is one of torchao's, whose states are tensors of kinds of their
+            own.
     """
     kind = type(optimizer)
     if any(base.__module__.split(".")[0] == _TORCHAO for base in kind.__mro__):
@@ -165,12 +193,21 @@ def refuse_unsaveable(optimizer: Optimizer) -> None:
 
 def _steps_elements(kind: type[Optimizer]) -> bool:
     full_name = f"{kind.__module__}.{kind.__qualname__}"
-    return kind in TORCHS_ELEMENTWISE or kind in _registered_elementwise or full_name in _ELEMENTWISE
+    return (
+        kind in TORCHS_ELEMENTWISE
+        or kind in _registered_elementwise
+        or full_name in _ELEMENTWISE
+    )
 
 
 def _steps_tensors(kind: type[Optimizer]) -> bool:
     is_ours = StepsTogether in kind.__bases__
-    return is_ours or _steps_elements(kind) or kind in _TENSORWISE or kind in _registered_tensorwise
+    return (
+        is_ours
+        or _steps_elements(kind)
+        or kind in _TENSORWISE
+        or kind in _registered_tensorwise
+    )
 
 
 def _is_named(kind: type, names: tuple[str, ...]) -> bool:
@@ -178,10 +215,15 @@ def _is_named(kind: type, names: tuple[str, ...]) -> bool:
     return any(name.startswith(names) or name.endswith(names) for name in classes)
 
 
-def _refusal(kind: type, part: str, looks_across: str, why: str, instead: str) -> ValueError:
-    """Make the error for an optimizer that looks further than at one part; "": for one of which that is not known."""
+def _refusal(
+    kind: type, part: str, looks_across: str, why: str, instead: str
+) -> ValueError:
+    """Make the error for an optimizer that looks further than at one part; "": for one
+    of which that is not known."""
     if looks_across:
-        return ValueError(f"{why}, but {kind.__name__} looks across {looks_across}; {instead}")
+        return ValueError(
+            f"{why}, but {kind.__name__} looks across {looks_across}; {instead}"
+        )
     register = f"register_{part}wise"
     return ValueError(
         f"{why}, but {kind.__name__} is not known to step each {part} by itself; {instead}. If it does, register it "
@@ -190,13 +232,18 @@ def _refusal(kind: type, part: str, looks_across: str, why: str, instead: str) -
 
 
 def derive(kind: Any, methods: type, base: str) -> Any:
-    """Return a class derived from an optimizer's, with methods of another one, which find the optimizer's class by the
-    name ``base``.
+    """Return a class derived from an optimizer's, with methods of another one, which
+    find the optimizer's class by the name ``base``.
 
-    Not by ``super()``: with ``methods`` before ``kind`` in the order of bases, an optimizer whose class has several
-    bases of its own could not be made one of the derived class any more.
+    Not by ``super()``: with ``methods`` before ``kind`` in the order of bases, an
+    optimizer whose class has several bases of its own could not be made one of the
+    derived class any more.
     """
-    own = {name: value for name, value in vars(methods).items() if callable(value) and not name.startswith("__")}
+    own = {
+        name: value
+        for name, value in vars(methods).items()
+        if callable(value) and not name.startswith("__")
+    }
     facts = {base: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind, methods), {**own, **facts})
 
@@ -205,15 +252,21 @@ logger = logging.getLogger("smp")
 
 
 def require_steps_shards(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that fails on sharded parameters, before the first step does. Collective over the world for
-    what is not known.
+    """Refuse an optimizer that fails on sharded parameters, before the first step does.
+    Collective over the world for what is not known.
 
     Raises:
         ValueError: it fails on some rank. On all ranks.
     """
     kind = type(optimizer)
-    sharded = [p for group in optimizer.param_groups for p in held(group) if isinstance(p, DTensor)]
-    meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)  # in one order on all ranks
+    sharded = [
+        p
+        for group in optimizer.param_groups
+        for p in held(group)
+        if isinstance(p, DTensor)
+    ]
+    # In one order on all ranks.
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
     if kind in STEP_SHARDS or not meshes:
         return
     named = kind.__name__.lower()
@@ -234,8 +287,9 @@ def require_steps_shards(optimizer: Optimizer) -> None:
 
 
 def _say_what_torchs_muon_sends(matrices: Sequence[DTensor]) -> None:
-    """Warn of the collectives inside of each step: DTensor gathers a wide matrix twice in each of five iterations and
-    its square once, and adds up the square of a tall one twice; in bfloat16."""
+    """Warn of the collectives inside of each step: DTensor gathers a wide matrix twice
+    in each of five iterations and its square once, and adds up the square of a tall one
+    twice; in bfloat16."""
     sent = 0.0
     for matrix in matrices:
         rows, columns = matrix.shape
@@ -251,27 +305,44 @@ def _say_what_torchs_muon_sends(matrices: Sequence[DTensor]) -> None:
 
 
 def held(group: Mapping[str, Any]) -> list[Tensor]:
-    """List the parameters of an optimizer's group but those of other pipeline stages, which it passes over: they have
-    no gradients."""
+    """List the parameters of an optimizer's group but those of other pipeline stages,
+    which it passes over: they have no gradients."""
     return [parameter for parameter in group["params"] if not is_absent(parameter)]
 
 
-def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> str | None:
-    """Return what goes wrong when likenesses of the optimizer's parameters are stepped; None: nothing, or an optimizer
-    like this one cannot be made."""
+def _failure_on_shards(
+    optimizer: Optimizer, meshes: Collection[DeviceMesh]
+) -> str | None:
+    """Return what goes wrong when likenesses of the optimizer's parameters are stepped;
+    None: nothing, or an optimizer like this one cannot be made."""
     device = next(iter(meshes)).device_type
     degree = max(mesh.size() for mesh in meshes)
     with _fake_meshes(meshes) as fakes, _without_traces(torch.device(device)):
         # An optimizer like it, over likenesses.
         groups = []
         for group in optimizer.param_groups:
-            alike = {_likeness_key(parameter, degree): parameter for parameter in held(group)}
-            groups.append((group, [_likeness(parameter, degree, fakes) for parameter in alike.values()]))
+            alike = {
+                _likeness_key(parameter, degree): parameter for parameter in held(group)
+            }
+            groups.append(
+                (
+                    group,
+                    [
+                        _likeness(parameter, degree, fakes)
+                        for parameter in alike.values()
+                    ],
+                )
+            )
         parameters = [parameter for _, members in groups for parameter in members]
         try:
             tried = made_like(optimizer, groups)
         except Exception as error:
-            logger.info("%s was not tried on shards: %s: %s", type(optimizer).__name__, type(error).__name__, error)
+            logger.info(
+                "%s was not tried on shards: %s: %s",
+                type(optimizer).__name__,
+                type(error).__name__,
+                error,
+            )
             return None
 
         def closure() -> Tensor:
@@ -283,7 +354,10 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
         try:
             needs_closure = inspect.signature(tried.step).parameters.get("closure")
             for _ in range(2):
-                if needs_closure is not None and needs_closure.default is inspect.Parameter.empty:
+                if (
+                    needs_closure is not None
+                    and needs_closure.default is inspect.Parameter.empty
+                ):
                     tried.step(closure)
                 else:
                     closure()
@@ -294,25 +368,44 @@ def _failure_on_shards(optimizer: Optimizer, meshes: Collection[DeviceMesh]) -> 
 
 
 def _likeness_key(parameter: Tensor, degree: int) -> Any:
-    sharded = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-    return sharded, _small_shape(parameter.shape, degree), parameter.dtype, parameter.requires_grad
+    sharded = (
+        (parameter.device_mesh, parameter.placements)
+        if isinstance(parameter, DTensor)
+        else None
+    )
+    return (
+        sharded,
+        _small_shape(parameter.shape, degree),
+        parameter.dtype,
+        parameter.requires_grad,
+    )
 
 
 def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
-    """Return rows as many as there are ranks twice over, fewer than ranks, or uneven, as the parameter has them; and
-    columns more or fewer than rows."""
+    """Return rows as many as there are ranks twice over, fewer than ranks, or uneven,
+    as the parameter has them; and columns more or fewer than rows."""
     if not shape:
         return ()
     rows = min(shape[0], 2 * degree + (shape[0] % degree != 0))
-    return (rows, *(min(size, 4 * degree if size > shape[0] else degree) for size in shape[1:]))
+    return (
+        rows,
+        *(min(size, 4 * degree if size > shape[0] else degree) for size in shape[1:]),
+    )
 
 
-def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
+def _likeness(
+    parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]
+) -> nn.Parameter:
     shape = _small_shape(parameter.shape, degree)
     device = local_part(parameter).device
-    values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
+    values = (
+        torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device)
+        .to(parameter.dtype)
+        .view(shape)
+    )
     if isinstance(parameter, DTensor):
-        # This rank's part of the values, cut as DTensor cuts: chunks of equal size, the last ones smaller or empty.
+        # This rank's part of the values, cut as DTensor cuts: chunks of equal size, the
+        # last ones smaller or empty.
         mesh, own = meshes[parameter.device_mesh], values
         for axis, placement in enumerate(parameter.placements):
             dim = getattr(placement, "dim", None)
@@ -321,15 +414,23 @@ def _likeness(parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, Device
                 start = min(mesh.get_local_rank(axis) * step, own.shape[dim])
                 own = own.narrow(dim, start, min(step, own.shape[dim] - start))
         values = DTensor.from_local(
-            own.contiguous(), mesh, parameter.placements, run_check=False, shape=values.shape, stride=values.stride()
+            own.contiguous(),
+            mesh,
+            parameter.placements,
+            run_check=False,
+            shape=values.shape,
+            stride=values.stride(),
         )
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 @contextmanager
-def _fake_meshes(meshes: Collection[DeviceMesh]) -> Iterator[dict[DeviceMesh, DeviceMesh]]:
-    """Make meshes of the same ranks, whose collectives do nothing. They have names of their own: DTensor remembers what
-    it found out for one mesh and uses it for all that are equal."""
+def _fake_meshes(
+    meshes: Collection[DeviceMesh],
+) -> Iterator[dict[DeviceMesh, DeviceMesh]]:
+    """Make meshes of the same ranks, whose collectives do nothing. They have names of
+    their own: DTensor remembers what it found out for one mesh and uses it for all that
+    are equal."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     groups: list[dist.ProcessGroup] = []
@@ -338,31 +439,48 @@ def _fake_meshes(meshes: Collection[DeviceMesh]) -> Iterator[dict[DeviceMesh, De
         for mesh in meshes:
             for axis in range(mesh.ndim):
                 ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-                groups.append(dist.new_group(ranks, backend="fake", use_local_synchronization=True))
+                groups.append(
+                    dist.new_group(
+                        ranks, backend="fake", use_local_synchronization=True
+                    )
+                )
             of_mesh: Any = groups[-mesh.ndim :]
             names = tuple(f"trial {group.group_name}" for group in of_mesh)
             given = (of_mesh, mesh.mesh) if mesh.ndim > 1 else (of_mesh[0], None)
-            made[mesh] = DeviceMesh.from_group(given[0], mesh.device_type, mesh=given[1], mesh_dim_names=names)
+            made[mesh] = DeviceMesh.from_group(
+                given[0], mesh.device_type, mesh=given[1], mesh_dim_names=names
+            )
         yield made
     finally:
         for group in groups:
             dist.destroy_process_group(group)
 
 
-def made_like(optimizer: Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
-    """Return an optimizer of the same class with the same options over other parameters, ready to step."""
+def made_like(
+    optimizer: Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]
+) -> Any:
+    """Return an optimizer of the same class with the same options over other
+    parameters, ready to step."""
     kind: Any = type(optimizer)
     taken = inspect.signature(kind).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in taken}
-    made = kind([{**_options(group), "params": parameters} for group, parameters in groups], **copy.deepcopy(options))
+    made = kind(
+        [{**_options(group), "params": parameters} for group, parameters in groups],
+        **copy.deepcopy(options),
+    )
     if callable(getattr(made, "train", None)):
         made.train()  # schedule-free ones refuse to step before
     return made
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's options as they were before schedulers, which may have begun with a rate of 0."""
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    """Return a group's options as they were before schedulers, which may have begun
+    with a rate of 0."""
+    options = {
+        key: copy.deepcopy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
     rate = options.pop("initial_lr", options.get("lr"))
     if "lr" in options:
         options["lr"] = rate if rate != 0 else 1e-3
@@ -371,7 +489,8 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _without_traces(device: torch.device) -> Iterator[None]:
-    """Leave the random states as they were; what there is to warn of comes with the first real step."""
+    """Leave the random states as they were; what there is to warn of comes with the
+    first real step."""
     devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")

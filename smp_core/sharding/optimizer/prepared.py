@@ -1,18 +1,23 @@
-"""Optimizers over sharded parameters: what is made right for them, once and whenever their groups change.
+"""Optimizers over sharded parameters: what is made right for them, once and whenever
+their groups change.
 
-A prepared optimizer is of a class derived from its own. Before each step, and whenever parameters are added or states
-are loaded or saved, its groups are looked at again:
+A prepared optimizer is of a class derived from its own. Before each step, and whenever
+parameters are added or states are loaded or saved, its groups are looked at again:
 
-- parameters that sharding has replaced since the optimizer was made give way to those that the model has now, and bring
-  their states along; a parameter of no model is an error
-- with ``optimizer_shard="world"`` parameters give way to masters of this rank's part, while it steps, and while its
-  states are saved or loaded; at all other times groups hold the model's parameters, for code that looks them up there
-- where plain and sharded tensors meet they are stepped one by one, because torch's fused and foreach kernels take only
-  one kind at a time
+- parameters that sharding has replaced since the optimizer was made give way to those
+  that the model has now, and bring their states along; a parameter of no model is an
+  error
+- with ``optimizer_shard="world"`` parameters give way to masters of this rank's part,
+  while it steps, and while its states are saved or loaded; at all other times groups
+  hold the model's parameters, for code that looks them up there
+- where plain and sharded tensors meet they are stepped one by one, because torch's
+  fused and foreach kernels take only one kind at a time
 
-With ``state_offload="optimizer"`` it steps on the host (:mod:`smp_core.sharding.optimizer.host`).
+With ``state_offload="optimizer"`` it steps on the host
+(:mod:`smp_core.sharding.optimizer.host`).
 
-``zero_grad`` of modules drops what an open window holds of their parameters too, as an optimizer's does.
+``zero_grad`` of modules drops what an open window holds of their parameters too, as an
+optimizer's does.
 """
 
 from __future__ import annotations
@@ -48,7 +53,12 @@ from smp_core.sharding.optimizer.kinds import (
     require_steps_shards,
     require_tensorwise,
 )
-from smp_core.sharding.optimizer.shards import MASTER, WorldSharding, local_of, master_dtype
+from smp_core.sharding.optimizer.shards import (
+    MASTER,
+    WorldSharding,
+    local_of,
+    master_dtype,
+)
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
 from smp_core.torch_facts import clean_name, is_outermost, model_parameter
 from smp_core.watch import meet
@@ -81,33 +91,54 @@ class SteppedModel(Protocol):
 
 
 class Prepared:
-    """Methods of a prepared optimizer. ``_smp_homes`` has the models that its parameters are of."""
+    """Methods of a prepared optimizer. ``_smp_homes`` has the models that its
+    parameters are of."""
 
     __slots__ = ()
     _smp_unprepared: Any
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """Zero gradients, and drop what open windows hold of the parameters, as would be done without a window."""
+        """Zero gradients, and drop what open windows hold of the parameters, as would
+        be done without a window."""
         with _masters_in_groups(self):
             for window in self._smp_homes.windows:
-                window.drop((parameter for group in self.param_groups for parameter in group["params"]), set_to_none)
+                window.drop(
+                    (
+                        parameter
+                        for group in self.param_groups
+                        for parameter in group["params"]
+                    ),
+                    set_to_none,
+                )
             self._smp_unprepared.zero_grad(self, set_to_none)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, also of adapters that were attached since. Collective over the world."""
-        before = {model_parameter(parameter) for group in self.param_groups for parameter in group["params"]}
+        """Add a group as torch does, also of adapters that were attached since.
+        Collective over the world."""
+        before = {
+            model_parameter(parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
         self._smp_unprepared.add_param_group(self, param_group)
         try:
-            meet(f"optimizer.add_param_group({self._smp_homes.in_words(self.param_groups[-1]['params'])})")
+            meet(
+                f"optimizer.add_param_group({self._smp_homes.in_words(self.param_groups[-1]['params'])})"
+            )
             settle(self, together=True)
-            if not before.isdisjoint(map(model_parameter, self.param_groups[-1]["params"])):
-                raise ValueError("some parameters appear in more than one parameter group")
+            if not before.isdisjoint(
+                map(model_parameter, self.param_groups[-1]["params"])
+            ):
+                raise ValueError(
+                    "some parameters appear in more than one parameter group"
+                )
         except (ValueError, RuntimeError):
             del self.param_groups[-1]
             raise
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """Return the state as torch does. Collective with ``optimizer_shard="world"``."""
+        """Return the state as torch does. Collective with
+        ``optimizer_shard="world"``."""
         with _masters_in_groups(self):
             state: dict[str, Any] = self._smp_unprepared.state_dict(self)
             for world in self._smp_homes.worlds:
@@ -115,18 +146,24 @@ class Prepared:
         return state
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Load a state, except with which kernels the optimizer steps: that is this run's affair and not the
-        checkpoint's."""
+        """Load a state, except with which kernels the optimizer steps: that is this
+        run's affair and not the checkpoint's."""
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
             taken = []
             for saved, own in zip(groups, self.param_groups, strict=True):
-                taken.append({**saved, **{flag: own[flag] for flag in _KERNELS if flag in own}})
+                taken.append(
+                    {**saved, **{flag: own[flag] for flag in _KERNELS if flag in own}}
+                )
             state_dict = {**state_dict, "param_groups": taken}
         with _masters_in_groups(self):
             if not isinstance(self, OnHost):
-                # Masters that were saved beside half precision weights are the weights here.
-                state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
+                # Masters that were saved beside half precision weights are the weights
+                # here.
+                state_dict = {
+                    **state_dict,
+                    "state": self._smp_homes.take_masters(self, state_dict),
+                }
             for world in self._smp_homes.worlds:
                 state_dict = world.own_state(self, state_dict)
             self._smp_unprepared.load_state_dict(self, state_dict)
@@ -161,49 +198,77 @@ class Homes:
                 window.refuse_attached()
 
     def mean_loss(self, loss: Any) -> Any:
-        """Return the mean over the ranks of the loss that a closure returned: each rank has that of its own samples,
-        and one that decides by it, as a line search does, would go another way than the others. Collective."""
+        """Return the mean over the ranks of the loss that a closure returned: each rank
+        has that of its own samples, and one that decides by it, as a line search does,
+        would go another way than the others. Collective."""
         if not isinstance(loss, (float, Tensor)):
             return loss
         mesh = self._models[0].mesh
-        own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        own = (
+            loss.detach()
+            if isinstance(loss, Tensor)
+            else torch.tensor(loss, dtype=torch.float64)
+        )
         total = own.to(mesh.device, copy=True)
         dist.all_reduce(total, group=mesh.gradient_group)
         mean = total / mesh.gradient_degree
         return mean if isinstance(loss, Tensor) else mean.item()
 
     def reshard(self) -> None:
-        """Reshard the models: a forward without backward (one network's inside the other one's step) leaves its roots
-        unsharded."""
+        """Reshard the models: a forward without backward (one network's inside the
+        other one's step) leaves its roots unsharded."""
         for model in self._models:
             model.reshard()
 
     def find_parameters(self) -> None:
-        """Note the models' parameters as they are, sharded, and which of them were attached and not taken in yet."""
+        """Note the models' parameters as they are, sharded, and which of them were
+        attached and not taken in yet."""
         self.reshard()
-        self._own = {id(parameter): parameter for model in self._models for parameter in model.module.parameters()}
-        self._attached = {id(p): self._own.pop(id(p)) for window in self.windows for p in window.attached().values()}
+        self._own = {
+            id(parameter): parameter
+            for model in self._models
+            for parameter in model.module.parameters()
+        }
+        self._attached = {
+            id(p): self._own.pop(id(p))
+            for window in self.windows
+            for p in window.attached().values()
+        }
 
     def owns(self, parameter: Tensor) -> bool:
         return id(model_parameter(parameter)) in self._own
 
     def _owns_all(self, optimizer: Optimizer) -> bool:
-        return all(self.owns(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        return all(
+            self.owns(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def in_words(self, parameters: Sequence[Tensor]) -> str:
         """Return the names of a few parameters."""
-        names = {id(each): name for model in self._models for name, each in model.module.named_parameters()}
-        found = [clean_name(names.get(id(each), f"one {list(each.shape)}")) for each in parameters]
+        names = {
+            id(each): name
+            for model in self._models
+            for name, each in model.module.named_parameters()
+        }
+        found = [
+            clean_name(names.get(id(each), f"one {list(each.shape)}"))
+            for each in parameters
+        ]
         return ", ".join(found[:2] + ["..."] * (len(found) > 2))
 
     def take_in(self, optimizer: Optimizer, together: bool = False) -> None:
-        """Give the optimizer today's parameters in the place of replaced ones, with their states.
+        """Give the optimizer today's parameters in the place of replaced ones, with
+        their states.
 
         Args:
-            together: all ranks are in this call: adapters that were attached since are taken in, and groups compared.
+            together: all ranks are in this call: adapters that were attached since are
+                taken in, and groups compared.
 
         Raises:
-            ValueError: it has parameters of no model; ranks attached other parameters or step other ones.
+            ValueError: it has parameters of no model; ranks attached other parameters
+                or step other ones.
         """
         if together:
             for model in self._models:
@@ -214,12 +279,25 @@ class Homes:
         self.find_parameters()
         for model in self._models:
             replaced = model.replaced
-            old = [p for group in optimizer.param_groups for p in group["params"] if replaced.current(p) is not p]
-            states = [(parameter, optimizer.state.pop(parameter)) for parameter in old if parameter in optimizer.state]
+            old = [
+                p
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if replaced.current(p) is not p
+            ]
+            states = [
+                (parameter, optimizer.state.pop(parameter))
+                for parameter in old
+                if parameter in optimizer.state
+            ]
             for group in optimizer.param_groups:
-                group["params"] = [replaced.current(parameter) for parameter in group["params"]]
+                group["params"] = [
+                    replaced.current(parameter) for parameter in group["params"]
+                ]
             if old:
-                optimizer.state.update(replaced.current_states(states, model.mesh.device))
+                optimizer.state.update(
+                    replaced.current_states(states, model.mesh.device)
+                )
         if together:
             step_alike(optimizer, self._models)
         self._refuse_strangers(optimizer)
@@ -227,11 +305,19 @@ class Homes:
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         strangers: dict[int, list[str]] = {}
         for number, group in enumerate(optimizer.param_groups):
-            strange = [p for p in group["params"] if not self.owns(p) and id(p) not in self._attached]
+            strange = [
+                p
+                for p in group["params"]
+                if not self.owns(p) and id(p) not in self._attached
+            ]
             strangers[number] = [f"{list(p.shape)}" for p in strange]
         count = sum(map(len, strangers.values()))
         if count:
-            groups = [f"group {n}: shapes {', '.join(shapes[:3])}" for n, shapes in strangers.items() if shapes]
+            groups = [
+                f"group {n}: shapes {', '.join(shapes[:3])}"
+                for n, shapes in strangers.items()
+                if shapes
+            ]
             raise ValueError(
                 f"the optimizer ({type(optimizer).__name__}) steps {count} parameters of no prepared model "
                 f"({'; '.join(groups)}), whose gradients nobody would synchronise; make it from model.parameters(): in "
@@ -240,17 +326,23 @@ class Homes:
             )
 
     def give_masters(self, optimizer: Optimizer) -> None:
-        """Put masters in the place of parameters, and their part of the states, with ``optimizer_shard="world"``."""
+        """Put masters in the place of parameters, and their part of the states, with
+        ``optimizer_shard="world"``."""
         for world in self.worlds:
             for group in optimizer.param_groups:
-                before, group["params"] = group["params"], world.stepped(group["params"])
+                before, group["params"] = (
+                    group["params"],
+                    world.stepped(group["params"]),
+                )
                 for old, new in zip(before, group["params"], strict=True):
                     if new is not old and old in optimizer.state:
-                        optimizer.state[new] = world.part_of_state(old, optimizer.state.pop(old))
+                        optimizer.state[new] = world.part_of_state(
+                            old, optimizer.state.pop(old)
+                        )
 
     def show_parameters(self, optimizer: Optimizer) -> None:
-        """Put parameters in the place of masters, unless a method at work needs those; states stay the masters', and
-        are found by the parameter, too."""
+        """Put parameters in the place of masters, unless a method at work needs those;
+        states stay the masters', and are found by the parameter, too."""
         if self.users or not self.worlds:
             return
         for group in optimizer.param_groups:
@@ -266,11 +358,20 @@ class Homes:
         return found
 
     @torch.no_grad()
-    def take_masters(self, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[Any, Any]:
-        """Copy the masters that a state dict has into float32 weights; return its states without them."""
-        stepped = [model_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    def take_masters(
+        self, optimizer: Optimizer, numbered: dict[str, Any]
+    ) -> dict[Any, Any]:
+        """Copy the masters that a state dict has into float32 weights; return its
+        states without them."""
+        stepped = [
+            model_parameter(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         state = {number: dict(entry) for number, entry in numbered["state"].items()}
-        saved = [number for group in numbered["param_groups"] for number in group["params"]]
+        saved = [
+            number for group in numbered["param_groups"] for number in group["params"]
+        ]
         for number, parameter in zip(saved, stepped, strict=False):
             master = state.get(number, {}).pop(MASTER, None)
             if master is None:
@@ -282,22 +383,31 @@ class Homes:
         return state
 
     def store_masters(self) -> None:
-        """Store half precision weights in float32 that were made trainable since the model was sharded."""
+        """Store half precision weights in float32 that were made trainable since the
+        model was sharded."""
         for model in self._models:
             if model.plan.dtypes.masters and not model.plan.dtypes.stored_as_gathered:
                 for unit in model.units:
                     unit.store_masters()
 
     def keep_gradients_fine(self, optimizer: Optimizer) -> None:
-        """Let half precision parameters have gradients of any dtype: masters on the host are stepped with the sums as
-        they are."""
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if master_dtype(parameter) != parameter.dtype and model_parameter(parameter) is parameter:
+        """Let half precision parameters have gradients of any dtype: masters on the
+        host are stepped with the sums as they are."""
+        for parameter in (
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
+            if (
+                master_dtype(parameter) != parameter.dtype
+                and model_parameter(parameter) is parameter
+            ):
                 parameter.grad_dtype = None
 
     def choose_kernels(self, optimizer: Optimizer, stepped_there: bool) -> None:
-        """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and
-        in all of them for ``zero_grad``, which goes by the defaults."""
+        """Choose kernels that take what is in each group (``stepped_there``: an
+        :class:`OnHost` does that itself), and in all of them for ``zero_grad``, which
+        goes by the defaults."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
         for group in [] if stepped_there else optimizer.param_groups:
             if _are_mixed(held(group)):
@@ -307,44 +417,68 @@ class Homes:
                         "%s=True has no effect where 0-d, shared or tensor parallel parameters are in the group",
                         asked[0],
                     )
-                group.update({flag: False for flag in ("fused", "foreach") if flag in group})
+                group.update(
+                    {flag: False for flag in ("fused", "foreach") if flag in group}
+                )
             elif on_host:
                 group.update(host_kernels(group, group["params"], type(optimizer)))
-        if _are_mixed(parameter for group in optimizer.param_groups for parameter in held(group)):
-            optimizer.defaults.update({flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults})
+        if _are_mixed(
+            parameter for group in optimizer.param_groups for parameter in held(group)
+        ):
+            optimizer.defaults.update(
+                {
+                    flag: False
+                    for flag in ("fused", "foreach")
+                    if flag in optimizer.defaults
+                }
+            )
 
     def bring_weights(self, optimizer: Optimizer) -> None:
-        """Bring what the optimizer has stepped into the models' parameters. Collective."""
+        """Bring what the optimizer has stepped into the models' parameters.
+        Collective."""
         for world in self.worlds:
             world.after_step(optimizer)
         self.reshard()
 
 
 class _States(defaultdict[Any, Any]):
-    """An optimizer's states by what it steps, which are found by the model's parameters, too."""
+    """An optimizer's states by what it steps, which are found by the model's
+    parameters, too."""
 
-    def __init__(self, stepped: Callable[[Sequence[Tensor]], list[Tensor]], states: Any) -> None:
+    def __init__(
+        self, stepped: Callable[[Sequence[Tensor]], list[Tensor]], states: Any
+    ) -> None:
         super().__init__(dict, states)
         self._stepped = stepped
 
     def __missing__(self, parameter: Tensor) -> Any:
-        (stepped,) = self._stepped([parameter]) if isinstance(parameter, Tensor) else (parameter,)
-        return self[stepped] if stepped is not parameter else super().__missing__(parameter)
+        (stepped,) = (
+            self._stepped([parameter])
+            if isinstance(parameter, Tensor)
+            else (parameter,)
+        )
+        return (
+            self[stepped]
+            if stepped is not parameter
+            else super().__missing__(parameter)
+        )
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
 def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> bool:
-    """Make an optimizer over the parameters of these models right for them. Collective over the world.
+    """Make an optimizer over the parameters of these models right for them. Collective
+    over the world.
 
     Returns:
         False if it was prepared for them before, and nothing was to be done.
 
     Raises:
-        ValueError: it has parameters of no model, it cannot step shards, with ``optimizer_shard="world"`` it looks
-            across a tensor or across tensors, with pipeline stages across tensors, or its states are of a kind that
-            cannot be saved.
+        ValueError: it has parameters of no model, it cannot step shards, with
+            ``optimizer_shard="world"`` it looks across a tensor or across tensors, with
+            pipeline stages across tensors, or its states are of a kind that cannot be
+            saved.
     """
     meet(f"prepare_optimizer({type(optimizer).__name__})")
     before: Homes | None = getattr(optimizer, "_smp_homes", None)
@@ -383,8 +517,9 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
         homes.keep_gradients_fine(optimizer)
         step_on_host(optimizer, models[0].mesh.device)
     optimizer._smp_homes = homes  # type: ignore[attr-defined]
-    # A class, not attributes of the instance: Lightning derives its own wrapper's class from it. One for all optimizers
-    # of a kind, by which LearningRateMonitor tells them apart.
+    # A class, not attributes of the instance: Lightning derives its own wrapper's class
+    # from it. One for all optimizers of a kind, by which LearningRateMonitor tells them
+    # apart.
     kind: Any = type(optimizer)
     optimizer.__class__ = _prepared(kind)
     optimizer.register_step_pre_hook(_before_step)
@@ -392,7 +527,9 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     return True
 
 
-def _require_on_device(optimizer: StepsTogether, models: Sequence[SteppedModel]) -> None:
+def _require_on_device(
+    optimizer: StepsTogether, models: Sequence[SteppedModel]
+) -> None:
     """Refuse states in host memory, where ranks cannot exchange what a step sends."""
     for model in models:
         if model.config.state_offload is not None:
@@ -404,18 +541,23 @@ def _require_on_device(optimizer: StepsTogether, models: Sequence[SteppedModel])
 
 
 def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> None:
-    """Let masters and parameters agree on ``requires_grad`` before each forward of a root: an optimizer's user may have
-    set it on masters."""
+    """Let masters and parameters agree on ``requires_grad`` before each forward of a
+    root: an optimizer's user may have set it on masters."""
     assert world is not None
     for unit in model.plan.units:
         if unit.is_root:
             module = model.module.get_submodule(unit.name)
-            module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
+            module.register_forward_pre_hook(
+                lambda *_: world.follow_flags(), prepend=True
+            )
 
 
 def stepped_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return what an optimizer steps, which has the gradients: with ``optimizer_shard="world"`` masters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return what an optimizer steps, which has the gradients: with
+    ``optimizer_shard="world"`` masters."""
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
     homes: Homes | None = getattr(optimizer, "_smp_homes", None)
     return parameters if homes is None else homes.stepped(parameters)
 
@@ -452,8 +594,11 @@ def _masters_in_groups(optimizer: Any) -> Iterator[None]:
         homes.show_parameters(optimizer)
 
 
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Complete the gradients before weights are stepped: now, or when the closure has run its backward passes."""
+def _before_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """Complete the gradients before weights are stepped: now, or when the closure has
+    run its backward passes."""
     homes: Homes = optimizer._smp_homes
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -467,7 +612,11 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _before_weights_change(optimizer)
         return homes.mean_loss(result) if homes.reads_loss else result
 
-    return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
+    return (
+        ((args[0], closed, *args[2:]), kwargs)
+        if len(args) > 1
+        else (args, {**kwargs, "closure": closed})
+    )
 
 
 def _before_weights_change(optimizer: Optimizer) -> None:
@@ -496,7 +645,8 @@ def _prepared(kind: Any) -> Any:
 
 
 def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method by which schedule-free optimizers change the weights between training and evaluation."""
+    """Wrap a method by which schedule-free optimizers change the weights between
+    training and evaluation."""
 
     @functools.wraps(method)
     def moving(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -509,8 +659,12 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _are_mixed(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one kernel cannot take all: plain tensors, and DTensors of each mesh, go by themselves."""
-    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+    """Return whether one kernel cannot take all: plain tensors, and DTensors of each
+    mesh, go by themselves."""
+    meshes = {
+        parameter.device_mesh if isinstance(parameter, DTensor) else None
+        for parameter in parameters
+    }
     return len(meshes) > 1
 
 
@@ -518,20 +672,22 @@ Drop = Callable[[Iterable[Tensor], bool], None]
 
 
 def drop_with_zero_grad(model: nn.Module, drop: Drop) -> None:
-    """Let ``zero_grad`` of the model and of every module in it call ``drop`` (parameters, set_to_none) first."""
+    """Let ``zero_grad`` of the model and of every module in it call ``drop``
+    (parameters, set_to_none) first."""
     for module in model.modules():
         module.zero_grad = _ZeroGrad(module, drop)  # type: ignore[method-assign]
 
 
 class _ZeroGrad:
-    """A method of the instance, because every module of the model has one and their classes are not ours. It copies and
-    pickles as the plain method of the copy."""
+    """A method of the instance, because every module of the model has one and their
+    classes are not ours. It copies and pickles as the plain method of the copy."""
 
     def __init__(self, module: nn.Module, drop: Drop) -> None:
         self._module, self._drop = module, drop
 
     def __call__(self, set_to_none: bool = True) -> None:
-        """Reset gradients of all the module's parameters, held by the open window or not."""
+        """Reset gradients of all the module's parameters, held by the open window or
+        not."""
         self._drop(self._module.parameters(), set_to_none)
         _plain(self._module)(set_to_none)
 

@@ -1,23 +1,30 @@
-"""Optimizer states over all replicas: ``optimizer_shard="world"`` (ZeRO-1 with ``shard_degree=1``, arXiv 1910.02054).
+"""Optimizer states over all replicas: ``optimizer_shard="world"`` (ZeRO-1 with
+``shard_degree=1``, arXiv 1910.02054).
 
-Parameters and gradients stay sharded over the partition group. The flat sums of a unit's gradients are reduce-scattered
-across replicas instead of all-reduced; every rank holds a float32 master of its part, as one 1-D tensor for each
-parameter that reaches into it, and the user's optimizer steps those in its own parameter groups. Then the updated parts
-are all-gathered in the parameters' dtype. The same bytes as the all-reduce (fewer for half precision parameters), and
-12 of the 16 to 20 bytes per parameter are divided by the world.
+Parameters and gradients stay sharded over the partition group. The flat sums of a
+unit's gradients are reduce-scattered across replicas instead of all-reduced; every rank
+holds a float32 master of its part, as one 1-D tensor for each parameter that reaches
+into it, and the user's optimizer steps those in its own parameter groups. Then the
+updated parts are all-gathered in the parameters' dtype. The same bytes as the
+all-reduce (fewer for half precision parameters), and 12 of the 16 to 20 bytes per
+parameter are divided by the world.
 
-With ``state_offload="optimizer"`` the states and masters of the part live in host memory
-(:mod:`smp_core.sharding.optimizer.host`). What the optimizer's groups hold are then views of the part of the parameters
-themselves, which take no memory; their gradients have the masters' dtype all the same.
+With ``state_offload="optimizer"`` the states and masters of the part live in host
+memory (:mod:`smp_core.sharding.optimizer.host`). What the optimizer's groups hold are
+then views of the part of the parameters themselves, which take no memory; their
+gradients have the masters' dtype all the same.
 
-An optimizer that looks at one element at a time cannot tell the difference. One that looks across a tensor (Adafactor's
-factored moments, Muon, a trust ratio) can, and is refused (:mod:`smp_core.sharding.optimizer.kinds`).
+An optimizer that looks at one element at a time cannot tell the difference. One that
+looks across a tensor (Adafactor's factored moments, Muon, a trust ratio) can, and is
+refused (:mod:`smp_core.sharding.optimizer.kinds`).
 
-Where parameters are gathered in half precision (``param_dtype``) and stored in float32, they are stored in what they
-are gathered in from then on: computing sees the same numbers, the float32 masters are the weights that are saved.
+Where parameters are gathered in half precision (``param_dtype``) and stored in float32,
+they are stored in what they are gathered in from then on: computing sees the same
+numbers, the float32 masters are the weights that are saved.
 
-To the outside the optimizer looks as if it stepped the parameters: ``state_dict()`` puts states together over replicas
-(collective), with one more entry where masters are finer than parameters, and ``load_state_dict`` takes the own part.
+To the outside the optimizer looks as if it stepped the parameters: ``state_dict()``
+puts states together over replicas (collective), with one more entry where masters are
+finer than parameters, and ``load_state_dict`` takes the own part.
 """
 
 from __future__ import annotations
@@ -37,19 +44,30 @@ from torch.optim import Optimizer
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
 from smp_core.comm import Pending, ReplicaHop
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
-from smp_core.torch_facts import is_rank_0, load_host_master, local_part, model_parameter, stands_for, with_host_master
+from smp_core.torch_facts import (
+    is_rank_0,
+    load_host_master,
+    local_part,
+    model_parameter,
+    stands_for,
+    with_host_master,
+)
 
 MASTER = "smp_master"
-"""Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
+"""Entry of an optimizer state: the float32 values of a half precision parameter, so
+that checkpoints have them."""
 
 
 class FlatShard:
-    """Parameters whose gradients are summed as one flat tensor, of which each rank of the hop's group steps a part.
+    """Parameters whose gradients are summed as one flat tensor, of which each rank of
+    the hop's group steps a part.
 
     Args:
-        names, parameters: in the order in which they lie in the flat tensor; DTensors or plain.
+        names, parameters: in the order in which they lie in the flat tensor; DTensors
+            or plain.
         sizes: elements of each in the flat tensor: its local ones and padding.
-        on_host: masters are made and kept in host memory by who steps them; ``masters`` are views of parameters.
+        on_host: masters are made and kept in host memory by who steps them; ``masters``
+            are views of parameters.
     """
 
     def __init__(
@@ -66,20 +84,23 @@ class FlatShard:
         self.n = sum(sizes)
         self._start, self.size = hop.own_part(self.n)
         self.masters = tuple(self._make_master(i) for i in range(len(self.parameters)))
-        self._trained = [parameter.requires_grad for parameter in self.parameters]  # as last seen on both
+        # As last seen on both.
+        self._trained = [parameter.requires_grad for parameter in self.parameters]
         self.holds_weights = False
-        """Whether parameters were stored as finely as masters until they were made, and are what is computed with now:
-        to the outside the masters are the weights."""
+        """Whether parameters were stored as finely as masters until they were made, and
+        are what is computed with now: to the outside the masters are the weights."""
         self._sum: Tensor | None = None
         self._pending: Pending | None = None
 
     def _own(self, i: int) -> tuple[slice, slice]:
-        """Return the part of parameter i that is this rank's: in the parameter's local elements, and in this rank's
-        part."""
+        """Return the part of parameter i that is this rank's: in the parameter's local
+        elements, and in this rank's part."""
         offset, n = self._offsets[i], local_of(self.parameters[i]).numel()
         first = min(max(self._start, offset), offset + n)
         last = max(min(self._start + self.size, offset + n), first)
-        return slice(first - offset, last - offset), slice(first - self._start, last - self._start)
+        return slice(first - offset, last - offset), slice(
+            first - self._start, last - self._start
+        )
 
     def _own_values(self, i: int) -> Tensor:
         return local_of(self.parameters[i]).reshape(-1)[self._own(i)[0]]
@@ -95,7 +116,11 @@ class FlatShard:
     @property
     def master_bytes(self) -> int:
         """Bytes of masters on the device."""
-        return 0 if self.on_host else sum(each.numel() * each.element_size() for each in self.masters)
+        return (
+            0
+            if self.on_host
+            else sum(each.numel() * each.element_size() for each in self.masters)
+        )
 
     def gradients(self) -> list[Tensor]:
         """List this rank's sum and the masters' gradients."""
@@ -104,8 +129,8 @@ class FlatShard:
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Take up what was written into parameters from outside (a loaded checkpoint); elsewhere masters, which may be
-        finer, are kept."""
+        """Take up what was written into parameters from outside (a loaded checkpoint);
+        elsewhere masters, which may be finer, are kept."""
         every_own = [self._own_values(i) for i in range(len(self.masters))]
         if self.on_host:
             for master, own in zip(self.masters, every_own, strict=True):
@@ -119,9 +144,12 @@ class FlatShard:
                 master.copy_(torch.where(same, master, own.to(master.dtype)))
 
     def follow_flags(self) -> None:
-        """Let ``requires_grad`` be one flag of a parameter and its master, whichever it was set on since: who goes by
-        the optimizer's groups (Lightning's ``toggle_optimizer``) sets it on masters."""
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+        """Let ``requires_grad`` be one flag of a parameter and its master, whichever it
+        was set on since: who goes by the optimizer's groups (Lightning's
+        ``toggle_optimizer``) sets it on masters."""
+        for i, (parameter, master) in enumerate(
+            zip(self.parameters, self.masters, strict=True)
+        ):
             set_on_master = master.requires_grad != self._trained[i]
             self._trained[i] = (master if set_on_master else parameter).requires_grad
             if parameter.requires_grad != self._trained[i]:
@@ -141,9 +169,15 @@ class FlatShard:
             self._pending.wait()
             self._pending = None
 
-    def set_gradients(self, divisor: int, seen: Sequence[bool] | None, own: Mapping[int, Tensor] | None = None) -> None:
-        """Set the masters' ``.grad`` from the sums, divided, of parameters that received a gradient on some rank (None:
-        all); it is added to what an earlier window of the same step left there.
+    def set_gradients(
+        self,
+        divisor: int,
+        seen: Sequence[bool] | None,
+        own: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """Set the masters' ``.grad`` from the sums, divided, of parameters that
+        received a gradient on some rank (None: all); it is added to what an earlier
+        window of the same step left there.
 
         Args:
             own: what parameters with hooks have a gradient of besides, by place.
@@ -155,16 +189,29 @@ class FlatShard:
         changed = self._change_by_hooks(mean, seen, own or {})
         for i, master in enumerate(self.masters):
             if seen is None or seen[i]:
-                gradient = changed.get(i, mean[self._own(i)[1]]).to(master_dtype(self.parameters[i]))
-                master.grad = gradient if master.grad is None else master.grad + gradient
+                gradient = changed.get(i, mean[self._own(i)[1]]).to(
+                    master_dtype(self.parameters[i])
+                )
+                master.grad = (
+                    gradient if master.grad is None else master.grad + gradient
+                )
         self._sum = None
 
     def _change_by_hooks(
         self, mean: Tensor, seen: Sequence[bool] | None, own: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """Return this rank's parts of gradients that hooks of parameters have seen, by place. Collective."""
-        hooks = {i: hooks_of(parameter) for i, parameter in enumerate(self.parameters) if seen is None or seen[i]}
-        parts = {i: mean[self._own(i)[1]] for i, of_parameter in hooks.items() if of_parameter or i in own}
+        """Return this rank's parts of gradients that hooks of parameters have seen, by
+        place. Collective."""
+        hooks = {
+            i: hooks_of(parameter)
+            for i, parameter in enumerate(self.parameters)
+            if seen is None or seen[i]
+        }
+        parts = {
+            i: mean[self._own(i)[1]]
+            for i, of_parameter in hooks.items()
+            if of_parameter or i in own
+        }
         changed = {}
         for i, gradient in self.put_together(parts).items():
             gradient = gradient + own[i] if i in own else gradient
@@ -175,11 +222,16 @@ class FlatShard:
         return changed
 
     def take_gradients(self) -> None:
-        """Move gradients that autograd left in the parameters' own ``.grad``, equal on all replicas, to the masters."""
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+        """Move gradients that autograd left in the parameters' own ``.grad``, equal on
+        all replicas, to the masters."""
+        for i, (parameter, master) in enumerate(
+            zip(self.parameters, self.masters, strict=True)
+        ):
             if parameter.grad is not None:
                 gradient = self.own_of(i, parameter.grad).to(master_dtype(parameter))
-                master.grad = gradient if master.grad is None else master.grad + gradient
+                master.grad = (
+                    gradient if master.grad is None else master.grad + gradient
+                )
                 parameter.grad = None
 
     def forget(self) -> None:
@@ -193,19 +245,33 @@ class FlatShard:
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Bring every rank's part of the masters into all ranks' parameters, in the parameters' dtype. Collective."""
+        """Bring every rank's part of the masters into all ranks' parameters, in the
+        parameters' dtype. Collective."""
         dtype = self.parameters[0].dtype
         part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
-        _copy_each([(part[self._own(i)[1]], master) for i, master in enumerate(self.masters)])
+        _copy_each(
+            [(part[self._own(i)[1]], master) for i, master in enumerate(self.masters)]
+        )
         whole = self._hop.gather(part, self.n)
         locals_ = [local_of(parameter) for parameter in self.parameters]
-        ends = [offset + local.numel() for offset, local in zip(self._offsets, locals_, strict=True)]
-        arrived = [whole[offset:end] for offset, end in zip(self._offsets, ends, strict=True)]
-        _copy_each([(local, new.view(local.shape)) for local, new in zip(locals_, arrived, strict=True)])
+        ends = [
+            offset + local.numel()
+            for offset, local in zip(self._offsets, locals_, strict=True)
+        ]
+        arrived = [
+            whole[offset:end] for offset, end in zip(self._offsets, ends, strict=True)
+        ]
+        _copy_each(
+            [
+                (local, new.view(local.shape))
+                for local, new in zip(locals_, arrived, strict=True)
+            ]
+        )
 
     @torch.no_grad()
     def put_together(self, parts: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return tensors like parameters from every rank's parts of them, by place of the parameter. Collective."""
+        """Return tensors like parameters from every rank's parts of them, by place of
+        the parameter. Collective."""
         if not parts:
             return {}
         dtype = next(iter(parts.values())).dtype
@@ -216,12 +282,15 @@ class FlatShard:
         for i in parts:
             parameter = self.parameters[i]
             shape = local_of(parameter).shape
-            local = whole[self._offsets[i] : self._offsets[i] + shape.numel()].view(shape)
+            local = whole[self._offsets[i] : self._offsets[i] + shape.numel()].view(
+                shape
+            )
             found[i] = like(parameter, local, on_host=self.on_host)
         return found
 
     def own_slice(self, i: int) -> slice:
-        """Return the place of this rank's part in the elements of parameter i's shard."""
+        """Return the place of this rank's part in the elements of parameter i's
+        shard."""
         return self._own(i)[0]
 
     def own_of(self, i: int, value: Tensor) -> Tensor:
@@ -235,11 +304,14 @@ class WorldSharding:
     def __init__(self, shards: Sequence[FlatShard]) -> None:
         self.shards = tuple(shards)
         self._place = {
-            id(parameter): (shard, i) for shard in self.shards for i, parameter in enumerate(shard.parameters)
+            id(parameter): (shard, i)
+            for shard in self.shards
+            for i, parameter in enumerate(shard.parameters)
         }
 
     def stepped(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return what an optimizer steps in the place of parameters: their masters, where they have one."""
+        """Return what an optimizer steps in the place of parameters: their masters,
+        where they have one."""
         found = []
         for parameter in parameters:
             place = self._place.get(id(parameter))
@@ -247,19 +319,25 @@ class WorldSharding:
         return found
 
     def own_slice(self, parameter: Tensor) -> slice:
-        """Return the place of this rank's part in the elements of the shard of a parameter, which has a master."""
+        """Return the place of this rank's part in the elements of the shard of a
+        parameter, which has a master."""
         shard, i = self._place[id(parameter)]
         return shard.own_slice(i)
 
     def part_of_state(self, parameter: Tensor, entry: Any) -> Any:
-        """Return this rank's part of what an optimizer state has for a parameter, which has a master."""
+        """Return this rank's part of what an optimizer state has for a parameter, which
+        has a master."""
         place = self._place.get(id(parameter))
         if place is None:
             return entry
         shard, i = place
 
         def own(value: Tensor) -> Tensor:
-            return shard.own_of(i, value) if value.ndim and value.shape == parameter.shape else value
+            return (
+                shard.own_of(i, value)
+                if value.ndim and value.shape == parameter.shape
+                else value
+            )
 
         return map_tensors(entry, own)
 
@@ -274,17 +352,28 @@ class WorldSharding:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the parameters. Collective."""
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         for shard in self.shards:
             if any(id(master) in stepped for master in shard.masters):
                 shard.update_parameters()
 
-    def full_state(self, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
-        """Return a numbered state dict with tensors like parameters instead of parts. Collective."""
+    def full_state(
+        self, optimizer: Optimizer, numbered: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return a numbered state dict with tensors like parameters instead of parts.
+        Collective."""
         state = dict(numbered["state"])
         places = self._numbers(optimizer)
         for shard in self.shards:
-            here = {i: number for number, (owner, i) in places.items() if owner is shard and number in state}
+            here = {
+                i: number
+                for number, (owner, i) in places.items()
+                if owner is shard and number in state
+            }
             parts: dict[Path, dict[int, Tensor]] = {}
             for i, number in here.items():
                 for path, value in iterate_tensors(state[number]):
@@ -311,7 +400,9 @@ class WorldSharding:
         return {**numbered, "state": state}
 
     @torch.no_grad()
-    def own_state(self, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
+    def own_state(
+        self, optimizer: Optimizer, numbered: dict[str, Any]
+    ) -> dict[str, Any]:
         """Do the reverse of :meth:`full_state`, but for masters."""
         places, state = self._numbers(optimizer), {}
         for number, entry in numbered["state"].items():
@@ -323,16 +414,26 @@ class WorldSharding:
         return {**numbered, "state": state}
 
     def weights(self) -> dict[int, Tensor]:
-        """Return masters that are the weights, also those on the host, put together like their parameters, by the
-        parameter's id. Collective."""
+        """Return masters that are the weights, also those on the host, put together
+        like their parameters, by the parameter's id. Collective."""
         found = {}
         for shard in self.shards:
             parts: dict[int, Tensor] = {}
             if shard.holds_weights:
                 parts = {i: master.detach() for i, master in enumerate(shard.masters)}
-            elif shard.on_host and shard.parameters[0].dtype != master_dtype(shard.parameters[0]):
-                parts = {i: with_host_master(master) for i, master in enumerate(shard.masters)}
-            found.update({id(shard.parameters[i]): value for i, value in shard.put_together(parts).items()})
+            elif shard.on_host and shard.parameters[0].dtype != master_dtype(
+                shard.parameters[0]
+            ):
+                parts = {
+                    i: with_host_master(master)
+                    for i, master in enumerate(shard.masters)
+                }
+            found.update(
+                {
+                    id(shard.parameters[i]): value
+                    for i, value in shard.put_together(parts).items()
+                }
+            )
         return found
 
     @torch.no_grad()
@@ -350,7 +451,11 @@ class WorldSharding:
 
     def _numbers(self, optimizer: Optimizer) -> dict[int, tuple[FlatShard, int]]:
         """Return torch's number of a parameter -> its place."""
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         return {
             number: self._place[id(model_parameter(parameter))]
             for number, parameter in enumerate(stepped)
@@ -359,15 +464,22 @@ class WorldSharding:
 
 
 def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy every (target, source). torch._foreach_copy_ is one kernel for all of them and has no public name."""
-    filled = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
+    """Copy every (target, source). torch._foreach_copy_ is one kernel for all of them
+    and has no public name."""
+    filled = [
+        (target.detach(), source.detach()) for target, source in pairs if target.numel()
+    ]
     if filled:
         targets, sources = map(list, zip(*filled, strict=True))
         torch._foreach_copy_(targets, sources)
 
 
 def master_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+    return (
+        torch.float32
+        if parameter.dtype in (torch.float16, torch.bfloat16)
+        else parameter.dtype
+    )
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -380,9 +492,15 @@ def mesh_of(parameter: Tensor) -> DeviceMesh | None:
 
 
 def like(parameter: Tensor, local: Tensor, on_host: bool = False) -> Tensor:
-    """Return a copy of a local part as a DTensor sharded like ``parameter``, or as a plain tensor where that is one."""
+    """Return a copy of a local part as a DTensor sharded like ``parameter``, or as a
+    plain tensor where that is one."""
     # Not from_local, which would bring the local part to the mesh's device.
-    made = torch.empty_like(parameter, dtype=local.dtype, device="cpu" if on_host else None, requires_grad=False)
+    made = torch.empty_like(
+        parameter,
+        dtype=local.dtype,
+        device="cpu" if on_host else None,
+        requires_grad=False,
+    )
     local_of(made).copy_(local)
     return made
 
@@ -399,15 +517,20 @@ _GRADIENTS_OF_A_STAGE = (
 
 
 def say_where_gradients_are(
-    hooks: Iterable[Callable[..., Any]], parallel: str = "parallel", *, in_stages: bool = False
+    hooks: Iterable[Callable[..., Any]],
+    parallel: str = "parallel",
+    *,
+    in_stages: bool = False,
 ) -> None:
-    """Warn, on rank 0, of hooks between backward and step whose code names gradients of parameters, where parameters
-    have none: what such a hook reads, edits or drops there has no effect.
+    """Warn, on rank 0, of hooks between backward and step whose code names gradients of
+    parameters, where parameters have none: what such a hook reads, edits or drops there
+    has no effect.
 
     Args:
         hooks: functions of the user's.
         parallel: what to type for the model's handle.
-        in_stages: whether it is parameters of other pipeline stages alone that have none.
+        in_stages: whether it is parameters of other pipeline stages alone that have
+            none.
     """
     found = [hook.__qualname__ for hook in hooks if _names_gradients(hook)]
     if found and is_rank_0():
@@ -419,13 +542,17 @@ def say_where_gradients_are(
 def _names_gradients(hook: Callable[..., Any]) -> bool:
     code = getattr(inspect.unwrap(hook), "__code__", None)
     names = set() if code is None else {*_names_in(code)}
-    by_handle = not names.isdisjoint(("parallel", "accelerator"))  # these find the masters themselves
-    clips = not by_handle and not names.isdisjoint(("clip_grad_norm_", "clip_grad_value_"))
+    # These find the masters themselves.
+    by_handle = not names.isdisjoint(("parallel", "accelerator"))
+    clips = not by_handle and not names.isdisjoint(
+        ("clip_grad_norm_", "clip_grad_value_")
+    )
     return clips or ("grad" in names and "stepped" not in names)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code reads, with those of functions inside of it."""
+    """Yield the names that a function's code reads, with those of functions inside of
+    it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,7 +1,9 @@
-"""Values for sharded parameters: initialised, broadcast, loaded or cast, a part for each rank.
+"""Values for sharded parameters: initialised, broadcast, loaded or cast, a part for
+each rank.
 
-Delayed initialisation draws the numbers of one process, rank 0's values reach every rank, whole tensors are cut for
-each rank, and for code that one rank runs alone a module is a plain one for a while.
+Delayed initialisation draws the numbers of one process, rank 0's values reach every
+rank, whole tensors are cut for each rank, and for code that one rank runs alone a
+module is a plain one for a while.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
-    from smp_core.sharding.weights.cast_parameters import CastParameters as CastParameters
+    from smp_core.sharding.weights.cast_parameters import (
+        CastParameters as CastParameters,
+    )
     from smp_core.sharding.weights.delayed_init import materialize as materialize
     from smp_core.sharding.weights.load_state_dict import (
         load_full_state as load_full_state,

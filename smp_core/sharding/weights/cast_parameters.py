@@ -1,12 +1,14 @@
-"""Replicated parameters are computed with in the dtype that the parameters of units are gathered in.
+"""Replicated parameters are computed with in the dtype that the parameters of units are
+gathered in.
 
-FSDP2 casts what it gathers. What no unit can hold (parameters tied across units, 0-d ones) stays a plain tensor in the
-dtype that it is stored in, and would meet gathered parameters and activations in another one. So from the beginning of
-the outermost call of a module around such a parameter to its end, modules show a cast of it. The cast is an operation
-of autograd: gradients arrive at the stored parameter, in its dtype.
+FSDP2 casts what it gathers. What no unit can hold (parameters tied across units, 0-d
+ones) stays a plain tensor in the dtype that it is stored in, and would meet gathered
+parameters and activations in another one. So from the beginning of the outermost call
+of a module around such a parameter to its end, modules show a cast of it. The cast is
+an operation of autograd: gradients arrive at the stored parameter, in its dtype.
 
-A cast is no ``nn.Parameter``, which is all that a module takes by assignment under a parameter's name: it is put where
-``nn.Module`` keeps them (``_parameters``).
+A cast is no ``nn.Parameter``, which is all that a module takes by assignment under a
+parameter's name: it is put where ``nn.Module`` keeps them (``_parameters``).
 """
 
 from __future__ import annotations
@@ -27,14 +29,25 @@ class CastParameters:
 
     Args:
         dtypes: name of a parameter -> dtype that it computes in.
-        recomputed: modules whose forward, without their hooks, runs again in backward. Before they are told to.
+        recomputed: modules whose forward, without their hooks, runs again in backward.
+            Before they are told to.
     """
 
-    def __init__(self, model: nn.Module, dtypes: Mapping[str, torch.dtype], recomputed: Iterable[nn.Module]) -> None:
-        self._outermost: object = None  # the module, or the call of a method, that shows casts
+    def __init__(
+        self,
+        model: nn.Module,
+        dtypes: Mapping[str, torch.dtype],
+        recomputed: Iterable[nn.Module],
+    ) -> None:
+        # The module, or the call of a method, that shows casts.
+        self._outermost: object = None
         self._shown: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
         named = dict(model.named_parameters(remove_duplicate=False))
-        ids = {id(named[name]): dtype for name, dtype in dtypes.items() if not is_absent(named[name])}
+        ids = {
+            id(named[name]): dtype
+            for name, dtype in dtypes.items()
+            if not is_absent(named[name])
+        }
         self._places = [
             (module, name, ids[id(parameter)])
             for module in model.modules()
@@ -42,7 +55,11 @@ class CastParameters:
             if id(parameter) in ids
         ]
         holding = {module for module, _, _ in self._places}
-        around = [module for module in model.modules() if ids and not holding.isdisjoint(module.modules())]
+        around = [
+            module
+            for module in model.modules()
+            if ids and not holding.isdisjoint(module.modules())
+        ]
         for module in around:
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end, always_call=True)
@@ -51,7 +68,8 @@ class CastParameters:
 
     @contextlib.contextmanager
     def shown(self, by: object) -> Iterator[None]:
-        """Let modules show casts inside; ``by`` is the module or the call that begins."""
+        """Let modules show casts inside; ``by`` is the module or the call that
+        begins."""
         self._begin(by)
         try:
             yield
@@ -59,7 +77,8 @@ class CastParameters:
             self._end(by)
 
     def _showing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that makes its own casts: in its recomputation it makes them inside, too."""
+        """Return a forward that makes its own casts: in its recomputation it makes them
+        inside, too."""
 
         @functools.wraps(forward)
         def showing(*args: Any, **kwargs: Any) -> Any:

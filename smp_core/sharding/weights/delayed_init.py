@@ -1,30 +1,40 @@
-"""Delayed initialisation: a model built on the meta device gets its numbers shard by shard.
+"""Delayed initialisation: a model built on the meta device gets its numbers shard by
+shard.
 
-The model is constructed under `torch.device("meta")` and sharded before any storage exists. `materialize` then walks
-over the modules, children before parents, and for each one
+The model is constructed under `torch.device("meta")` and sharded before any storage
+exists. `materialize` then walks over the modules, children before parents, and for each
+one
 
-1. lends its initialiser full-size host tensors, created when the initialiser first touches them and filled with NaN,
-2. seeds the generators from sha256(seed / module name / initialiser), so that the numbers depend on names only and are
-   bit-identical for every world size, shard degree, wrap plan and order of construction,
-3. copies this rank's slices into storage on the target device, and frees the full tensors.
+1. lends its initialiser full-size host tensors, created when the initialiser first
+   touches them and filled with NaN,
+2. seeds the generators from sha256(seed / module name / initialiser), so that the
+   numbers depend on names only and are bit-identical for every world size, shard
+   degree, wrap plan and order of construction,
+3. copies this rank's slices into storage on the target device, and frees the full
+   tensors.
 
-Peak host memory is what one initialiser touches (one module, usually), not the model. Why not `to_empty()` followed by
-`reset_parameters()`: on a CPU mesh every shard of a DTensor draws the same random numbers, so the shards of a Linear
-come out as copies of one another, and non-persistent buffers (RoPE frequencies) stay uninitialised memory.
+Peak host memory is what one initialiser touches (one module, usually), not the model.
+Why not `to_empty()` followed by `reset_parameters()`: on a CPU mesh every shard of a
+DTensor draws the same random numbers, so the shards of a Linear come out as copies of
+one another, and non-persistent buffers (RoPE frequencies) stay uninitialised memory.
 
-Which initialiser. There are three levels, and a module's values come from the highest level that writes them, as in a
-plain construction (constructor, then the model's own scheme, then `model.apply(init_fn)`):
+Which initialiser. There are three levels, and a module's values come from the highest
+level that writes them, as in a plain construction (constructor, then the model's own
+scheme, then `model.apply(init_fn)`):
 
-- `reset_parameters()` (or `_reset_parameters()`, torch's spelling in MultiheadAttention) of the module's class,
-- `_init_weights(module)` of the nearest ancestor that has one: Transformers' own initialiser, found by its signature,
+- `reset_parameters()` (or `_reset_parameters()`, torch's spelling in
+  MultiheadAttention) of the module's class,
+- `_init_weights(module)` of the nearest ancestor that has one: Transformers' own
+  initialiser, found by its signature,
 - the user's `init_fn(module)`.
 
-Within a level a parent runs after its children and may overwrite them: GPT-2's residual projections are rescaled when
-the initialiser sees the attention or MLP block that holds `c_proj`. A parent that reads what it overwrites
-(`child.weight *= 0.5`) is run again with the child's values gathered from their shards.
+Within a level a parent runs after its children and may overwrite them: GPT-2's residual
+projections are rescaled when the initialiser sees the attention or MLP block that holds
+`c_proj`. A parent that reads what it overwrites (`child.weight *= 0.5`) is run again
+with the child's values gathered from their shards.
 
-What a constructor does by itself can not be seen. A parameter or buffer that none of the levels writes is an error that
-names it; it is never left as uninitialised memory.
+What a constructor does by itself can not be seen. A parameter or buffer that none of
+the levels writes is an error that names it; it is never left as uninitialised memory.
 """
 
 from __future__ import annotations
@@ -42,7 +52,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_core.sharding.weights.delayed_tensors import Slot, classes_before_sharding, holds_values, is_meta
+from smp_core.sharding.weights.delayed_tensors import (
+    Slot,
+    classes_before_sharding,
+    holds_values,
+    is_meta,
+)
 from smp_core.torch_facts import clean_name
 
 logger = logging.getLogger("smp")
@@ -54,23 +69,29 @@ _MODEL = 1
 _USER = 2
 
 
-def materialize(model: nn.Module, device: torch.device, *, seed: int, init_fn: InitFn | None = None) -> None:
-    """Give every meta parameter and buffer of `model` storage on `device` and its initial value, in place.
+def materialize(
+    model: nn.Module, device: torch.device, *, seed: int, init_fn: InitFn | None = None
+) -> None:
+    """Give every meta parameter and buffer of `model` storage on `device` and its
+    initial value, in place.
 
     Args:
-        model: built (wholly or partly) on the meta device; its parameters may be DTensors on any 1-D shard mesh
-            (`fully_shard`), plain tensors, or both. Modules that already hold real values keep them; they are moved to
-            `device`. Every rank of the mesh must make this call.
+        model: built (wholly or partly) on the meta device; its parameters may be
+            DTensors on any 1-D shard mesh (`fully_shard`), plain tensors, or both.
+            Modules that already hold real values keep them; they are moved to `device`.
+            Every rank of the mesh must make this call.
         device: where the shards and buffers go.
         seed: the seed of the whole model; ranks must agree on it.
-        init_fn: called with each module, children first, like `model.apply(init_fn)`; what it writes wins over the
-            model's own initialisers.
+        init_fn: called with each module, children first, like `model.apply(init_fn)`;
+            what it writes wins over the model's own initialisers.
 
-    Parameter objects, ties between them, `requires_grad` flags and attributes set on them survive. The generators of
-    torch, numpy and `random` are left as they were found.
+    Parameter objects, ties between them, `requires_grad` flags and attributes set on
+    them survive. The generators of torch, numpy and `random` are left as they were
+    found.
 
     Raises:
-        ValueError: tensors that no initialiser fills, or that have NaN left (named, with what to do).
+        ValueError: tensors that no initialiser fills, or that have NaN left (named,
+            with what to do).
         RuntimeError: an initialiser raised; names the module.
     """
     device = torch.device(device)
@@ -82,8 +103,9 @@ def materialize(model: nn.Module, device: torch.device, *, seed: int, init_fn: I
         classes_before_sharding(model),
     ):
         _Materialization(model, device, seed, init_fn).run()
-    # Moves what was real before, and makes every FSDP unit adopt (and pad, for uneven rows) its new local tensors now
-    # instead of in the first forward: references taken by optimizers in between stay valid.
+    # Moves what was real before, and makes every FSDP unit adopt (and pad, for uneven
+    # rows) its new local tensors now instead of in the first forward: references taken
+    # by optimizers in between stay valid.
     model.to(device)
 
 
@@ -94,27 +116,35 @@ class _Attempt:
     with_values: bool  # lend foreign tensors with their present values instead of NaN
     level: int = _RESET
     lent: dict[Slot, Tensor] = field(default_factory=dict)
-    scratch: dict[Slot, Tensor] = field(default_factory=dict)  # read, but may not be written from here
+    # Read, but may not be written from here.
+    scratch: dict[Slot, Tensor] = field(default_factory=dict)
     versions: dict[Slot, int] = field(default_factory=dict)
     written_at: dict[Slot, int] = field(default_factory=dict)
     seen_at: dict[Slot, int] = field(default_factory=dict)
     filled: set[Slot] = field(default_factory=set)
 
     def note_writes(self) -> None:
-        """Note in-place writes since the last call as made at the present level. ``_version`` is autograd's count of
-        them, and the only one."""
+        """Note in-place writes since the last call as made at the present level.
+        ``_version`` is autograd's count of them, and the only one."""
         for slot, tensor in self.lent.items():
             if tensor._version != self.versions[slot]:
                 self.versions[slot] = tensor._version
                 self.written_at[slot] = self.level
 
     def has_filled(self, slot: Slot, full: Tensor) -> bool:
-        booked = slot in self.written_at and not full.is_floating_point() and not full.is_complex()
+        booked = (
+            slot in self.written_at
+            and not full.is_floating_point()
+            and not full.is_complex()
+        )
         return booked or holds_values(full)
 
     def level_of(self, slot: Slot) -> int:
-        # Writes through `.data` do not count versions; then the last level that looked at the tensor is taken.
-        return self.written_at.get(slot, slot.level if slot.level >= 0 else self.seen_at[slot])
+        # Writes through `.data` do not count versions; then the last level that looked
+        # at the tensor is taken.
+        return self.written_at.get(
+            slot, slot.level if slot.level >= 0 else self.seen_at[slot]
+        )
 
 
 @dataclass(frozen=True)
@@ -125,9 +155,15 @@ class _Step:
 
 
 class _LentEntries(MutableMapping[str, Any]):
-    """Stands in for a module's `_parameters` or `_buffers` while an initialiser runs: lends what is touched."""
+    """Stands in for a module's `_parameters` or `_buffers` while an initialiser runs:
+    lends what is touched."""
 
-    def __init__(self, real: dict[str, Any], lend: Callable[[str], Any], assign: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self,
+        real: dict[str, Any],
+        lend: Callable[[str], Any],
+        assign: Callable[[str, Any], None],
+    ) -> None:
         self._real = real
         self._lend = lend
         self._assign = assign
@@ -139,11 +175,15 @@ class _LentEntries(MutableMapping[str, Any]):
         if self._real.get(name) is None:
             if value is None and name in self._real:
                 return
-            raise TypeError(f"an initialiser may not add {name!r}: the model is sharded already")
+            raise TypeError(
+                f"an initialiser may not add {name!r}: the model is sharded already"
+            )
         self._assign(name, value)
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError(f"an initialiser may not delete {name!r}: the model is sharded already")
+        raise TypeError(
+            f"an initialiser may not delete {name!r}: the model is sharded already"
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._real
@@ -156,7 +196,9 @@ class _LentEntries(MutableMapping[str, Any]):
 
 
 class _Materialization:
-    def __init__(self, model: nn.Module, device: torch.device, seed: int, init_fn: InitFn | None) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, seed: int, init_fn: InitFn | None
+    ) -> None:
         self.model = model
         self.device = device
         self.seed = seed
@@ -169,7 +211,13 @@ class _Materialization:
                 else:
                     full_name = f"{fqn}.{name}" if fqn else name
                     is_parameter = name in module._parameters
-                    self.slots[tensor] = Slot(tensor, full_name, [(module, name)], is_parameter, is_meta(tensor))
+                    self.slots[tensor] = Slot(
+                        tensor,
+                        full_name,
+                        [(module, name)],
+                        is_parameter,
+                        is_meta(tensor),
+                    )
 
     def run(self) -> None:
         for fqn, module, model_init_owner in _children_first(self.model):
@@ -177,18 +225,31 @@ class _Materialization:
         _warn_of_unused_initialisers(self.model)
         self._check_complete()
 
-    def _initialize(self, fqn: str, module: nn.Module, model_init_owner: nn.Module | None) -> None:
+    def _initialize(
+        self, fqn: str, module: nn.Module, model_init_owner: nn.Module | None
+    ) -> None:
         holders = [m for m in module.modules() if m._parameters or m._buffers]
-        reachable = {self.slots[tensor] for holder in holders for _, tensor in _own_tensors(holder)}
+        reachable = {
+            self.slots[tensor]
+            for holder in holders
+            for _, tensor in _own_tensors(holder)
+        }
         own = {slot for slot in reachable if slot.delayed and slot.owner is module}
         leaf = all(holder is module for holder in holders)
         if not own and (leaf or not any(slot.delayed for slot in reachable)):
             return
         # Initialise on lent tensors, and keep this rank's part of what was filled.
         steps = self._steps(module, model_init_owner)
-        # For a leaf the highest level is usually enough by itself; the lower ones run only if it leaves something out.
-        attempt = self._attempt(fqn, module, holders, steps[-1:] if leaf else steps, with_values=False)
-        if attempt is None or not own <= attempt.filled or attempt.lent.keys() - attempt.filled:
+        # For a leaf the highest level is usually enough by itself; the lower ones run
+        # only if it leaves something out.
+        attempt = self._attempt(
+            fqn, module, holders, steps[-1:] if leaf else steps, with_values=False
+        )
+        if (
+            attempt is None
+            or not own <= attempt.filled
+            or attempt.lent.keys() - attempt.filled
+        ):
             attempt = None  # frees its tensors before the second attempt makes its own
             attempt = self._attempt(fqn, module, holders, steps, with_values=True)
         assert attempt is not None  # the second attempt raises instead
@@ -196,14 +257,19 @@ class _Materialization:
             slot.store(attempt.lent.pop(slot), attempt.level_of(slot), self.device)
             self.slots[slot.tensor] = slot
 
-    def _steps(self, module: nn.Module, model_init_owner: nn.Module | None) -> list[_Step]:
-        # Methods are looked up on classes: wrappers forward unknown attributes to the module inside, which would run
-        # its initialiser a second time under another name.
+    def _steps(
+        self, module: nn.Module, model_init_owner: nn.Module | None
+    ) -> list[_Step]:
+        # Methods are looked up on classes: wrappers forward unknown attributes to the
+        # module inside, which would run its initialiser a second time under another
+        # name.
         steps = []
         for name in ("reset_parameters", "_reset_parameters"):
             method = getattr(type(module), name, None)
             if _accepts(method, module):
-                steps.append(_Step(_RESET, f"{name}()", lambda method=method: method(module)))  # type: ignore[misc]
+                steps.append(
+                    _Step(_RESET, f"{name}()", lambda method=method: method(module))  # type: ignore[misc]
+                )
                 break
         if model_init_owner is not None:
             own = type(model_init_owner)._init_weights  # type: ignore[attr-defined]
@@ -215,11 +281,19 @@ class _Materialization:
         return steps
 
     def _attempt(
-        self, fqn: str, module: nn.Module, holders: list[nn.Module], steps: list[_Step], with_values: bool
+        self,
+        fqn: str,
+        module: nn.Module,
+        holders: list[nn.Module],
+        steps: list[_Step],
+        with_values: bool,
     ) -> _Attempt | None:
-        """Run `steps` on a module. Returns None if one of them raised, perhaps because of the NaN it was lent."""
+        """Run `steps` on a module. Returns None if one of them raised, perhaps because
+        of the NaN it was lent."""
         attempt = _Attempt(with_values)
-        originals = [(m, m.__dict__["_parameters"], m.__dict__["_buffers"]) for m in holders]
+        originals = [
+            (m, m.__dict__["_parameters"], m.__dict__["_buffers"]) for m in holders
+        ]
         try:
             for m, parameters, buffers in originals:
                 m.__dict__["_parameters"] = self._lent_entries(m, parameters, attempt)
@@ -241,10 +315,16 @@ class _Materialization:
         finally:
             for m, parameters, buffers in originals:
                 m.__dict__["_parameters"], m.__dict__["_buffers"] = parameters, buffers
-        attempt.filled = {slot for slot, full in attempt.lent.items() if attempt.has_filled(slot, full)}
+        attempt.filled = {
+            slot
+            for slot, full in attempt.lent.items()
+            if attempt.has_filled(slot, full)
+        }
         return attempt
 
-    def _lent_entries(self, module: nn.Module, real: dict[str, Any], attempt: _Attempt) -> _LentEntries:
+    def _lent_entries(
+        self, module: nn.Module, real: dict[str, Any], attempt: _Attempt
+    ) -> _LentEntries:
         def store_of(name: str) -> tuple[Slot, dict[Slot, Tensor]]:
             slot = self.slots[real[name]]
             first_name = slot.places[0] == (module, name)
@@ -264,8 +344,14 @@ class _Materialization:
         def assign(name: str, value: Any) -> None:
             slot, store = store_of(name)
             if not isinstance(value, Tensor) or value.shape != slot.tensor.shape:
-                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"{slot.fqn} was built as {tuple(slot.tensor.shape)}, its initialiser assigns {got}")
+                got = (
+                    tuple(value.shape)
+                    if isinstance(value, Tensor)
+                    else type(value).__name__
+                )
+                raise ValueError(
+                    f"{slot.fqn} was built as {tuple(slot.tensor.shape)}, its initialiser assigns {got}"
+                )
             store[slot] = value
             if store is attempt.lent:
                 attempt.versions[slot] = value._version
@@ -279,9 +365,13 @@ class _Materialization:
             if slot.delayed and slot.level < 0:
                 kind = "parameter" if slot.is_parameter else "buffer"
                 problems.append(f"{kind} {slot.fqn!r} of {type(slot.owner).__name__}")
-        problems += [f"tensor attribute {name!r}" for name in _meta_attributes(self.model)]
+        problems += [
+            f"tensor attribute {name!r}" for name in _meta_attributes(self.model)
+        ]
         if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            shown = "; ".join(problems[:8]) + (
+                f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            )
             raise ValueError(
                 f"delayed_init=True: no initialiser fills all of {shown}. Either give the class a reset_parameters() "
                 "that does, or pass init_fn, or build the tensor with device='cpu' in its constructor (it then keeps "
@@ -289,12 +379,16 @@ class _Materialization:
             )
 
 
-def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """Yield (name, module, nearest module at or above it with an `_init_weights(module)`), children first, each module
-    once."""
+def _children_first(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield (name, module, nearest module at or above it with an
+    `_init_weights(module)`), children first, each module once."""
     seen: set[nn.Module] = set()
 
-    def walk(fqn: str, module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    def walk(
+        fqn: str, module: nn.Module, owner: nn.Module | None
+    ) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
         if module in seen:
             return
         seen.add(module)
@@ -319,12 +413,14 @@ def _accepts(function: object, *args: object) -> bool:
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for entries in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in entries.items() if tensor is not None)
+        yield from (
+            (name, tensor) for name, tensor in entries.items() if tensor is not None
+        )
 
 
 def _meta_attributes(model: nn.Module) -> Iterator[str]:
-    """Yield the names of meta tensors kept as plain attributes (also inside a list, tuple or dict): nothing can fill
-    those."""
+    """Yield the names of meta tensors kept as plain attributes (also inside a list,
+    tuple or dict): nothing can fill those."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, dict):
@@ -332,7 +428,9 @@ def _meta_attributes(model: nn.Module) -> Iterator[str]:
             else:
                 values = list(value) if isinstance(value, (list, tuple)) else [value]
             registered = name in ("_parameters", "_buffers", "_modules")
-            if not registered and any(isinstance(v, Tensor) and is_meta(v) for v in values):
+            if not registered and any(
+                isinstance(v, Tensor) and is_meta(v) for v in values
+            ):
                 yield f"{fqn}.{name}" if fqn else name
 
 
@@ -347,7 +445,11 @@ def _seed_generators(key: str) -> None:
 @contextlib.contextmanager
 def _generators_restored() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
-    states = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    states = (
+        torch.default_generator.get_state(),
+        random.getstate(),
+        numpy.random.get_state() if numpy else None,
+    )
     try:
         yield
     finally:

@@ -1,8 +1,10 @@
-"""``load_state_dict`` of a sharded model, or of a module in it, with whole tensors: each rank takes its part.
+"""``load_state_dict`` of a sharded model, or of a module in it, with whole tensors:
+each rank takes its part.
 
-``load_own_parts`` puts a hook before each module's own parameters are loaded, for a user's calls; ``load_full_state``
-calls it for a checkpoint, with weights that may be finer than the parameters that hold them. Both run on every rank
-alike and send nothing, so every rank has to have the tensors, as after ``torch.load`` on all of them.
+``load_own_parts`` puts a hook before each module's own parameters are loaded, for a
+user's calls; ``load_full_state`` calls it for a checkpoint, with weights that may be
+finer than the parameters that hold them. Both run on every rank alike and send nothing,
+so every rank has to have the tensors, as after ``torch.load`` on all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ World = Callable[[], WorldSharding | None]
 
 
 def load_own_parts(model: nn.Module, world: World) -> None:
-    """Let ``load_state_dict`` of the model and of every module in it take unsharded tensors.
+    """Let ``load_state_dict`` of the model and of every module in it take unsharded
+    tensors.
 
     Args:
         world: gives the masters that take up the values too, where there are any.
@@ -40,7 +43,9 @@ class _TakingOwnParts:
         self._world = world
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -69,25 +74,34 @@ def _nothing(*_: Any) -> None:
 def load_full_state(
     module: nn.Module, given: Mapping[str, Any], live: Mapping[str, Any], strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Call ``module.load_state_dict`` with unsharded tensors; its hooks and those of its submodules run as ever. Local.
+    """Call ``module.load_state_dict`` with unsharded tensors; its hooks and those of
+    its submodules run as ever. Local.
 
     Args:
-        given: the state dict; values that are in their place already are those of ``live``.
+        given: the state dict; values that are in their place already are those of
+            ``live``.
         live: the tensors that are the weights, by clean name
-        (:meth:`smp_core.engine.conversions.ParallelModel.model_state`). strict: as of ``load_state_dict``.
+        (:meth:`smp_core.engine.conversions.ParallelModel.model_state`). strict: as of
+        ``load_state_dict``.
 
     Returns:
         names that are missing in ``given``, and names that only ``given`` has.
     """
     # The weights may be finer than the parameters that hold them.
-    finest = {id(parameter): live.get(clean_name(name)) for name, parameter in module.named_parameters()}
+    finest = {
+        id(parameter): live.get(clean_name(name))
+        for name, parameter in module.named_parameters()
+    }
     with _OwnParts({key: value for key, value in finest.items() if value is not None}):
         outcome: Any = module.load_state_dict(given, strict=strict)
-    return list(getattr(outcome, "missing_keys", [])), list(getattr(outcome, "unexpected_keys", []))
+    return list(getattr(outcome, "missing_keys", [])), list(
+        getattr(outcome, "unexpected_keys", [])
+    )
 
 
 class _OwnParts(TorchFunctionMode):
-    """Under it a copy into a sharded parameter takes this rank's part of a whole tensor.
+    """Under it a copy into a sharded parameter takes this rank's part of a whole
+    tensor.
 
     Args:
         instead: what to copy into in the place of a parameter, by its id.
@@ -97,7 +111,9 @@ class _OwnParts(TorchFunctionMode):
         super().__init__()
         self._instead = instead
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is not Tensor.copy_:
             return func(*args, **(kwargs or {}))
         target, value = args[:2]

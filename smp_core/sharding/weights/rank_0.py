@@ -1,4 +1,5 @@
-"""Rank 0's values on every rank: initial weights, buffers, and states of optimizers that were made before sharding."""
+"""Rank 0's values on every rank: initial weights, buffers, and states of optimizers
+that were made before sharding."""
 
 from __future__ import annotations
 
@@ -14,13 +15,18 @@ from smp_core.cluster import Axis, SmpMesh
 
 @torch.no_grad()
 def broadcast_from_rank_0(
-    tensors: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None = None, source: int = 0
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    source: int = 0,
 ) -> None:
     """Give all ranks of a group the values of its first one, one tensor at a time.
 
     Args:
-        group: the ranks that hold the same tensors; default the world. Collective over it.
-        source: the place in the group of another rank than its first, whose values they get.
+        group: the ranks that hold the same tensors; default the world. Collective over
+            it.
+        source: the place in the group of another rank than its first, whose values they
+            get.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -34,9 +40,12 @@ def broadcast_from_rank_0(
 
 
 @torch.no_grad()
-def send_to_stages(tensors: Iterable[tuple[Tensor, Sequence[int]]], mesh: SmpMesh) -> None:
-    """Give the first rank of each pipeline stage the values that rank 0 has of what the stage holds, one tensor at a
-    time. Collective over these ranks; the others do nothing.
+def send_to_stages(
+    tensors: Iterable[tuple[Tensor, Sequence[int]]], mesh: SmpMesh
+) -> None:
+    """Give the first rank of each pipeline stage the values that rank 0 has of what the
+    stage holds, one tensor at a time. Collective over these ranks; the others do
+    nothing.
 
     Args:
         tensors: with the stages that hold each; the same on all ranks.
@@ -60,6 +69,6 @@ def send_to_stages(tensors: Iterable[tuple[Tensor, Sequence[int]]], mesh: SmpMes
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether there is something to send: meta tensors have no values yet, and DTensors, which layers that are
-    split over ranks have, were cut from rank 0's."""
+    """Return whether there is something to send: meta tensors have no values yet, and
+    DTensors, which layers that are split over ranks have, were cut from rank 0's."""
     return not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, DTensor)

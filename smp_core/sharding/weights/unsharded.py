@@ -1,8 +1,10 @@
-"""A sharded module that is a plain one for a while, with unsharded values on the host: no call of it communicates.
+"""A sharded module that is a plain one for a while, with unsharded values on the host:
+no call of it communicates.
 
-Code that one rank runs alone can then use the model, such as a `save_pretrained` that runs it for a model card. The
-module itself changes, not a copy of it, because others may hold references to it. nn.Module has no public list of its
-hooks; FSDP2's are told from a user's by the module in which they are defined.
+Code that one rank runs alone can then use the model, such as a `save_pretrained` that
+runs it for a model card. The module itself changes, not a copy of it, because others
+may hold references to it. nn.Module has no public list of its hooks; FSDP2's are told
+from a user's by the module in which they are defined.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 @contextlib.contextmanager
-def unsharded(module: nn.Module, values: Mapping[str, Tensor], refusal: str = "") -> Iterator[None]:
-    """Let a module and its parts hold unsharded values inside the block, and run without their sharding hooks.
+def unsharded(
+    module: nn.Module, values: Mapping[str, Tensor], refusal: str = ""
+) -> Iterator[None]:
+    """Let a module and its parts hold unsharded values inside the block, and run
+    without their sharding hooks.
 
     Args:
         module: a sharded module, or a part of one.
         values: unsharded tensors on the host, by the module's names.
-        refusal: why the module cannot run on one rank: calls of it or its parts raise ``RuntimeError``. "": it can.
+        refusal: why the module cannot run on one rank: calls of it or its parts raise
+            ``RuntimeError``. "": it can.
     """
     with contextlib.ExitStack() as restored:
         shown: dict[int, nn.Parameter] = {}
@@ -47,13 +53,18 @@ def _show_values(
     shown: dict[int, nn.Parameter],
     restored: contextlib.ExitStack,
 ) -> None:
-    """Put values in the place of a module's own parameters, and copies on the host in that of its buffers."""
-    for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+    """Put values in the place of a module's own parameters, and copies on the host in
+    that of its buffers."""
+    for name, parameter in list(
+        part.named_parameters(recurse=False, remove_duplicate=False)
+    ):
         value = values.get(prefix + name)
         if value is None:
             continue
         if id(parameter) not in shown:  # a tied parameter stays one parameter
-            shown[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            shown[id(parameter)] = nn.Parameter(
+                value, requires_grad=parameter.requires_grad
+            )
         restored.callback(part.register_parameter, name, parameter)
         part.register_parameter(name, shown[id(parameter)])
     for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):

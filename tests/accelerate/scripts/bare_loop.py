@@ -1,4 +1,5 @@
-"""A script as Accelerate's users write them; `--smp` is the one line that makes it torch-smp's. Prints its losses."""
+"""A script as Accelerate's users write them; `--smp` is the one line that makes it
+torch-smp's. Prints its losses."""
 
 from __future__ import annotations
 
@@ -37,8 +38,11 @@ def main() -> None:
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-    result = json.dumps({"losses": losses, "ranks": accelerator.num_processes, "sharded": sharded})
-    accelerator.print(f"RESULT {result}\n", end="")  # in one piece: the ranks share one stream
+    result = json.dumps(
+        {"losses": losses, "ranks": accelerator.num_processes, "sharded": sharded}
+    )
+    # In one piece: the ranks share one stream.
+    accelerator.print(f"RESULT {result}\n", end="")
     accelerator.end_training()
 
 

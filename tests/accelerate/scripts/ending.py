@@ -2,13 +2,13 @@
 
     ending.py KIND EVENT RANK FOLDER
 
-KIND is "loop" or "trainer". RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), leaves by
-sys.exit ("exit"), or registers a hook of a parameter in the first of two micro-batches ("hook"). Every rank writes its
-process id into FOLDER.
+KIND is "loop" or "trainer". RANK raises an exception ("raise"), is killed ("kill") or
+stopped ("stop"), leaves by sys.exit ("exit"), or registers a hook of a parameter in the
+first of two micro-batches ("hook"). Every rank writes its process id into FOLDER.
 
-The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
-before their collective has failed. What they say by themselves is what is looked at here; torchrun's own report names
-the rank either way.
+The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy
+machine it would end the survivors before their collective has failed. What they say by
+themselves is what is looked at here; torchrun's own report names the rank either way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ from torch import nn
 
 from accelerate_smp import SmpAccelerator
 
-kind, event, rank, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+kind, event, rank, folder = (
+    sys.argv[1],
+    sys.argv[2],
+    int(sys.argv[3]),
+    Path(sys.argv[4]),
+)
 
 
-# Seconds, of collectives: a rank may start this much later than the others on a busy machine. A lost one is noticed at
-# once.
+# Seconds, of collectives: a rank may start this much later than the others on a busy
+# machine. A lost one is noticed at once.
 TIMEOUT = 20 if event == "stop" else 200
 
 
@@ -50,16 +55,22 @@ class Model(nn.Module):
             if event == "hook":
                 self.layer.weight.register_hook(torch.abs)
             else:
-                os.kill(os.getpid(), signal.SIGSTOP if event == "stop" else signal.SIGKILL)
+                os.kill(
+                    os.getpid(), signal.SIGSTOP if event == "stop" else signal.SIGKILL
+                )
         time.sleep(0.02)
         return {"loss": self.layer(x).square().mean()}
 
 
 def loop() -> None:
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=TIMEOUT))
-    accelerator = SmpAccelerator(gradient_accumulation_steps=1 + (event == "hook"), kwargs_handlers=[timeout])
+    accelerator = SmpAccelerator(
+        gradient_accumulation_steps=1 + (event == "hook"), kwargs_handlers=[timeout]
+    )
     model = Model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1)
+    )
     write_process_id(accelerator)
     while True:
         with accelerator.accumulate(model):

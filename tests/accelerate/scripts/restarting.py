@@ -1,9 +1,11 @@
-"""A run that goes on by itself, as docs/restarts.md shows it, and whose ranks are killed meanwhile.
+"""A run that goes on by itself, as docs/restarts.md shows it, and whose ranks are
+killed meanwhile.
 
     torchrun --max-restarts N ... restarting.py KIND FOLDER PLAN
 
-KIND is "trainer" or "loop". PLAN is JSON: so many ``steps``, ``every`` so many a checkpoint, how (``checkpoint``), and
-``kills``: [step, rank]. Each kill happens once, however often the run comes there. Ranks write their losses to files.
+KIND is "trainer" or "loop". PLAN is JSON: so many ``steps``, ``every`` so many a
+checkpoint, how (``checkpoint``), and ``kills``: [step, rank]. Each kill happens once,
+however often the run comes there. Ranks write their losses to files.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def trainer(folder: Path, plan: dict[str, Any]) -> None:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             come_to(folder, plan, state.global_step)
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any
+        ) -> None:
             if "grad_norm" in logs:
                 note(folder, state.global_step, float(logs["loss"]))
 
@@ -89,9 +93,13 @@ def loop(folder: Path, plan: dict[str, Any]) -> None:
     model = make_model(RANK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-    data = torch.stack([sample["input_ids"] for sample in make_dataset(plan["steps"] * SAMPLES)])
+    data = torch.stack(
+        [sample["input_ids"] for sample in make_dataset(plan["steps"] * SAMPLES)]
+    )
     loader = torch.utils.data.DataLoader(data, batch_size=SAMPLES // WORLD)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, scheduler
+    )
     accelerator.load_newest_state(folder / "checkpoints")
     done = accelerator.optimizer_steps
     for step, batch in enumerate(accelerator.skip_first_batches(loader, done), done):

@@ -1,4 +1,5 @@
-"""A Trainer script as Transformers' examples write them (run_clm.py), with a synthetic data set; knows no torch-smp."""
+"""A Trainer script as Transformers' examples write them (run_clm.py), with a synthetic
+data set; knows no torch-smp."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    model_args, training_args = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
+    model_args, training_args = HfArgumentParser(
+        (ModelArguments, TrainingArguments)
+    ).parse_args_into_dataclasses()
     set_seed(training_args.seed)
     config = AutoConfig.for_model(
         model_args.model_type,

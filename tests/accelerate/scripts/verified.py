@@ -1,4 +1,5 @@
-"""Small trainings under Accelerate and Transformers' Trainer as users write them, for `smp verify`.
+"""Small trainings under Accelerate and Transformers' Trainer as users write them, for
+`smp verify`.
 
 --kind chooses a correct script; --plant puts a defect into it.
 """
@@ -14,7 +15,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_linear_schedule_with_warmup
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
 
 VOCABULARY, LENGTH = 32, 16
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -23,8 +30,15 @@ RANKS = int(os.environ.get("WORLD_SIZE", 1))
 def samples(padded: bool = False) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(VOCABULARY, (96, LENGTH), generator=generator)
-    lengths = torch.randint(LENGTH // 2, LENGTH, (96,), generator=generator).tolist() if padded else [LENGTH] * 96
-    return [{"input_ids": row[:length], "labels": row[:length]} for row, length in zip(rows, lengths, strict=True)]
+    lengths = (
+        torch.randint(LENGTH // 2, LENGTH, (96,), generator=generator).tolist()
+        if padded
+        else [LENGTH] * 96
+    )
+    return [
+        {"input_ids": row[:length], "labels": row[:length]}
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def padded_together(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -34,13 +48,23 @@ def padded_together(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
     return {
         "input_ids": pad(tokens, batch_first=True),
         "labels": pad(tokens, batch_first=True, padding_value=-100),
-        "attention_mask": pad([torch.ones_like(each) for each in tokens], batch_first=True),
+        "attention_mask": pad(
+            [torch.ones_like(each) for each in tokens], batch_first=True
+        ),
     }
 
 
 def gpt2() -> GPT2LMHeadModel:
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 class OwnPositions(nn.Module):
@@ -48,13 +72,18 @@ class OwnPositions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.embed, self.positions = (
+            nn.Embedding(VOCABULARY, 16),
+            nn.Embedding(LENGTH, 16),
+        )
         self.project, self.head = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
         query, key, value = self.project(x).unsqueeze(1).chunk(3, dim=-1)
-        x = x + nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
+        x = x + nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        ).squeeze(1)
         return self.head(x)
 
 
@@ -68,12 +97,16 @@ def loop(flags: argparse.Namespace) -> None:
     if flags.plant == "unprepared_loader":
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     else:
-        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
     for batch in loader:
         with accelerator.accumulate(model):
             if flags.plant == "local_positions":
                 logits = model(batch["input_ids"])
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), batch["labels"].flatten()
+                )
             else:
                 loss = model(**batch).loss
             accelerator.backward(loss)
@@ -89,12 +122,15 @@ def loop(flags: argparse.Namespace) -> None:
 
 
 def counted_by_hand(flags: argparse.Namespace) -> None:
-    """A loop that adds gradients of two batches up by itself, without ``accumulate``; batches are padded."""
+    """A loop that adds gradients of two batches up by itself, without ``accumulate``;
+    batches are padded."""
     accelerator = Accelerator()
     set_seed(3)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(samples(padded=True), batch_size=4, shuffle=True, collate_fn=padded_together)
+    loader = DataLoader(
+        samples(padded=True), batch_size=4, shuffle=True, collate_fn=padded_together
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, batch in enumerate(loader):
         accelerator.backward(model(**batch).loss / 2)
@@ -106,13 +142,21 @@ def counted_by_hand(flags: argparse.Namespace) -> None:
 def trainer(flags: argparse.Namespace) -> None:
     set_seed(3)
     args = TrainingArguments(
-        "unused", per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, warmup_steps=2
+        "unused",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        warmup_steps=2,
     )
     padded = flags.kind == "padded"
     collator = padded_together if padded else None
     data = samples(padded)
-    if flags.kind == "masked":  # the first token of a row is no target, and not counted as one
-        data = [{**row, "labels": torch.cat([torch.tensor([-100]), row["labels"][1:]])} for row in data]
+    # The first token of a row is no target, and not counted as one.
+    if flags.kind == "masked":
+        data = [
+            {**row, "labels": torch.cat([torch.tensor([-100]), row["labels"][1:]])}
+            for row in data
+        ]
     Trainer(model=gpt2(), args=args, train_dataset=data, data_collator=collator).train()
 
 

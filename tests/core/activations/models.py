@@ -1,4 +1,5 @@
-"""A GPT with dropout of twelve blocks or fewer, and training steps of it on the ranks of a pool."""
+"""A GPT with dropout of twelve blocks or fewer, and training steps of it on the ranks
+of a pool."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class DroppingGpt(nn.Module):
         x_BLD = self.tokens(tokens_BL[:, :-1])
         for block in self.blocks:
             x_BLD = block(x_BLD)
-        return F.cross_entropy(self.head(x_BLD).flatten(0, 1), tokens_BL[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(x_BLD).flatten(0, 1), tokens_BL[:, 1:].flatten()
+        )
 
 
 def build(layers: int = 4, dropout: float = 0.0, **knobs: Any) -> ParallelModel:
@@ -61,11 +64,16 @@ def tokens(seed: int, samples: int = 3, length: int = LENGTH) -> torch.Tensor:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return (
+        (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    )
 
 
-def observe(parallel: ParallelModel, steps: int = 2, micro_batches: int = 2) -> Observed:
-    """Losses of every micro-batch, and the gradients of the last step with the weights after it."""
+def observe(
+    parallel: ParallelModel, steps: int = 2, micro_batches: int = 2
+) -> Observed:
+    """Losses of every micro-batch, and the gradients of the last step with the weights
+    after it."""
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-2)
     losses, seen = [], {}
     torch.manual_seed(10 + parallel.mesh.rank)
@@ -73,7 +81,9 @@ def observe(parallel: ParallelModel, steps: int = 2, micro_batches: int = 2) -> 
         optimizer.zero_grad()
         for micro in range(micro_batches):
             with parallel.window.accumulate(micro < micro_batches - 1):
-                loss = parallel.module(tokens(100 * step + 10 * micro + parallel.mesh.data_rank))
+                loss = parallel.module(
+                    tokens(100 * step + 10 * micro + parallel.mesh.data_rank)
+                )
                 loss.backward()
             losses.append(loss.detach())
         parallel.clip_grad_norm_(0.5)
@@ -87,7 +97,13 @@ def observe(parallel: ParallelModel, steps: int = 2, micro_batches: int = 2) -> 
 
 def assert_equal_bits(seen: Observed, expected: Observed, what: str) -> None:
     for number, (ours, theirs) in enumerate(zip(seen[0], expected[0], strict=True)):
-        assert torch.equal(ours, theirs), f"{what}: loss {number} is {ours}, expected {theirs}"
+        assert torch.equal(ours, theirs), (
+            f"{what}: loss {number} is {ours}, expected {theirs}"
+        )
     assert seen[1].keys() == expected[1].keys()
-    different = [name for name, value in expected[1].items() if not torch.equal(seen[1][name], value)]
+    different = [
+        name
+        for name, value in expected[1].items()
+        if not torch.equal(seen[1][name], value)
+    ]
     assert not different, f"{what}: {different} differ"

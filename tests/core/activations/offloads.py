@@ -23,7 +23,9 @@ class LiveStorages(TorchDispatchMode):
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
         self._made: dict[int, tuple[Any, int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
@@ -34,4 +36,6 @@ class LiveStorages(TorchDispatchMode):
 
     def alive(self) -> int:
         gc.collect()
-        return sum(size for reference, size in self._made.values() if reference() is not None)
+        return sum(
+            size for reference, size in self._made.values() if reference() is not None
+        )

@@ -1,5 +1,5 @@
-"""Activation checkpointing changes what is kept, never what comes out: equal to the last bit, because the same kernels
-run again on the same numbers."""
+"""Activation checkpointing changes what is kept, never what comes out: equal to the
+last bit, because the same kernels run again on the same numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.activations.checkpointing import NotDeterministicError, apply_checkpointing
+from smp_core.activations.checkpointing import (
+    NotDeterministicError,
+    apply_checkpointing,
+)
 from smp_core.activations.selective import keep_outputs_of
 from smp_core.plan.checkpointed import CheckpointedModule, plan_checkpointing
-from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, observe, tokens
+from tests.core.activations.models import (
+    DroppingGpt,
+    assert_equal_bits,
+    build,
+    observe,
+    tokens,
+)
 from tests.harness import run_ranks
 
 MODES: dict[str, Any] = {
@@ -28,7 +37,9 @@ MODES: dict[str, Any] = {
 }
 UNITS = {
     "blocks": {},
-    "units inside blocks": {"units": {"modules": ["DroppingBlock", "*.down"], "min_parameters": 500}},
+    "units inside blocks": {
+        "units": {"modules": ["DroppingBlock", "*.down"], "min_parameters": 500}
+    },
 }
 DEGREES = (2, 1)
 Case = tuple[str, float, str, int]
@@ -39,8 +50,12 @@ def compare_modes(cases: list[Case]) -> int:
     for mode, dropout, units, degree in cases:
         layout = {"shard_degree": degree, **UNITS[units]}
         expected = observe(build(dropout=dropout, **layout))
-        parallel = build(dropout=dropout, activations={"checkpoint": MODES[mode]}, **layout)
-        assert_equal_bits(observe(parallel), expected, f"{mode}, dropout {dropout}, {layout}")
+        parallel = build(
+            dropout=dropout, activations={"checkpoint": MODES[mode]}, **layout
+        )
+        assert_equal_bits(
+            observe(parallel), expected, f"{mode}, dropout {dropout}, {layout}"
+        )
         calls = [block.calls for block in parallel.module.blocks]
         once, twice = 4, 8  # two steps of two micro-batches
         assert (
@@ -161,9 +176,16 @@ def test_a_recomputation_that_differs_is_found_on_request() -> None:
         step(check=True)
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
-def test_the_check_finds_nothing_in_dropout_however_often_it_is_computed_again(mode: str) -> None:
-    checked, plain = one_block(mode, check=True, dropout=0.3), one_block("none", dropout=0.3)
+@pytest.mark.parametrize(
+    "mode", ["full", pytest.param("selective", marks=pytest.mark.slow)]
+)
+def test_the_check_finds_nothing_in_dropout_however_often_it_is_computed_again(
+    mode: str,
+) -> None:
+    checked, plain = (
+        one_block(mode, check=True, dropout=0.3),
+        one_block("none", dropout=0.3),
+    )
     for model in (checked, plain):
         torch.manual_seed(3)
         loss = model(tokens(0))
@@ -174,7 +196,9 @@ def test_the_check_finds_nothing_in_dropout_however_often_it_is_computed_again(m
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def compiled_gradients(mode: str, backend: str | None, whole_model: bool) -> list[torch.Tensor]:
+def compiled_gradients(
+    mode: str, backend: str | None, whole_model: bool
+) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = DroppingGpt(2)
@@ -183,25 +207,37 @@ def compiled_gradients(mode: str, backend: str | None, whole_model: bool) -> lis
             model.blocks[number] = torch.compile(block, backend=backend, fullgraph=True)
     for chosen in plan_checkpointing(model, ["blocks.0", "blocks.1"], mode):
         apply_checkpointing(model, chosen)
-    run = model if backend is None or not whole_model else torch.compile(model, backend=backend, fullgraph=True)
+    run = (
+        model
+        if backend is None or not whole_model
+        else torch.compile(model, backend=backend, fullgraph=True)
+    )
     run(tokens(0)).backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("whole_model", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["blocks", "model"])
+@pytest.mark.parametrize(
+    "whole_model",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["blocks", "model"],
+)
 def test_compiled(whole_model: bool) -> None:
-    """``aot_eager`` traces and partitions forward and backward as inductor has them, with eager kernels."""
+    """``aot_eager`` traces and partitions forward and backward as inductor has them,
+    with eager kernels."""
     expected = compiled_gradients("none", None, whole_model)
     for mode in ("none", "full", "selective"):
         found = compiled_gradients(mode, "aot_eager", whole_model)
-        # What the compiler decomposes is added up in another order: a few float32 roundings of gradients of order 0.1.
+        # What the compiler decomposes is added up in another order: a few float32
+        # roundings of gradients of order 0.1.
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-7, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole_model", [False, True], ids=["blocks", "model"])
-def test_compiled_by_inductor(whole_model: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_by_inductor(
+    whole_model: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With generated kernels, and nothing taken from an earlier run's cache."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("inductor needs a C++ compiler")
@@ -209,15 +245,19 @@ def test_compiled_by_inductor(whole_model: bool, monkeypatch: pytest.MonkeyPatch
     expected = compiled_gradients("none", None, whole_model)
     for mode in ("none", "full", "selective"):
         found = compiled_gradients(mode, "inductor", whole_model)
-        # Fused kernels keep intermediate values in registers and add up in vectors: another few roundings.
+        # Fused kernels keep intermediate values in registers and add up in vectors:
+        # another few roundings.
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_inductor_recomputes_what_checkpointing_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Matrix products of a compiled block: twice its forward's in backward without checkpointing; once more with
-    "full"; not with "selective". Counted in the graphs that inductor is given."""
+def test_inductor_recomputes_what_checkpointing_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Matrix products of a compiled block: twice its forward's in backward without
+    checkpointing; once more with "full"; not with "selective". Counted in the graphs
+    that inductor is given."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("inductor needs a C++ compiler")
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -227,7 +267,11 @@ def test_inductor_recomputes_what_checkpointing_says(monkeypatch: pytest.MonkeyP
     counts: list[int] = []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        products = (
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.bmm.default,
+        )
         counts.append(sum(node.target in products for node in graph.graph.nodes))
         return compile_fx_inner(graph, inputs, **options)
 
@@ -239,7 +283,10 @@ def test_inductor_recomputes_what_checkpointing_says(monkeypatch: pytest.MonkeyP
         for chosen in plan_checkpointing(model, ["blocks.0"], mode):
             apply_checkpointing(model, chosen)
         block = torch.compile(
-            model.blocks[0], backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=counting)
+            model.blocks[0],
+            backend=lambda graph, inputs: compile_fx(
+                graph, inputs, inner_compile=counting
+            ),
         )
         block(torch.randn(2, 6, 20, requires_grad=True)).sum().backward()
         return sum(counts)

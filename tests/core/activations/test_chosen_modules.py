@@ -29,7 +29,9 @@ class TakesMask(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, *, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, *, hidden: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return F.dropout(self.linear(hidden), 0.5) * (1.0 if scale is None else scale)
 
 
@@ -50,12 +52,16 @@ def test_tensors_given_by_name() -> None:
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(5))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(5)
+        )
         self.head = nn.Linear(2, 2)
 
 
 def planned(setting: Any, blocks: tuple[str, ...] = BLOCKS) -> dict[str, str]:
-    return {each.name: each.mode for each in plan_checkpointing(Tower(), blocks, setting)}
+    return {
+        each.name: each.mode for each in plan_checkpointing(Tower(), blocks, setting)
+    }
 
 
 def test_which_modules_are_chosen() -> None:
@@ -77,25 +83,47 @@ def test_which_modules_are_chosen() -> None:
 def test_patterns_without_effect_are_refused() -> None:
     with pytest.raises(ValueError, match="did you mean 'Sequential'"):
         planned({"Sequentail": "full"})
-    with pytest.raises(ValueError, match=r"blocks\.0\.0 and all else that it matches lie inside"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.0 and all else that it matches lie inside"
+    ):
         planned({"blocks.[0-9]": "full", "*.[0-9].0": "full"})
     with pytest.raises(ValueError, match="has no repeated blocks"):
         planned("full", blocks=())
 
 
 def test_what_the_knob_accepts() -> None:
-    assert SmpConfig.from_env({"SMP_ACTIVATIONS": "every:2"}).activations.checkpoint == "every:2"
-    by_glob = SmpConfig.from_env({"SMP_ACTIVATIONS": '{"checkpoint": {"*.mlp": "full", "Attention": "selective"}}'})
+    assert (
+        SmpConfig.from_env({"SMP_ACTIVATIONS": "every:2"}).activations.checkpoint
+        == "every:2"
+    )
+    by_glob = SmpConfig.from_env(
+        {
+            "SMP_ACTIVATIONS": '{"checkpoint": {"*.mlp": "full", "Attention": "selective"}}'
+        }
+    )
     assert by_glob.activations.checkpoint == {"*.mlp": "full", "Attention": "selective"}
     assert SmpConfig.from_dict(by_glob.to_dict()) == by_glob
-    assert by_glob.effective()["activations.checkpoint"] == {"*.mlp": "full", "Attention": "selective"}
-    for wrong in ("ful", "every:0", "every:x", {}, {"a": "ful"}, {"": "full"}, {1: "full"}, ["full"]):
+    assert by_glob.effective()["activations.checkpoint"] == {
+        "*.mlp": "full",
+        "Attention": "selective",
+    }
+    for wrong in (
+        "ful",
+        "every:0",
+        "every:x",
+        {},
+        {"a": "ful"},
+        {"": "full"},
+        {1: "full"},
+        ["full"],
+    ):
         with pytest.raises(ValueError, match=r"activations\.checkpoint"):
             SmpConfig(activations={"checkpoint": wrong})
 
 
 class Llama(nn.Module):
-    """Its own checkpointing on or off; a cache where Transformers makes one by itself."""
+    """Its own checkpointing on or off; a cache where Transformers makes one by
+    itself."""
 
     def __init__(self, own: bool, use_cache: bool = True) -> None:
         super().__init__()
@@ -131,7 +159,8 @@ class Messages(logging.Handler):
 
 
 def train_llamas() -> dict[str, Any]:
-    """On ranks: gradients of a Llama under each setting, the knob in effect, and what was said."""
+    """On ranks: gradients of a Llama under each setting, the knob in effect, and what
+    was said."""
     found: dict[str, Any] = {}
     heard = Messages()
     logging.getLogger("smp").addHandler(heard)
@@ -145,10 +174,14 @@ def train_llamas() -> dict[str, Any]:
     ):
         torch.manual_seed(0)
         mesh, config = build_mesh(
-            SmpConfig(shard_degree=2, activations={"checkpoint": setting}), Topology.discover(), "cpu"
+            SmpConfig(shard_degree=2, activations={"checkpoint": setting}),
+            Topology.discover(),
+            "cpu",
         )
         heard.lines.clear()
-        parallel = parallelize(Llama(own, use_cache=name != "no cache"), config, mesh=mesh)
+        parallel = parallelize(
+            Llama(own, use_cache=name != "no cache"), config, mesh=mesh
+        )
         parallel.module.train()
         parallel.module(tokens(mesh.rank)).backward()
         gradients = [p.grad.full_tensor() for p in parallel.module.parameters()]
@@ -159,11 +192,14 @@ def train_llamas() -> dict[str, Any]:
 
 
 def test_caches_have_the_names_of_all_versions() -> None:
-    """Transformers 5.24 says "cache"; what is no cache of keys and values may have that name."""
+    """Transformers 5.24 says "cache"; what is no cache of keys and values may have that
+    name."""
     from transformers import DynamicCache
 
     kept = DynamicCache()
-    assert caches_in({"past_key_values": kept, "layer_past": (), "past_key_value": None}) == [
+    assert caches_in(
+        {"past_key_values": kept, "layer_past": (), "past_key_value": None}
+    ) == [
         "past_key_values",
         "layer_past",
     ]
@@ -173,11 +209,16 @@ def test_caches_have_the_names_of_all_versions() -> None:
 
 def test_a_transformers_model_with_a_cache_or_its_own_checkpointing() -> None:
     for rank, found in enumerate(run_ranks(train_llamas, 2)):
-        # Transformers' own recomputation goes without the cache, which changes roundings in Transformers 4 by itself.
-        torch.testing.assert_close(found["no cache"][0], found["plain"][0], atol=1e-7, rtol=1e-5)
+        # Transformers' own recomputation goes without the cache, which changes
+        # roundings in Transformers 4 by itself.
+        torch.testing.assert_close(
+            found["no cache"][0], found["plain"][0], atol=1e-7, rtol=1e-5
+        )
         for name, (gradients, _, _) in found.items():
             expected = found["no cache" if name in ("own", "both") else "plain"][0]
-            assert name == "no cache" or all(map(torch.equal, gradients, expected)), name
+            assert name == "no cache" or all(map(torch.equal, gradients, expected)), (
+                name
+            )
         assert {name: setting for name, (_, setting, _) in found.items()} == {
             "plain": "none",
             "no cache": "none",
@@ -188,4 +229,6 @@ def test_a_transformers_model_with_a_cache_or_its_own_checkpointing() -> None:
         }
         assert found["full"][2] == []
         said = found["both"][2]  # by rank 0 for all
-        assert [True] * (rank == 0) == ["own gradient checkpointing is on" in line for line in said]
+        assert [True] * (rank == 0) == [
+            "own gradient checkpointing is on" in line for line in said
+        ]

@@ -1,7 +1,8 @@
-"""Offloaded inputs: what is held where between forward and backward, for how long, and that nothing comes out of it but
-the same losses and gradients.
+"""Offloaded inputs: what is held where between forward and backward, for how long, and
+that nothing comes out of it but the same losses and gradients.
 
-Bytes are counted twice: by the offloader, and, independently, by the storages that are alive on the device.
+Bytes are counted twice: by the offloader, and, independently, by the storages that are
+alive on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from smp_core.activations.host_pool import HostMemoryError, HostPool
 from smp_core.activations.offloading import Offloader, park_inputs
 from smp_core.config import SmpConfig
 from smp_core.plan.checkpointed import plan_checkpointing
-from tests.core.activations.models import WIDTH, DroppingGpt, assert_equal_bits, build, observe, tokens
+from tests.core.activations.models import (
+    WIDTH,
+    DroppingGpt,
+    assert_equal_bits,
+    build,
+    observe,
+    tokens,
+)
 from tests.core.activations.offloads import LENGTH, OFFLOADED, SAMPLES, LiveStorages
 from tests.harness import run_ranks
 
@@ -26,20 +34,27 @@ INPUT_BYTES = SAMPLES * LENGTH * WIDTH * 4
 
 
 def parked(
-    layers: int, horizon: int, min_bytes: int = 0, limit: int = 2**30, mode: str = "full"
+    layers: int,
+    horizon: int,
+    min_bytes: int = 0,
+    limit: int = 2**30,
+    mode: str = "full",
 ) -> tuple[DroppingGpt, Offloader]:
     torch.manual_seed(0)
     model = DroppingGpt(layers)
     pool = HostPool(limit, pinned=False, lower="lower the batch size")
     offloader = Offloader(torch.device("cpu"), horizon, pool, min_bytes=min_bytes)
-    for chosen in plan_checkpointing(model, [f"blocks.{i}" for i in range(layers)], mode):
+    for chosen in plan_checkpointing(
+        model, [f"blocks.{i}" for i in range(layers)], mode
+    ):
         apply_checkpointing(model, chosen)
         park_inputs(model, chosen, offloader)
     return model, offloader
 
 
 def held_after_forward(model: nn.Module) -> tuple[int, torch.Tensor]:
-    """Bytes of activations alive between forward and backward: all but parameters, and the loss."""
+    """Bytes of activations alive between forward and backward: all but parameters, and
+    the loss."""
     watch = LiveStorages(ignored=model.parameters())
     with watch:
         loss = model(tokens(0, SAMPLES))
@@ -69,7 +84,9 @@ def test_horizon_inputs_are_on_the_device_between_forward_and_backward() -> None
 def _checkpointed(layers: int, mode: str) -> DroppingGpt:
     torch.manual_seed(0)
     model = DroppingGpt(layers)
-    for chosen in plan_checkpointing(model, [f"blocks.{i}" for i in range(layers)], mode):
+    for chosen in plan_checkpointing(
+        model, [f"blocks.{i}" for i in range(layers)], mode
+    ):
         apply_checkpointing(model, chosen)
     return model
 
@@ -79,7 +96,9 @@ def test_the_horizon_holds_all_through_backward() -> None:
         model, offloader = parked(6, horizon)
         seen: list[int] = []
 
-        def note(*_: Any, offloader: Offloader = offloader, seen: list[int] = seen) -> None:
+        def note(
+            *_: Any, offloader: Offloader = offloader, seen: list[int] = seen
+        ) -> None:
             # One more has just been handed to the module that runs.
             seen.append(len(offloader.on_device()) + 1)
 
@@ -92,38 +111,67 @@ def test_the_horizon_holds_all_through_backward() -> None:
 
 
 def compare(settings: list[dict[str, Any]], dropout: float) -> list[int]:
-    expected = {degree: observe(build(dropout=dropout, shard_degree=degree)) for degree in (1, 2)}
+    expected = {
+        degree: observe(build(dropout=dropout, shard_degree=degree))
+        for degree in (1, 2)
+    }
     moved = []
     for setting in settings:
         parallel = build(dropout=dropout, **setting)
-        assert_equal_bits(observe(parallel), expected[setting["shard_degree"]], str(setting))
+        assert_equal_bits(
+            observe(parallel), expected[setting["shard_degree"]], str(setting)
+        )
         assert parallel.activations.offloader is not None
         moved.append(parallel.activations.offloader.bytes_in)
     return moved
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"activations": {**OFFLOADED, "loading_horizon": 2, "checkpoint": "selective"}, "shard_degree": 2},
-    {"activations": {**OFFLOADED, "loading_horizon": 2}, "shard_degree": 1, "units": ["DroppingBlock", "*.down"]},
+    {
+        "activations": {**OFFLOADED, "loading_horizon": 2, "checkpoint": "selective"},
+        "shard_degree": 2,
+    },
+    {
+        "activations": {**OFFLOADED, "loading_horizon": 2},
+        "shard_degree": 1,
+        "units": ["DroppingBlock", "*.down"],
+    },
     {"activations": {**OFFLOADED, "loading_horizon": 1}, "shard_degree": 2},
     {"activations": {**OFFLOADED, "loading_horizon": 3}, "shard_degree": 2},
-    {"activations": {**OFFLOADED, "loading_horizon": 1, "checkpoint": {"*.up": "full"}}, "shard_degree": 2},
+    {
+        "activations": {
+            **OFFLOADED,
+            "loading_horizon": 1,
+            "checkpoint": {"*.up": "full"},
+        },
+        "shard_degree": 2,
+    },
 ]
 
 
-@pytest.mark.parametrize("settings", [SETTINGS[:2], pytest.param(SETTINGS[2:], marks=pytest.mark.slow)], ids=len)
-def test_losses_and_gradients_are_equal_to_the_last_bit(settings: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [SETTINGS[:2], pytest.param(SETTINGS[2:], marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_losses_and_gradients_are_equal_to_the_last_bit(
+    settings: list[dict[str, Any]],
+) -> None:
     for moved in run_ranks(compare, 2, settings, 0.1):
         assert all(moved), f"nothing was fetched back: {moved}"
 
 
 def long_run(steps: int) -> tuple[list[tuple[int, int, int]], bool]:
     parallel = build(layers=4, shard_degree=2, activations=OFFLOADED)
-    offloader, optimizer = parallel.activations.offloader, torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+    offloader, optimizer = (
+        parallel.activations.offloader,
+        torch.optim.SGD(parallel.module.parameters(), lr=0.1),
+    )
     assert offloader is not None
     held = []
     for step in range(steps):
-        # Lengths that grow and shrink, a forward whose loss nobody uses, an evaluation, a window of two.
+        # Lengths that grow and shrink, a forward whose loss nobody uses, an evaluation,
+        # a window of two.
         length = 6 + (7 * step) % 6
         if step % 5 == 3:
             parallel.module(tokens(step, SAMPLES, length))
@@ -140,7 +188,11 @@ def long_run(steps: int) -> tuple[list[tuple[int, int, int]], bool]:
         optimizer.zero_grad()
         gc.collect()
         tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
-        assert offloader.pool.bytes_in_use == 0 and offloader.on_device() == [] and offloader.on_host() == []
+        assert (
+            offloader.pool.bytes_in_use == 0
+            and offloader.on_device() == []
+            and offloader.on_host() == []
+        )
         held.append((offloader.pool.n_bytes, offloader.pool.allocations, tensors))
     return held, len(offloader._parked) < 50
 
@@ -153,7 +205,9 @@ def test_nothing_grows(steps: int) -> None:
         assert short_list
         assert held[10][0] > 0
         assert len({each[:2] for each in held[10:]}) == 1, "the pool still grows"
-        assert held[-1][2] <= max(each[2] for each in held[5:15]) + 5, "tensors are left over"
+        assert held[-1][2] <= max(each[2] for each in held[5:15]) + 5, (
+            "tensors are left over"
+        )
 
 
 class Decoder(nn.Module):
@@ -172,8 +226,13 @@ class Decoder(nn.Module):
 def test_an_input_of_several_modules_leaves_once() -> None:
     torch.manual_seed(0)
     model = Decoder()
-    offloader = Offloader(torch.device("cpu"), 1, HostPool(2**20, pinned=False, lower=""), min_bytes=0)
-    x, memory = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    offloader = Offloader(
+        torch.device("cpu"), 1, HostPool(2**20, pinned=False, lower=""), min_bytes=0
+    )
+    x, memory = (
+        torch.randn(2, 3, 8, requires_grad=True),
+        torch.randn(3, 8, requires_grad=True),
+    )
 
     def gradients() -> list[torch.Tensor]:
         model(x * 1, (memory * 1).expand(2, 3, 8).contiguous()).backward()
@@ -191,11 +250,14 @@ def test_an_input_of_several_modules_leaves_once() -> None:
 
 
 class Narrowing(nn.Module):
-    """Its last blocks see half of the sequence, as an encoder's and a decoder's, or a Swin's stages do."""
+    """Its last blocks see half of the sequence, as an encoder's and a decoder's, or a
+    Swin's stages do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks[:2]:
@@ -253,9 +315,16 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize("horizon", [1, 2])
-def test_an_input_changed_in_place_is_an_error_and_no_wrong_gradient(horizon: int) -> None:
+def test_an_input_changed_in_place_is_an_error_and_no_wrong_gradient(
+    horizon: int,
+) -> None:
     model = nn.Sequential(nn.Linear(8, 8), *(InPlace() for _ in range(3)))
-    offloader = Offloader(torch.device("cpu"), horizon, HostPool(2**20, pinned=False, lower=""), min_bytes=0)
+    offloader = Offloader(
+        torch.device("cpu"),
+        horizon,
+        HostPool(2**20, pinned=False, lower=""),
+        min_bytes=0,
+    )
     for chosen in plan_checkpointing(model, [], {"InPlace": "full"}):
         apply_checkpointing(model, chosen)
         park_inputs(model, chosen, offloader)
@@ -279,12 +348,18 @@ def test_compiled_blocks() -> None:
         if layer_by_layer:
             for number, block in enumerate(model.blocks):
                 model.blocks[number] = torch.compile(block, backend="aot_eager")
-        offloader = Offloader(torch.device("cpu"), 1, HostPool(2**20, pinned=False, lower=""), min_bytes=0)
-        for chosen in plan_checkpointing(model, ["blocks.0", "blocks.1", "blocks.2"], mode):
+        offloader = Offloader(
+            torch.device("cpu"), 1, HostPool(2**20, pinned=False, lower=""), min_bytes=0
+        )
+        for chosen in plan_checkpointing(
+            model, ["blocks.0", "blocks.1", "blocks.2"], mode
+        ):
             apply_checkpointing(model, chosen)
             park_inputs(model, chosen, offloader)
         found = gradients(model, compiled=not layer_by_layer)
-        assert offloader.bytes_in == 2 * INPUT_BYTES, f"{mode}, compiled {'blocks' if layer_by_layer else 'model'}"
+        assert offloader.bytes_in == 2 * INPUT_BYTES, (
+            f"{mode}, compiled {'blocks' if layer_by_layer else 'model'}"
+        )
         # As in test_checkpointing: the compiler adds up in another order.
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-7, rtol=1e-5)
@@ -304,12 +379,17 @@ def test_the_pool_reuses_and_replaces() -> None:
 
 def test_a_pinned_pool_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **given: empty(*size, **given))  # needs a driver
+    # Needs a driver.
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory, **given: empty(*size, **given)
+    )
     pool = HostPool(1000, pinned=True, lower="lower the batch size")
     small = pool.take(100)
     pool.give(small)
     larger = pool.take(300)
-    assert pool.n_bytes == 128 + 512 and larger.bytes.numel() == 512, "powers of two; the small one stays pinned"
+    assert pool.n_bytes == 128 + 512 and larger.bytes.numel() == 512, (
+        "powers of two; the small one stays pinned"
+    )
     assert pool.take(90) is small
     with pytest.raises(HostMemoryError, match="lower the batch size"):
         pool.take(300)
@@ -323,7 +403,10 @@ def test_the_pools_limit_says_what_to_lower() -> None:
 
 def refused(**knobs: Any) -> tuple[str, list[str]]:
     parallel = build(layers=2, shard_degree=2, **knobs)
-    table = [parallel.config.activations.offload, parallel.config.activations.loading_horizon]
+    table = [
+        parallel.config.activations.offload,
+        parallel.config.activations.loading_horizon,
+    ]
     return parallel.describe(), table
 
 
@@ -331,7 +414,13 @@ def test_settings_without_effect_are_said_or_refused() -> None:
     with pytest.raises(ValueError, match=r"\{'checkpoint': 'full', 'offload': true\}"):
         SmpConfig(activations={"offload": True})
     # Two blocks and a horizon of two: everything would stay.
-    for described, table in run_ranks(refused, 2, activations={"checkpoint": "full", "offload": True}):
+    for described, table in run_ranks(
+        refused, 2, activations={"checkpoint": "full", "offload": True}
+    ):
         assert table == [False, 2] and "host memory" not in described
-    for described, table in run_ranks(refused, 2, activations={**OFFLOADED, "loading_horizon": 1}):
-        assert table == [True, 1] and "all but 1 of them wait in host memory" in described
+    for described, table in run_ranks(
+        refused, 2, activations={**OFFLOADED, "loading_horizon": 1}
+    ):
+        assert (
+            table == [True, 1] and "all but 1 of them wait in host memory" in described
+        )

@@ -12,7 +12,8 @@ from smp_core.checkpoint.layout import digest_of
 
 
 def rewrite_manifest(path: Path, content: dict[str, object]) -> None:
-    """Write a manifest with a fitting digest of itself, as someone who edits on purpose could."""
+    """Write a manifest with a fitting digest of itself, as someone who edits on purpose
+    could."""
     content.pop("manifest_digest", None)
     content["manifest_digest"] = layout.digest_of(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode(), "xxh3"
@@ -24,10 +25,15 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 def edited(path: Path, edit: Edit, file: str = "manifest.json") -> Path:
-    """Edit a JSON file of a checkpoint, with sizes and digests that fit, as an attacker would."""
+    """Edit a JSON file of a checkpoint, with sizes and digests that fit, as an attacker
+    would."""
     content = json.loads((path / file).read_bytes())
     edit(content)
-    return replaced(path, file, json.dumps(content).encode()) if file != "manifest.json" else _manifest(path, content)
+    return (
+        replaced(path, file, json.dumps(content).encode())
+        if file != "manifest.json"
+        else _manifest(path, content)
+    )
 
 
 def replaced(path: Path, file: str, data: bytes) -> Path:

@@ -18,7 +18,10 @@ ROWS = 1 << 16
 
 
 def small(seed: int) -> dict[str, Any]:
-    return {"model": {f"w{i}": torch.full((ROWS,), float(seed * 10 + i)) for i in range(4)}, "step": seed}
+    return {
+        "model": {f"w{i}": torch.full((ROWS,), float(seed * 10 + i)) for i in range(4)},
+        "step": seed,
+    }
 
 
 def loaded(path: str | Path) -> dict[str, Any]:
@@ -32,7 +35,8 @@ def temporaries(folder: Path) -> list[str]:
 
 
 def attempt(action: Callable[[], None]) -> str:
-    """The message of the CheckpointError that an action raises, "" when it raises none."""
+    """The message of the CheckpointError that an action raises, "" when it raises
+    none."""
     try:
         action()
     except CheckpointError as error:

@@ -1,8 +1,10 @@
-"""Faults at the n-th call that a save or a load makes to the system, by number, so that each can be repeated.
+"""Faults at the n-th call that a save or a load makes to the system, by number, so that
+each can be repeated.
 
-Calls are those of Python's ``os`` that the checkpoint code uses, the renames that it makes by ctypes, and writes to its
-files; of an object store, the methods of its file system. A fault is an error, once or from that call on (a disk stays
-full), SIGKILL before or after the call, or something that somebody else does just then.
+Calls are those of Python's ``os`` that the checkpoint code uses, the renames that it
+makes by ctypes, and writes to its files; of an object store, the methods of its file
+system. A fault is an error, once or from that call on (a disk stays full), SIGKILL
+before or after the call, or something that somebody else does just then.
 """
 
 from __future__ import annotations
@@ -27,10 +29,33 @@ import smp_core.checkpoint.folders.local_folder as local_folder
 from smp_core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 CALLS = (
-    *("open", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "rmdir"),
+    *(
+        "open",
+        "stat",
+        "lstat",
+        "fstat",
+        "listdir",
+        "scandir",
+        "mkdir",
+        "rename",
+        "replace",
+        "unlink",
+        "rmdir",
+    ),
     *("fsync", "preadv"),
 )
-STORE_CALLS = ("find", "info", "cat_file", "pipe_file", "rm_file", "makedirs", "exists", "modified", "open", "ls")
+STORE_CALLS = (
+    "find",
+    "info",
+    "cat_file",
+    "pipe_file",
+    "rm_file",
+    "makedirs",
+    "exists",
+    "modified",
+    "open",
+    "ls",
+)
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE)
 SEED = 16
 
@@ -40,7 +65,8 @@ class Fault:
     """What happens at call ``at``, counted from 0.
 
     Attributes:
-        kind: an errno or an error, which is raised; "before" or "after": killed then; a function: called before.
+        kind: an errno or an error, which is raised; "before" or "after": killed then; a
+            function: called before.
         stays: whether all later calls fail too.
     """
 
@@ -50,7 +76,8 @@ class Fault:
 
 
 class Injector:
-    """Counts calls, and strikes at one of them. Calls of a dead process cannot fail: count in the one that dies."""
+    """Counts calls, and strikes at one of them. Calls of a dead process cannot fail:
+    count in the one that dies."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         self.fault = fault
@@ -61,7 +88,9 @@ class Injector:
         def called(*arguments: Any, **keywords: Any) -> Any:
             number, fault = self.calls, self.fault
             self.calls += 1
-            if fault is None or not (number == fault.at or (fault.stays and number > fault.at)):
+            if fault is None or not (
+                number == fault.at or (fault.stays and number > fault.at)
+            ):
                 return call(*arguments, **keywords)
             self.struck = name
             self._before(fault)
@@ -90,7 +119,9 @@ class Injector:
         Args:
             exchange: whether the file system can exchange names; NFS cannot.
         """
-        writes = type("Written", (io.FileIO,), {"write": self.strikes_method(io.FileIO.write)})
+        writes = type(
+            "Written", (io.FileIO,), {"write": self.strikes_method(io.FileIO.write)}
+        )
 
         def opened(path: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
             if mode == "xb":
@@ -102,12 +133,22 @@ class Injector:
             swap = refuse_to_exchange
         with contextlib.ExitStack() as stack:
             for name in CALLS:
-                stack.enter_context(mock.patch.object(os, name, self.strikes(getattr(os, name), name)))
+                stack.enter_context(
+                    mock.patch.object(os, name, self.strikes(getattr(os, name), name))
+                )
             counted = self.strikes(swap)
             for module in (file_system, local_folder):
-                stack.enter_context(mock.patch.object(module, "rename_exchange", counted))
-            stack.enter_context(mock.patch.object(local_folder, "rename_new", self.strikes(local_folder.rename_new)))
-            stack.enter_context(mock.patch.object(local_folder, "open", opened, create=True))
+                stack.enter_context(
+                    mock.patch.object(module, "rename_exchange", counted)
+                )
+            stack.enter_context(
+                mock.patch.object(
+                    local_folder, "rename_new", self.strikes(local_folder.rename_new)
+                )
+            )
+            stack.enter_context(
+                mock.patch.object(local_folder, "open", opened, create=True)
+            )
             yield
 
     @contextlib.contextmanager
@@ -115,7 +156,11 @@ class Injector:
         """Count, and strike, calls to fsspec's file systems of a class."""
         with contextlib.ExitStack() as stack:
             for name in STORE_CALLS:
-                stack.enter_context(mock.patch.object(kind, name, self.strikes(getattr(kind, name), name)))
+                stack.enter_context(
+                    mock.patch.object(
+                        kind, name, self.strikes(getattr(kind, name), name)
+                    )
+                )
             yield
 
     def strikes_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,17 +169,28 @@ class Injector:
 
 
 def state(step: int) -> dict[str, Any]:
-    """Numbers that tell one step from another in every element; a value that needs rest.pt."""
-    tensors = {f"w{number}": torch.full((64,), float(10 * step + number)) for number in range(3)}
-    return {"model": tensors, "step": step, "draws": torch.Generator().manual_seed(step).get_state()}
+    """Numbers that tell one step from another in every element; a value that needs
+    rest.pt."""
+    tensors = {
+        f"w{number}": torch.full((64,), float(10 * step + number))
+        for number in range(3)
+    }
+    return {
+        "model": tensors,
+        "step": step,
+        "draws": torch.Generator().manual_seed(step).get_state(),
+    }
 
 
 def save(path: Path | str, step: int) -> None:
-    save_checkpoint(path, state(step), extra_files={"config.json": f'{{"step": {step}}}'})
+    save_checkpoint(
+        path, state(step), extra_files={"config.json": f'{{"step": {step}}}'}
+    )
 
 
 def loads(path: Path | str) -> int | None:
-    """The step that loads at default settings, exact in every value; None where a CheckpointError says why not."""
+    """The step that loads at default settings, exact in every value; None where a
+    CheckpointError says why not."""
     target = state(0)
     try:
         load_checkpoint(path, target)
@@ -145,7 +201,9 @@ def loads(path: Path | str) -> int | None:
     expected = state(step)
     assert torch.equal(target["draws"], expected["draws"]), "a mixture of two saves"
     for name, value in expected["model"].items():
-        assert torch.equal(target["model"][name], value), f"{name} is not of step {step}"
+        assert torch.equal(target["model"][name], value), (
+            f"{name} is not of step {step}"
+        )
     return step
 
 
@@ -166,7 +224,8 @@ def in_a_child(work: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-# Damages of a file: (content, the file's neighbour, a seed) -> content; None: the file is gone.
+# Damages of a file: (content, the file's neighbour, a seed) -> content; None: the file
+# is gone.
 
 Damage = Callable[[bytes, bytes, random.Random], "bytes | None"]
 
@@ -198,13 +257,19 @@ DAMAGES: dict[str, Damage] = {
     "a byte more": lambda content, other, draw: content + b"\0",
     "twice": lambda content, other, draw: content + content,
     "first bit": lambda content, other, draw: _flip(content, 0, draw.randrange(8)),
-    "last bit": lambda content, other, draw: _flip(content, len(content) - 1, draw.randrange(8)),
-    "a bit": lambda content, other, draw: _flip(content, draw.randrange(len(content)), draw.randrange(8)),
+    "last bit": lambda content, other, draw: _flip(
+        content, len(content) - 1, draw.randrange(8)
+    ),
+    "a bit": lambda content, other, draw: _flip(
+        content, draw.randrange(len(content)), draw.randrange(8)
+    ),
     "zeroed block": lambda content, other, draw: _zeroed(content, draw),
     "all zero": lambda content, other, draw: bytes(len(content)),
     "noise": lambda content, other, draw: draw.randbytes(len(content)),
     "another file": lambda content, other, draw: other,
-    "another file's length": lambda content, other, draw: (content * 2)[: len(other)] if other else b"",
+    "another file's length": lambda content, other, draw: (
+        (content * 2)[: len(other)] if other else b""
+    ),
     "halves exchanged": lambda content, other, draw: _shuffled(content, draw),
 }
 

@@ -1,8 +1,10 @@
-"""Kill a saving world at random instants and look at what is left. Run as a script, prints one JSON line per trial.
+"""Kill a saving world at random instants and look at what is left. Run as a script,
+prints one JSON line per trial.
 
-A parent that has imported torch forks four gloo ranks per trial. They save step 2 over step 1 (or a new folder when
-``fresh``); at an instant drawn uniformly over the measured time of a save, the parent kills one rank or all of them
-with SIGKILL. Then a fresh fork loads the path: it must find exactly step 1 or exactly step 2 (or, when ``fresh``, step
+A parent that has imported torch forks four gloo ranks per trial. They save step 2 over
+step 1 (or a new folder when ``fresh``); at an instant drawn uniformly over the measured
+time of a save, the parent kills one rank or all of them with SIGKILL. Then a fresh fork
+loads the path: it must find exactly step 1 or exactly step 2 (or, when ``fresh``, step
 2 or a clear error), and one more save must succeed and leave no temporaries behind.
 """
 
@@ -25,24 +27,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint import AsyncCheckpointer, CheckpointError, load_checkpoint, save_checkpoint
+from smp_core.checkpoint import (
+    AsyncCheckpointer,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 WORLD = 4
 ROWS = 1 << 20  # 4 MB of float32 per tensor
-# Seconds after a kill. An undisturbed world may take as long as it takes: who started this script has a limit.
+# Seconds after a kill. An undisturbed world may take as long as it takes: who started
+# this script has a limit.
 SURVIVORS_LIMIT = 20.0
 
 
 def state(seed: int) -> dict[str, Any]:
     """Numbers that tell the two steps apart in every element."""
     return {
-        "model": {f"w{i}": torch.full((ROWS,), float(seed * 100 + i)) for i in range(4)},
+        "model": {
+            f"w{i}": torch.full((ROWS,), float(seed * 100 + i)) for i in range(4)
+        },
         "step": seed,
     }
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run something in a forked child; its exit status is 0 when it returned, 3 when it raised."""
+    """Run something in a forked child; its exit status is 0 when it returned, 3 when it
+    raised."""
     pid = os.fork()
     if pid:
         return pid
@@ -59,7 +70,9 @@ def fork(work: Callable[[], None]) -> int:
 
 def rank_work(rank: int, store: str, path: str, started: int, async_save: bool) -> None:
     """One rank: join the group, say that it starts, save step 2."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+    )
     saver = AsyncCheckpointer() if async_save else None
     mine = state(2)
     dist.barrier()
@@ -74,18 +87,30 @@ def rank_work(rank: int, store: str, path: str, started: int, async_save: bool) 
     dist.barrier()
 
 
-def run_world(path: str, async_save: bool, kill_after: float | None, victims: list[int]) -> float:
-    """Fork a world, kill the victims ``kill_after`` seconds into the save; seconds that the world lived on."""
+def run_world(
+    path: str, async_save: bool, kill_after: float | None, victims: list[int]
+) -> float:
+    """Fork a world, kill the victims ``kill_after`` seconds into the save; seconds that
+    the world lived on."""
     # A file, not a port: one that is free now may be taken when rank 0 listens.
     with tempfile.TemporaryDirectory(prefix="smp-kill-") as meeting:
-        return run_world_that_meets(f"{meeting}/store", path, async_save, kill_after, victims)
+        return run_world_that_meets(
+            f"{meeting}/store", path, async_save, kill_after, victims
+        )
 
 
 def run_world_that_meets(
-    store: str, path: str, async_save: bool, kill_after: float | None, victims: list[int]
+    store: str,
+    path: str,
+    async_save: bool,
+    kill_after: float | None,
+    victims: list[int],
 ) -> float:
     read_end, write_end = os.pipe()
-    pids = [fork(lambda r=rank: rank_work(r, store, path, write_end, async_save)) for rank in range(WORLD)]  # type: ignore[misc]
+    pids = [
+        fork(lambda r=rank: rank_work(r, store, path, write_end, async_save))
+        for rank in range(WORLD)
+    ]  # type: ignore[misc]
     os.close(write_end)
     heard = 0
     while heard < WORLD and (piece := os.read(read_end, WORLD)):
@@ -103,14 +128,16 @@ def run_world_that_meets(
             if os.waitpid(pid, os.WNOHANG)[0]:
                 waiting.discard(pid)
         time.sleep(0.002)
-    for pid in waiting:  # survivors that hang in a collective: the launcher would end them
+    # Survivors that hang in a collective: the launcher would end them.
+    for pid in waiting:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return time.perf_counter() - begin
 
 
 def what_loads(path: str) -> str:
-    """``"1"`` or ``"2"`` when exactly that step loads, ``"error: ..."`` for a refusal, ``"WRONG"`` otherwise."""
+    """``"1"`` or ``"2"`` when exactly that step loads, ``"error: ..."`` for a refusal,
+    ``"WRONG"`` otherwise."""
     target = {"model": {f"w{i}": torch.zeros(ROWS) for i in range(4)}, "step": 0}
     try:
         load_checkpoint(path, target)
@@ -118,7 +145,10 @@ def what_loads(path: str) -> str:
         return f"error: {error}"
     for seed in (1, 2):
         expected = state(seed)
-        same = all(torch.equal(target["model"][name], expected["model"][name]) for name in expected["model"])  # type: ignore[index]
+        same = all(
+            torch.equal(target["model"][name], expected["model"][name])
+            for name in expected["model"]
+        )  # type: ignore[index]
         if same and target["step"] == seed:
             return str(seed)
     return "WRONG"
@@ -143,13 +173,25 @@ def main() -> None:
                 shutil.rmtree(path)
                 if not fresh:
                     save_checkpoint(path, state(1))
-                victims = [generator.randrange(WORLD)] if killed == "one" else list(range(WORLD))
+                victims = (
+                    [generator.randrange(WORLD)]
+                    if killed == "one"
+                    else list(range(WORLD))
+                )
                 instant = generator.uniform(0, lasts)
                 run_world(path, async_save, instant, victims)
                 found = what_loads(path)
-                left = [name for name in os.listdir(os.path.dirname(path)) if name.startswith(".")]
+                left = [
+                    name
+                    for name in os.listdir(os.path.dirname(path))
+                    if name.startswith(".")
+                ]
                 save_checkpoint(path, state(2))
-                after = [name for name in os.listdir(os.path.dirname(path)) if name.startswith(".")]
+                after = [
+                    name
+                    for name in os.listdir(os.path.dirname(path))
+                    if name.startswith(".")
+                ]
                 print(
                     json.dumps(
                         {

@@ -1,9 +1,11 @@
-"""Kill a process that keeps a state in memory before each call that changes its folder, and look at what is found then.
+"""Kill a process that keeps a state in memory before each call that changes its folder,
+and look at what is found then.
 
-Run as a script; prints one JSON line for each kill. A process that has imported torch forks a child, which keeps the
-states of steps 1 and 2, and is killed with SIGKILL before the n-th call that opens for writing, renames or removes
-while it keeps that of step 3 (n = 0: when half of its tensors have been copied). Another child then looks for a state,
-goes on from it, keeps one more and ends well.
+Run as a script; prints one JSON line for each kill. A process that has imported torch
+forks a child, which keeps the states of steps 1 and 2, and is killed with SIGKILL
+before the n-th call that opens for writing, renames or removes while it keeps that of
+step 3 (n = 0: when half of its tensors have been copied). Another child then looks for
+a state, goes on from it, keeps one more and ends well.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ CALLS = ("open", "os.rename", "os.remove")
 
 def state(step: int) -> dict[str, Any]:
     return {
-        "model": {f"w{number}": torch.full((5000,), float(10 * step + number)) for number in range(4)},
+        "model": {
+            f"w{number}": torch.full((5000,), float(10 * step + number))
+            for number in range(4)
+        },
         "step": step,
     }
 
@@ -75,12 +80,23 @@ def look(folder: Path, seen: Path) -> None:
     read = {"model": {name: torch.zeros(5000) for name in state(0)["model"]}, "step": 0}
     load_checkpoint(kept.take(found), read)
     expected = state(found.step)
-    exact = all(torch.equal(read["model"][name], value) for name, value in expected["model"].items())
+    exact = all(
+        torch.equal(read["model"][name], value)
+        for name, value in expected["model"].items()
+    )
     kept.begin(found.step)
     kept.save(state(4), 4, {}, 4)
     kept.close(ended_well=True)
     left = [path.name for path in folder.glob("torch-smp-*/*")]
-    seen.write_text(json.dumps({"found": found.step, "exact": exact and read["step"] == found.step, "left": left}))
+    seen.write_text(
+        json.dumps(
+            {
+                "found": found.step,
+                "exact": exact and read["step"] == found.step,
+                "left": left,
+            }
+        )
+    )
 
 
 def main() -> None:
@@ -92,7 +108,10 @@ def main() -> None:
         seen = top / "seen"
         _, looked = os.waitpid(fork(lambda: look(folder, seen)), 0)  # noqa: B023
         found = json.loads(seen.read_text()) if looked == 0 else {"error": looked}
-        print(json.dumps({"number": number, "killed": status == signal.SIGKILL, **found}), flush=True)
+        print(
+            json.dumps({"number": number, "killed": status == signal.SIGKILL, **found}),
+            flush=True,
+        )
         shutil.rmtree(folder)
         if status == 0:
             return

@@ -22,10 +22,15 @@ def nodes() -> list[list[int]]:
 
 def tier(folder: str, layout: str = "shard 2", by: str = "") -> MemoryTier:
     os.environ["SMP_MEMORY_FOLDER"] = folder
-    return MemoryTier(1, f"{folder}/disk", nodes(), posed=len(nodes()) > 1, layout=layout, by=by)
+    return MemoryTier(
+        1, f"{folder}/disk", nodes(), posed=len(nodes()) > 1, layout=layout, by=by
+    )
 
 
-STATE = {"weights": torch.arange(6.0), "rest": {"epoch": 1, "names": {"a"}, "sizes": torch.Size([2])}}
+STATE = {
+    "weights": torch.arange(6.0),
+    "rest": {"epoch": 1, "names": {"a"}, "sizes": torch.Size([2])},
+}
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -43,7 +48,8 @@ def kept_until(folder: Path, steps: int, **options: Any) -> MemoryTier:
 
 
 def found_in(folder: Path, **options: Any) -> int | None:
-    """The step of the state that a new process finds; its values are those of the step."""
+    """The step of the state that a new process finds; its values are those of the
+    step."""
     kept = tier(str(folder), **options)
     found = kept.find()
     if found is None:

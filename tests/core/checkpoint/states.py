@@ -1,4 +1,5 @@
-"""States for checkpoint tests: the same numbers on any mesh, with every kind of tensor and value that must survive."""
+"""States for checkpoint tests: the same numbers on any mesh, with every kind of tensor
+and value that must survive."""
 
 from __future__ import annotations
 
@@ -12,20 +13,33 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-SHAPES = {"wide.weight": (7, 5), "head.weight": (2, 3), "norm.bias": (5,), "one_row": (1, 4)}
+SHAPES = {
+    "wide.weight": (7, 5),
+    "head.weight": (2, 3),
+    "norm.bias": (5,),
+    "one_row": (1, 4),
+}
 
 
 def shard_mesh(shard_degree: int) -> DeviceMesh:
-    """The 1-D partition mesh of this rank; the world is cut into groups of ``shard_degree``."""
+    """The 1-D partition mesh of this rank; the world is cut into groups of
+    ``shard_degree``."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // shard_degree, shard_degree), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu",
+        (world // shard_degree, shard_degree),
+        mesh_dim_names=("replicate", "shard"),
+    )
     return mesh["shard"]
 
 
 def values(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Full tensors, equal for equal seeds: float32 weights of uneven sizes, bf16, integers, 0-d and empty ones."""
+    """Full tensors, equal for equal seeds: float32 weights of uneven sizes, bf16,
+    integers, 0-d and empty ones."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()
+    }
     tensors["half"] = torch.randn(6, 4, generator=generator).to(torch.bfloat16)
     tensors["counts"] = torch.randint(0, 100, (9,), generator=generator)
     tensors["empty"] = torch.empty(0, 3)
@@ -54,9 +68,11 @@ def rest(seed: int = 0) -> dict[str, Any]:
 
 
 def sharded_state(shard_degree: int, seed: int = 0) -> dict[str, Any]:
-    """A checkpoint-like state: weights as DTensors over the shard mesh, AdamW and SGD states, plain tensors, the rest.
+    """A checkpoint-like state: weights as DTensors over the shard mesh, AdamW and SGD
+    states, plain tensors, the rest.
 
-    Tied, non-contiguous, 0-d, empty, bf16 and uneven tensors are all in it. Seed -1: every tensor is zero.
+    Tied, non-contiguous, 0-d, empty, bf16 and uneven tensors are all in it. Seed -1:
+    every tensor is zero.
     """
     mesh = shard_mesh(shard_degree)
     full = values(max(seed, 0))
@@ -66,7 +82,9 @@ def sharded_state(shard_degree: int, seed: int = 0) -> dict[str, Any]:
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         return distribute_tensor(tensor.clone(), mesh, [Shard(0)], src_data_rank=None)
 
-    weights: dict[str, torch.Tensor] = {n: t if t.ndim == 0 else spread(t) for n, t in full.items()}
+    weights: dict[str, torch.Tensor] = {
+        n: t if t.ndim == 0 else spread(t) for n, t in full.items()
+    }
     weights["tied.weight"] = weights["wide.weight"].detach()
     weights["plain.transposed"] = full["transposed"]
     adam = {
@@ -78,7 +96,9 @@ def sharded_state(shard_degree: int, seed: int = 0) -> dict[str, Any]:
         for name in SHAPES
     }
     sgd = {name: {"momentum_buffer": spread(full[name] * 3)} for name in SHAPES}
-    groups = [{"lr": 0.0 if seed < 0 else 1e-3, "betas": (0.9, 0.99), "params": list(SHAPES)}]
+    groups = [
+        {"lr": 0.0 if seed < 0 else 1e-3, "betas": (0.9, 0.99), "params": list(SHAPES)}
+    ]
     return {
         "state_dict": OrderedDict(weights),
         "optimizer_states": [
@@ -107,16 +127,25 @@ def gathered(state: Any) -> Any:
 
 
 def differences(found: Any, expected: Any, path: str = "") -> list[str]:
-    """Where two nested states differ in type, keys, dtype, shape or any bit of a value."""
+    """Where two nested states differ in type, keys, dtype, shape or any bit of a
+    value."""
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         alike = (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        return [] if alike and torch.equal(found, expected) else [f"{path}: tensors differ"]
+        return (
+            []
+            if alike and torch.equal(found, expected)
+            else [f"{path}: tensors differ"]
+        )
     if type(found) is not type(expected):
         return [f"{path}: {type(found).__name__} instead of {type(expected).__name__}"]
     if isinstance(expected, dict):
         if list(found) != list(expected):
             return [f"{path}: keys {list(found)} instead of {list(expected)}"]
-        return [text for key in expected for text in differences(found[key], expected[key], f"{path}.{key}")]
+        return [
+            text
+            for key in expected
+            for text in differences(found[key], expected[key], f"{path}.{key}")
+        ]
     if isinstance(expected, (list, tuple)):
         if len(found) != len(expected):
             return [f"{path}: {len(found)} entries instead of {len(expected)}"]

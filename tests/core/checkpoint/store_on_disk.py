@@ -1,5 +1,5 @@
-"""An object store that several processes share: ``disk-store:///folder``, fsspec's view of a local folder with the
-atomic puts of a store. Importing this file registers it."""
+"""An object store that several processes share: ``disk-store:///folder``, fsspec's view
+of a local folder with the atomic puts of a store. Importing this file registers it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PREFIX = "disk-store://"
 class StoreOnDisk(LocalFileSystem):  # type: ignore[misc]
     protocol = "disk-store"
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+    def pipe_file(
+        self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any
+    ) -> None:
         path = self._strip_protocol(path)
         with open(f"{path}.put", "wb") as file:
             file.write(value)

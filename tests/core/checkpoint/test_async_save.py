@@ -1,4 +1,5 @@
-"""Saving behind training: the values of the moment of the call, errors that surface, nothing removed too early."""
+"""Saving behind training: the values of the moment of the call, errors that surface,
+nothing removed too early."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ def zero(state: Any) -> None:
     if isinstance(state, torch.Tensor):
         state.zero_()
     else:
-        for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        for value in (
+            state.values()
+            if isinstance(state, dict)
+            else state
+            if isinstance(state, list)
+            else ()
+        ):
             zero(value)
 
 
@@ -48,7 +55,8 @@ def save_while_training_goes_on(path: str) -> Any:
         saver.save(f"{path}/{seed}", state, per_rank=dist.get_rank())
         zero(state)  # at once: the thread must not see it
         state["rest"]["epoch"] = state["best"]["kept"] = "changed"
-        dist.all_reduce(torch.ones(1))  # training's own collectives, while the thread uses its group
+        # Training's own collectives, while the thread uses its group.
+        dist.all_reduce(torch.ones(1))
     saver.close()
     return expected
 
@@ -56,7 +64,12 @@ def save_while_training_goes_on(path: str) -> Any:
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     expected = run_ranks(save_while_training_goes_on, 4, str(tmp_path))[0]
     for seed in (1, 2):
-        assert differences(read_rest(tmp_path / str(seed), tensors=["*"]), expected[seed - 1]) == []
+        assert (
+            differences(
+                read_rest(tmp_path / str(seed), tensors=["*"]), expected[seed - 1]
+            )
+            == []
+        )
 
 
 class Gate:
@@ -73,7 +86,9 @@ class Gate:
         monkeypatch.setattr(storage.Sink, "write", write)
 
 
-def test_a_removal_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_waits_for_the_save_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = AsyncCheckpointer()
     saver.save(tmp_path / "old", {"w": torch.ones(3)})
     saver.wait()
@@ -86,7 +101,9 @@ def test_a_removal_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pyt
     saver.wait()
     assert not (tmp_path / "old").exists() and is_checkpoint(tmp_path / "new")
     saver.remove(tmp_path / "new")
-    assert not (tmp_path / "new").exists(), "with nothing in flight a removal is immediate"
+    assert not (tmp_path / "new").exists(), (
+        "with nothing in flight a removal is immediate"
+    )
 
 
 def test_a_failed_save_raises_at_the_next_call_and_keeps_what_was_to_be_removed(
@@ -108,23 +125,32 @@ def test_a_failed_save_raises_at_the_next_call_and_keeps_what_was_to_be_removed(
             time.sleep(0.01)
     with pytest.raises(CheckpointError, match="the disk is gone"):
         saver.check()
-    assert is_checkpoint(tmp_path / "old") and f"removal of {tmp_path / 'old'}" in caplog.text
+    assert (
+        is_checkpoint(tmp_path / "old")
+        and f"removal of {tmp_path / 'old'}" in caplog.text
+    )
     saver.check()  # once is enough
     saver.save(tmp_path / "new", {"w": torch.ones(3)})
     saver.close()
     assert is_checkpoint(tmp_path / "new")
 
 
-def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_save_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = AsyncCheckpointer()
     gate = Gate(monkeypatch)
     saver.save(tmp_path / "1", {"w": torch.full((3,), 1.0)})
     threading.Timer(0.1, gate.open.set).start()
     saver.save(tmp_path / "2", {"w": torch.full((3,), 2.0)})
-    assert is_checkpoint(tmp_path / "1"), "the second waits for the first, whose buffers it takes"
+    assert is_checkpoint(tmp_path / "1"), (
+        "the second waits for the first, whose buffers it takes"
+    )
     saver.close()
     for number in (1, 2):
-        assert torch.equal(read_tensors(tmp_path / str(number))["w"], torch.full((3,), float(number)))
+        assert torch.equal(
+            read_tensors(tmp_path / str(number))["w"], torch.full((3,), float(number))
+        )
 
 
 def test_a_value_that_cannot_be_saved_surfaces_too(tmp_path: Path) -> None:
@@ -148,7 +174,8 @@ def test_the_end_of_the_program_waits_for_the_save(tmp_path: Path) -> None:
 
 
 def limits_and_threads(folder: str) -> tuple[list[Any], list[bool]]:
-    """The limits of the default group and of the saver's own, and whether its threads are daemons."""
+    """The limits of the default group and of the saver's own, and whether its threads
+    are daemons."""
     threads = []
 
     class Seen(threading.Thread):
@@ -164,7 +191,9 @@ def limits_and_threads(folder: str) -> tuple[list[Any], list[bool]]:
     return [collective_timeout(group) for group in groups], threads
 
 
-def test_a_lost_rank_is_noticed_as_soon_as_in_training_and_keeps_no_process_alive(tmp_path: Path) -> None:
+def test_a_lost_rank_is_noticed_as_soon_as_in_training_and_keeps_no_process_alive(
+    tmp_path: Path,
+) -> None:
     for limits, threads in run_ranks(limits_and_threads, 2, str(tmp_path)):
         assert limits[0] is not None and limits == [limits[0]] * 3
         assert threads == [True]
@@ -185,7 +214,9 @@ def test_what_a_save_keeps_training_waiting_for_is_told_by_its_cause(
 
     monkeypatch.setattr(async_save.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(async_save, "stage", takes(2.0, async_save.stage))
-    monkeypatch.setattr(async_save.dist, "all_reduce", takes(0.25, lambda ended, **_: ended.zero_()))
+    monkeypatch.setattr(
+        async_save.dist, "all_reduce", takes(0.25, lambda ended, **_: ended.zero_())
+    )
     noted: list[dict[str, Any]] = []
     monkeypatch.setattr(async_save, "note", lambda kind, **fields: noted.append(fields))
     saver = AsyncCheckpointer()

@@ -1,4 +1,5 @@
-"""Tensor bytes are checked by default, while they are read: no damage loads, and no byte is read twice for it."""
+"""Tensor bytes are checked by default, while they are read: no damage loads, and no
+byte is read twice for it."""
 
 from __future__ import annotations
 
@@ -46,23 +47,35 @@ def flip(file: Path, position: int) -> None:
 
 
 def template() -> dict[str, Any]:
-    return {"state_dict": {name: torch.zeros_like(tensor) for name, tensor in values(1).items()}}
+    return {
+        "state_dict": {
+            name: torch.zeros_like(tensor) for name, tensor in values(1).items()
+        }
+    }
 
 
-def test_no_flipped_bit_of_a_tensor_is_loaded_by_default(tmp_path: Path, block: int) -> None:
+def test_no_flipped_bit_of_a_tensor_is_loaded_by_default(
+    tmp_path: Path, block: int
+) -> None:
     original = tmp_path / "original"
     save_checkpoint(original, {"state_dict": values(1)})
     target = template()
     load_checkpoint(original, target)
     assert differences(target["state_dict"], values(1)) == []
-    chunks = [chunk for record in read_index(original).tensors.values() for chunk in record.chunks]
+    chunks = [
+        chunk
+        for record in read_index(original).tensors.values()
+        for chunk in record.chunks
+    ]
     generator = random.Random(SEED)
     for number in range(20):
         copy = Path(shutil.copytree(original, tmp_path / str(number)))
         chunk = generator.choice([chunk for chunk in chunks if chunk.end > chunk.begin])
         position = generator.randrange(chunk.begin, chunk.end)
         flip(copy / TENSORS, position)
-        with pytest.raises(CheckpointError, match=f"{TENSORS} is damaged: its bytes from") as found:
+        with pytest.raises(
+            CheckpointError, match=f"{TENSORS} is damaged: its bytes from"
+        ) as found:
             load_checkpoint(copy, template())
         if block == 64:
             [name] = read_index(copy).names_in(TENSORS, position, position + 1)
@@ -74,7 +87,8 @@ def test_no_flipped_bit_of_a_tensor_is_loaded_by_default(tmp_path: Path, block: 
 
 
 def test_tensors_are_checked_in_any_order_and_alone(tmp_path: Path, block: int) -> None:
-    """A block is compared when all of it was hashed, which may be after the tensor that was asked for."""
+    """A block is compared when all of it was hashed, which may be after the tensor that
+    was asked for."""
     path = tmp_path / "a"
     save_checkpoint(path, values(1))
     names = list(read_index(path).names())
@@ -89,7 +103,9 @@ def test_tensors_are_checked_in_any_order_and_alone(tmp_path: Path, block: int) 
                 flip(path / TENSORS, chunk.begin)
 
 
-def test_damage_of_a_checkpoint_without_digests_of_blocks_is_found_by_default(tmp_path: Path) -> None:
+def test_damage_of_a_checkpoint_without_digests_of_blocks_is_found_by_default(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a"
     save_checkpoint(path, {"state_dict": values(1)})
     edited(path, lambda index: index["blocks"]["files"].clear(), "index.json")
@@ -99,12 +115,19 @@ def test_damage_of_a_checkpoint_without_digests_of_blocks_is_found_by_default(tm
         load_checkpoint(path, template())
 
 
-def test_small_tensors_of_a_file_share_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_of_a_file_share_their_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks read them, and have to check the blocks that they lie in."""
     path = tmp_path / "a"
-    large = {f"{number}.weight": torch.ones(1 << 20) for number in range(4)}  # each as large as a block
+    # Each as large as a block.
+    large = {f"{number}.weight": torch.ones(1 << 20) for number in range(4)}
     steps = {f"{number}.step": torch.tensor(float(number)) for number in range(4)}
-    state = {name: tensor for pair in zip(large.items(), steps.items(), strict=True) for name, tensor in pair}
+    state = {
+        name: tensor
+        for pair in zip(large.items(), steps.items(), strict=True)
+        for name, tensor in pair
+    }
     save_checkpoint(path, state)
     read: list[int] = []
     count_bytes(monkeypatch, local_folder._LocalRangeFile, read)
@@ -112,12 +135,25 @@ def test_small_tensors_of_a_file_share_their_blocks(tmp_path: Path, monkeypatch:
     assert sum(read) < storage.BLOCK_BYTES
 
 
-def test_tensors_are_aligned_to_their_items_and_large_ones_to_the_cache_line(tmp_path: Path) -> None:
+def test_tensors_are_aligned_to_their_items_and_large_ones_to_the_cache_line(
+    tmp_path: Path,
+) -> None:
     generator = torch.Generator().manual_seed(SEED)
-    dtypes = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
-    sizes = [int(size) for size in torch.randint(0, 100_000, (40,), generator=generator)]
+    dtypes = [
+        torch.int8,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex128,
+    ]
+    sizes = [
+        int(size) for size in torch.randint(0, 100_000, (40,), generator=generator)
+    ]
     sizes[::4] = [size // 64 * 64 for size in sizes[::4]]
-    state = {str(number): torch.zeros(size, dtype=dtypes[number % 5]) for number, size in enumerate(sizes)}
+    state = {
+        str(number): torch.zeros(size, dtype=dtypes[number % 5])
+        for number, size in enumerate(sizes)
+    }
     save_checkpoint(tmp_path / "a", state)
     for record in read_index(tmp_path / "a").tensors.values():
         for chunk in record.chunks:
@@ -135,20 +171,29 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch, kind: Any, read: list[int]) -> 
     monkeypatch.setattr(kind, "read_into", counting)
 
 
-def test_every_byte_is_read_once(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_is_read_once(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a"
     save_checkpoint(path, {"state_dict": values(1)})
     read: list[int] = []
     count_bytes(monkeypatch, local_folder._LocalRangeFile, read)
     load_checkpoint(path, template())
     size = sum(file.stat().st_size for file in path.iterdir())
-    headers = 2 * json.loads((path / "manifest.json").read_bytes())["files"][TENSORS]["header_bytes"]
+    headers = (
+        2
+        * json.loads((path / "manifest.json").read_bytes())["files"][TENSORS][
+            "header_bytes"
+        ]
+    )
     assert size - block < sum(read) <= size + headers + block, (
         "the header is looked at when sizes are checked, and opened"
     )
 
 
-def test_an_object_store_is_asked_once_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_is_asked_once_for_many_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import smp_core.checkpoint.folders.object_folder as object_folder
 
     for module in (storage, writer):
@@ -157,7 +202,9 @@ def test_an_object_store_is_asked_once_for_many_blocks(monkeypatch: pytest.Monke
         save_checkpoint("memory://bucket/a", {"w": torch.arange(10_000.0)})
         read: list[int] = []
         count_bytes(monkeypatch, object_folder._ObjectRangeFile, read)
-        assert torch.equal(read_tensors("memory://bucket/a")["w"], torch.arange(10_000.0))
+        assert torch.equal(
+            read_tensors("memory://bucket/a")["w"], torch.arange(10_000.0)
+        )
         assert len(read) <= 4, "the header, two edges, and all between"
     finally:
         fsspec.filesystem("memory").store.clear()
@@ -195,6 +242,8 @@ def test_a_flipped_bit_in_a_ckpt_file_is_not_imported(tmp_path: Path) -> None:
     file = tmp_path / "last.ckpt"
     torch.save({"state_dict": {"w": torch.arange(1000.0)}}, file)
     flip(file, file.read_bytes().index(torch.arange(500.0, 510.0).numpy().tobytes()))
-    assert not torch.equal(torch.load(file)["state_dict"]["w"], torch.arange(1000.0)), "torch does not notice"
+    assert not torch.equal(torch.load(file)["state_dict"]["w"], torch.arange(1000.0)), (
+        "torch does not notice"
+    )
     with pytest.raises(CheckpointError, match="is damaged: the checksum"):
         import_checkpoint(file, tmp_path / "out")

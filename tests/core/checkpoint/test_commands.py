@@ -15,13 +15,20 @@ from tests.core.checkpoint.states import values
 
 
 def smp(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200"})
+    return CliRunner().invoke(
+        app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200"}
+    )
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for step in (1, 2):
-        save_step(tmp_path, step, {"state_dict": values(step)}, metadata={"module_prefix": "model."})
+        save_step(
+            tmp_path,
+            step,
+            {"state_dict": values(step)},
+            metadata={"module_prefix": "model."},
+        )
     return tmp_path
 
 
@@ -29,7 +36,13 @@ def test_inspect_shows_what_is_in_it_and_plots(root: Path) -> None:
     pytest.importorskip("matplotlib")
     done = smp("inspect", root / "step-00000001", "--plot", root / "plot.png")
     assert done.exit_code == 0, done.output
-    for text in ("state_dict.wide.weight", "[7, 5]", "bfloat16", "module_prefix", f"torch {torch.__version__}"):
+    for text in (
+        "state_dict.wide.weight",
+        "[7, 5]",
+        "bfloat16",
+        "module_prefix",
+        f"torch {torch.__version__}",
+    ):
         assert text in done.output
     assert (root / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -41,7 +54,9 @@ def test_verify_tells_whole_from_broken_by_its_exit_status(root: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert smp("verify", path).exit_code == 0, "sizes and headers fit; only --deep reads the rest"
+    assert smp("verify", path).exit_code == 0, (
+        "sizes and headers fit; only --deep reads the rest"
+    )
     done = smp("verify", path, "--deep")
     assert done.exit_code == 1 and file.name in done.stderr
     done = smp("verify", root / "nothing")
@@ -52,7 +67,10 @@ def test_list_shows_whole_and_broken_and_latest(root: Path) -> None:
     (root / "step-00000001" / "manifest.json").unlink()
     done = smp("list", root)
     assert done.exit_code == 0, done.output
-    first, second = (next(line for line in done.output.splitlines() if name in line) for name in ("0001", "0002"))
+    first, second = (
+        next(line for line in done.output.splitlines() if name in line)
+        for name in ("0001", "0002")
+    )
     assert "broken" in first and "LATEST" in second
 
 
@@ -77,4 +95,6 @@ def test_an_error_is_one_line(root: Path) -> None:
     ]:
         done = smp(*arguments)
         assert done.exit_code == 1
-        assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
+            done.stderr
+        )

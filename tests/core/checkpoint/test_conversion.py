@@ -13,7 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -45,7 +48,12 @@ def lightning_content(seed: int) -> dict[str, Any]:
         "global_step": 20,
         "pytorch-lightning_version": "2.6.0",
         "state_dict": weights,
-        "optimizer_states": [{"state": adam, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]}],
+        "optimizer_states": [
+            {
+                "state": adam,
+                "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
+            }
+        ],
         "hyper_parameters": rest(seed),
     }
 
@@ -53,15 +61,34 @@ def lightning_content(seed: int) -> dict[str, Any]:
 def test_a_lightning_ckpt_comes_in_and_goes_out_as_it_was(tmp_path: Path) -> None:
     content = lightning_content(1)
     torch.save(content, tmp_path / "last.ckpt")
-    assert import_checkpoint(tmp_path / "last.ckpt", tmp_path / "ours") == "lightning-file"
+    assert (
+        import_checkpoint(tmp_path / "last.ckpt", tmp_path / "ours") == "lightning-file"
+    )
     assert differences(everything(tmp_path / "ours"), content) == []
     assert read_manifest(tmp_path / "ours").step == 20
-    assert read_index(tmp_path / "ours").aliases == {"state_dict.tied": "state_dict.wide.weight"}
+    assert read_index(tmp_path / "ours").aliases == {
+        "state_dict.tied": "state_dict.wide.weight"
+    }
     consolidate(tmp_path / "ours", tmp_path / "again.ckpt", optimizer=True)
     again = torch.load(tmp_path / "again.ckpt", weights_only=True)
-    assert again["state_dict"]["tied"].data_ptr() == again["state_dict"]["wide.weight"].data_ptr()
-    assert differences({key: again[key] for key in content}, {**content, "state_dict": again["state_dict"]}) == []
-    assert differences(dict(sorted(again["state_dict"].items())), dict(sorted(content["state_dict"].items()))) == []
+    assert (
+        again["state_dict"]["tied"].data_ptr()
+        == again["state_dict"]["wide.weight"].data_ptr()
+    )
+    assert (
+        differences(
+            {key: again[key] for key in content},
+            {**content, "state_dict": again["state_dict"]},
+        )
+        == []
+    )
+    assert (
+        differences(
+            dict(sorted(again["state_dict"].items())),
+            dict(sorted(content["state_dict"].items())),
+        )
+        == []
+    )
 
 
 def test_a_hugging_face_folder_comes_in_with_its_ties_and_files(tmp_path: Path) -> None:
@@ -71,19 +98,29 @@ def test_a_hugging_face_folder_comes_in_with_its_ties_and_files(tmp_path: Path) 
     names = list(weights)
     first = {name: weights[name] for name in names[:4]}
     second = {name: weights[name] for name in names[4:]}
-    save_file(first, source / "model-00001-of-00002.safetensors", {"format": "pt", "lm_head.weight": "wide.weight"})
+    save_file(
+        first,
+        source / "model-00001-of-00002.safetensors",
+        {"format": "pt", "lm_head.weight": "wide.weight"},
+    )
     save_file(second, source / "model-00002-of-00002.safetensors", {"format": "pt"})
     weight_map = {n: "model-00001-of-00002.safetensors" for n in first} | {
         n: "model-00002-of-00002.safetensors" for n in second
     }
-    (source / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map!r}}}'.replace("'", '"'))
+    (source / "model.safetensors.index.json").write_text(
+        f'{{"weight_map": {weight_map!r}}}'.replace("'", '"')
+    )
     (source / "config.json").write_text('{"layers": 2}')
-    import_checkpoint(source, tmp_path / "ours", add_prefix="model.", ties={"other": "half"})
+    import_checkpoint(
+        source, tmp_path / "ours", add_prefix="model.", ties={"other": "half"}
+    )
     expected = {f"model.{n}": t for n, t in weights.items()}
     expected["model.lm_head.weight"] = weights["wide.weight"]
     expected["model.other"] = weights["half"]
     found = everything(tmp_path / "ours")["state_dict"]
-    assert differences(dict(sorted(found.items())), dict(sorted(expected.items()))) == []
+    assert (
+        differences(dict(sorted(found.items())), dict(sorted(expected.items()))) == []
+    )
     made = consolidate(tmp_path / "ours", tmp_path / "back")
     assert made == ["config.json", "model.safetensors"]
     with pytest.raises(CheckpointError, match="there is no tensor 'nothing'"):
@@ -93,7 +130,10 @@ def test_a_hugging_face_folder_comes_in_with_its_ties_and_files(tmp_path: Path) 
 def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
     state = {
         "model": values(3),
-        "optimizer": {"state": {"a.b": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": ["a.b"]}]},
+        "optimizer": {
+            "state": {"a.b": {"step": torch.tensor(1.0)}},
+            "param_groups": [{"lr": 0.1, "params": ["a.b"]}],
+        },
         "list": [torch.ones(2), {"x": torch.zeros(1)}],
         "rest": {"epoch": 3, "betas": (0.9, 0.99)},
     }
@@ -101,7 +141,10 @@ def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
     assert import_checkpoint(tmp_path / "dcp", tmp_path / "ours") == "dcp"
     assert differences(everything(tmp_path / "ours"), state) == []
     export_checkpoint(tmp_path / "ours", tmp_path / "again", "dcp")
-    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in values(3).items()}, "rest": {"epoch": 0}}
+    target = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in values(3).items()},
+        "rest": {"epoch": 0},
+    }
     dcp.load(target, checkpoint_id=tmp_path / "again", no_dist=True)
     assert differences(target["model"], values(3)) == []
     assert target["rest"]["epoch"] == 3
@@ -127,11 +170,18 @@ def full(state: Any) -> Any:
 
 
 def lightning_round_trip(folder: str) -> Any:
-    """Save with Lightning's own code, bring in, send out, load with Lightning's own code into another model."""
-    from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save, _load_checkpoint
+    """Save with Lightning's own code, bring in, send out, load with Lightning's own
+    code into another model."""
+    from lightning.fabric.strategies.model_parallel import (
+        _distributed_checkpoint_save,
+        _load_checkpoint,
+    )
 
     model, optimizer = sharded_model(1)
-    state = {"state_dict": get_model_state_dict(model), "optimizer_0": get_optimizer_state_dict(model, optimizer)}
+    state = {
+        "state_dict": get_model_state_dict(model),
+        "optimizer_0": get_optimizer_state_dict(model, optimizer),
+    }
     source = Path(folder, "lightning")
     source.mkdir(exist_ok=True)
     _distributed_checkpoint_save(state, source)
@@ -145,15 +195,26 @@ def lightning_round_trip(folder: str) -> Any:
     load_checkpoint(f"{folder}/ours", ours)
     other, other_optimizer = sharded_model(2)
     meta = _load_checkpoint(
-        Path(folder, "again"), {"state_dict": other, "optimizer_0": other_optimizer}, weights_only=True
+        Path(folder, "again"),
+        {"state_dict": other, "optimizer_0": other_optimizer},
+        weights_only=True,
     )
-    found = {"state_dict": get_model_state_dict(other), "optimizer_0": get_optimizer_state_dict(other, other_optimizer)}
+    found = {
+        "state_dict": get_model_state_dict(other),
+        "optimizer_0": get_optimizer_state_dict(other, other_optimizer),
+    }
     expected = full(state)
-    return meta, differences(full(found), expected), differences(full(ours)["state_dict"], expected["state_dict"])
+    return (
+        meta,
+        differences(full(found), expected),
+        differences(full(ours)["state_dict"], expected["state_dict"]),
+    )
 
 
 @pytest.mark.slow  # imports the whole framework on every rank
-def test_lightnings_sharded_folder_comes_in_and_lightning_loads_ours(tmp_path: Path) -> None:
+def test_lightnings_sharded_folder_comes_in_and_lightning_loads_ours(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("lightning")
     for result in run_ranks(lightning_round_trip, 2, str(tmp_path)):
         assert result == ({"epoch": 4, "loops": {"a": (1, 2)}}, [], [])
@@ -165,28 +226,46 @@ def accelerate_round_trip(folder: str) -> Any:
     from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 
     plugin: Any = SimpleNamespace(
-        state_dict_type=StateDictType.SHARDED_STATE_DICT, fsdp_version=2, state_dict_config=SimpleNamespace()
+        state_dict_type=StateDictType.SHARDED_STATE_DICT,
+        fsdp_version=2,
+        state_dict_config=SimpleNamespace(),
     )
     accelerator: Any = SimpleNamespace(
-        process_index=torch.distributed.get_rank(), is_fsdp2=True, wait_for_everyone=torch.distributed.barrier
+        process_index=torch.distributed.get_rank(),
+        is_fsdp2=True,
+        wait_for_everyone=torch.distributed.barrier,
     )
     with mock.patch.object(fsdp_utils, "logger", SimpleNamespace(info=lambda *a: None)):
         return accelerate_saves_and_loads(folder, fsdp_utils, plugin, accelerator)
 
 
-def accelerate_saves_and_loads(folder: str, fsdp_utils: Any, plugin: Any, accelerator: Any) -> Any:
+def accelerate_saves_and_loads(
+    folder: str, fsdp_utils: Any, plugin: Any, accelerator: Any
+) -> Any:
     model, optimizer = sharded_model(1)
     fsdp_utils.save_fsdp_model(plugin, accelerator, model, f"{folder}/accelerate")
-    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, f"{folder}/accelerate")
+    fsdp_utils.save_fsdp_optimizer(
+        plugin, accelerator, optimizer, model, f"{folder}/accelerate"
+    )
     if torch.distributed.get_rank() == 0:
-        assert import_checkpoint(f"{folder}/accelerate", f"{folder}/ours") == "accelerate"
+        assert (
+            import_checkpoint(f"{folder}/accelerate", f"{folder}/ours") == "accelerate"
+        )
         export_checkpoint(f"{folder}/ours", f"{folder}/again", "accelerate")
     torch.distributed.barrier()
     other, other_optimizer = sharded_model(2)
     fsdp_utils.load_fsdp_model(plugin, accelerator, other, f"{folder}/again")
-    fsdp_utils.load_fsdp_optimizer(plugin, accelerator, other_optimizer, other, f"{folder}/again")
-    expected = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    found = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, other_optimizer)}
+    fsdp_utils.load_fsdp_optimizer(
+        plugin, accelerator, other_optimizer, other, f"{folder}/again"
+    )
+    expected = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    found = {
+        "model": get_model_state_dict(other),
+        "optimizer": get_optimizer_state_dict(other, other_optimizer),
+    }
     return differences(full(found), full(expected))
 
 
@@ -198,7 +277,10 @@ def test_accelerates_folder_comes_in_and_accelerate_loads_ours(tmp_path: Path) -
 
 def test_what_cannot_be_imported_is_refused_with_a_reason(tmp_path: Path) -> None:
     cases = {
-        "sagemaker": (["model_0_partial/x_smp_rank_0.pt"], "layout of SageMaker SMP's partial checkpoints is not publ"),
+        "sagemaker": (
+            ["model_0_partial/x_smp_rank_0.pt"],
+            "layout of SageMaker SMP's partial checkpoints is not publ",
+        ),
         "files": (["pytorch_model_fsdp_0_rank0.bin"], "per-rank files"),
         "notes": (["a.txt"], "no checkpoint known here: a.txt"),
     }
@@ -209,6 +291,9 @@ def test_what_cannot_be_imported_is_refused_with_a_reason(tmp_path: Path) -> Non
         with pytest.raises(CheckpointError, match=message):
             import_checkpoint(tmp_path / name, tmp_path / "out")
     save_checkpoint(tmp_path / "ours", {"state_dict": values(1)})
-    with pytest.raises(CheckpointError, match="kind='tar' is not known; allowed: dcp, lightning, accelerate"):
+    with pytest.raises(
+        CheckpointError,
+        match="kind='tar' is not known; allowed: dcp, lightning, accelerate",
+    ):
         export_checkpoint(tmp_path / "ours", tmp_path / "out", "tar")
     assert not os.path.exists(tmp_path / "out")

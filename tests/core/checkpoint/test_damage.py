@@ -1,4 +1,5 @@
-"""A checkpoint that was damaged after it was written never loads wrong numbers: the error names the file."""
+"""A checkpoint that was damaged after it was written never loads wrong numbers: the
+error names the file."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from tests.core.checkpoint.states import differences, rest, values
 from tests.harness import run_ranks
 
 TENSORS = "tensors-00000-of-00004.safetensors"
-FILES = ["manifest.json", "index.json", "rest.json", "rest.pt", TENSORS, "extra/config.json"]
+FILES = [
+    "manifest.json",
+    "index.json",
+    "rest.json",
+    "rest.pt",
+    TENSORS,
+    "extra/config.json",
+]
 SEED = 20
 
 
@@ -52,7 +60,8 @@ def copy(original: Path, tmp_path: Path) -> Path:
 
 
 def load(path: Path) -> dict[str, object]:
-    """Everything a resume reads: the extra files are read by consolidate, so they are checked by verify here."""
+    """Everything a resume reads: the extra files are read by consolidate, so they are
+    checked by verify here."""
     target = state(1)
     for tensor in target["state_dict"].values():  # type: ignore[attr-defined]
         tensor.zero_()
@@ -65,7 +74,9 @@ def refused(path: Path, file: str) -> None:
     """The damage is found by loading and by verify, and both name the file."""
     with pytest.raises(CheckpointError, match=Path(file).name):
         load(path)
-    assert any(Path(file).name in problem for problem in verify_checkpoint(path, deep=True))
+    assert any(
+        Path(file).name in problem for problem in verify_checkpoint(path, deep=True)
+    )
 
 
 def test_the_undamaged_copy_loads(copy: Path) -> None:
@@ -77,7 +88,11 @@ def test_the_undamaged_copy_loads(copy: Path) -> None:
 def test_a_flipped_bit_is_found_in_every_kind_of_file(copy: Path, file: str) -> None:
     content = (copy / file).read_bytes()
     generator = random.Random(SEED)
-    for position in [0, len(content) - 1, *(generator.randrange(len(content)) for _ in range(10))]:
+    for position in [
+        0,
+        len(content) - 1,
+        *(generator.randrange(len(content)) for _ in range(10)),
+    ]:
         broken = bytearray(content)
         broken[position] ^= 1 << generator.randrange(8)
         (copy / file).write_bytes(broken)
@@ -99,7 +114,10 @@ def test_a_deleted_file_is_found(copy: Path, file: str) -> None:
 
 
 def test_swapped_files_are_found_by_the_cheap_check_too(copy: Path) -> None:
-    first, second = copy / "tensors-00000-of-00004.safetensors", copy / "tensors-00001-of-00004.safetensors"
+    first, second = (
+        copy / "tensors-00000-of-00004.safetensors",
+        copy / "tensors-00001-of-00004.safetensors",
+    )
     size = max(first.stat().st_size, second.stat().st_size)
     a, b = first.read_bytes(), second.read_bytes()
     first.write_bytes(b)
@@ -111,7 +129,10 @@ def test_swapped_files_are_found_by_the_cheap_check_too(copy: Path) -> None:
         file.write_bytes(content.ljust(size))
         manifest["files"][file.name]["bytes"] = size
     rewrite_manifest(copy, manifest)
-    assert any("not the file that this save wrote" in problem for problem in verify_checkpoint(copy))
+    assert any(
+        "not the file that this save wrote" in problem
+        for problem in verify_checkpoint(copy)
+    )
 
 
 def test_a_file_of_another_save_is_found(copy: Path, tmp_path: Path) -> None:
@@ -144,9 +165,16 @@ def test_an_edited_manifest_is_refused(copy: Path, edit: object) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_another_version_of_the_format_is_refused_by_its_number(copy: Path, version: int) -> None:
-    rewrite_manifest(copy, {**json.loads((copy / "manifest.json").read_bytes()), "version": version})
-    with pytest.raises(CheckpointError, match=f"has format version {version}; this torch-smp reads version 2"):
+def test_another_version_of_the_format_is_refused_by_its_number(
+    copy: Path, version: int
+) -> None:
+    rewrite_manifest(
+        copy, {**json.loads((copy / "manifest.json").read_bytes()), "version": version}
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=f"has format version {version}; this torch-smp reads version 2",
+    ):
         read_manifest(copy)
 
 
@@ -188,7 +216,9 @@ def test_the_newest_whole_one_is_found_and_broken_ones_are_named(
     for step in (1, 2, 3, 4):
         save_step(tmp_path, step, state(step))
     (tmp_path / "step-00000004" / "manifest.json").unlink()
-    with open(tmp_path / "step-00000003" / "tensors-00000-of-00001.safetensors", "ab") as file:
+    with open(
+        tmp_path / "step-00000003" / "tensors-00000-of-00001.safetensors", "ab"
+    ) as file:
         file.write(b"x")
     found = newest_checkpoint(tmp_path)
     assert found == str(tmp_path / "step-00000002")
@@ -196,8 +226,11 @@ def test_the_newest_whole_one_is_found_and_broken_ones_are_named(
     assert "step-00000004" in caplog.text and "step-00000003" in caplog.text
 
 
-def test_without_digests_a_flipped_bit_would_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matrix above bites: with a digest that is blind, the same damage goes through and a weight is wrong."""
+def test_without_digests_a_flipped_bit_would_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix above bites: with a digest that is blind, the same damage goes through
+    and a weight is wrong."""
 
     class Blind:
         def update(self, data: object) -> None: ...
@@ -206,7 +239,9 @@ def test_without_digests_a_flipped_bit_would_load(tmp_path: Path, monkeypatch: p
             return "0"
 
     for module in ("layout", "folders.storage", "verify"):
-        monkeypatch.setattr(f"smp_core.checkpoint.{module}.new_digest", lambda algorithm: Blind())
+        monkeypatch.setattr(
+            f"smp_core.checkpoint.{module}.new_digest", lambda algorithm: Blind()
+        )
     path = tmp_path / "blind"
     save_checkpoint(path, state(1))
     file = path / "tensors-00000-of-00001.safetensors"
@@ -220,6 +255,10 @@ def test_the_digest_algorithm_is_a_choice_and_is_recorded(tmp_path: Path) -> Non
     save_checkpoint(tmp_path / "a", state(1), digest="sha256")
     assert read_manifest(tmp_path / "a").algorithm == "sha256"
     assert verify_checkpoint(tmp_path / "a", deep=True) == []
-    assert torch.equal(read_tensors(tmp_path / "a")["state_dict.half"], values(1)["half"])
-    with pytest.raises(CheckpointError, match="digest='crc16' is not known; allowed: xxh3, sha256"):
+    assert torch.equal(
+        read_tensors(tmp_path / "a")["state_dict.half"], values(1)["half"]
+    )
+    with pytest.raises(
+        CheckpointError, match="digest='crc16' is not known; allowed: xxh3, sha256"
+    ):
         save_checkpoint(tmp_path / "b", state(1), digest="crc16")

@@ -1,5 +1,6 @@
-"""Hundreds of faults, each by number: after every one of them a whole checkpoint loads, exact, or a CheckpointError
-says why not; nothing else is raised, and the next save succeeds and tidies up.
+"""Hundreds of faults, each by number: after every one of them a whole checkpoint loads,
+exact, or a CheckpointError says why not; nothing else is raised, and the next save
+succeeds and tidies up.
 
 Quick: a sample that a seed draws. Slow: all of them.
 """
@@ -17,7 +18,17 @@ from typing import Any
 import pytest
 
 from smp_core.checkpoint import CheckpointError
-from tests.core.checkpoint.injection import DAMAGES, ERRORS, SEED, Fault, Injector, harm, in_a_child, loads, save
+from tests.core.checkpoint.injection import (
+    DAMAGES,
+    ERRORS,
+    SEED,
+    Fault,
+    Injector,
+    harm,
+    in_a_child,
+    loads,
+    save,
+)
 
 QUICK = {"kill": 14, "errno": 12, "load": 6, "damage": 10}
 
@@ -35,7 +46,8 @@ def calls_of(folder: Path, fresh: bool, exchange: bool) -> int:
 
 
 def save_with_fault(path: Path, injector: Injector, exchange: bool) -> str:
-    """Save step 2 in this process or, where it is killed, in a child; return how that ended."""
+    """Save step 2 in this process or, where it is killed, in a child; return how that
+    ended."""
 
     def attempt() -> str:
         try:
@@ -68,25 +80,39 @@ def check_save(folder: Path, fault: Fault, fresh: bool, exchange: bool) -> str:
     save(path, 3)
     assert loads(path) == 3
     left = [name for name in os.listdir(folder) if name != "last.ckpt"]
-    for name in left:  # made before it had a name and a lock: empty, and swept when it is old
-        could_not_remove = ended == "killed" or fault.stays or injector.struck == "rmdir"
-        assert name.startswith(".new-") and could_not_remove, f"the next save leaves {name}"
+    # Made before it had a name and a lock: empty, and swept when it is old.
+    for name in left:
+        could_not_remove = (
+            ended == "killed" or fault.stays or injector.struck == "rmdir"
+        )
+        assert name.startswith(".new-") and could_not_remove, (
+            f"the next save leaves {name}"
+        )
         os.rmdir(folder / name)
     shutil.rmtree(path)
     return ended
 
 
-def faults(folder: Path, kinds: list[tuple[int | str, bool]]) -> list[tuple[Fault, bool, bool]]:
-    """All faults of these kinds at all calls: over a checkpoint and at a fresh path, with and without exchange."""
+def faults(
+    folder: Path, kinds: list[tuple[int | str, bool]]
+) -> list[tuple[Fault, bool, bool]]:
+    """All faults of these kinds at all calls: over a checkpoint and at a fresh path,
+    with and without exchange."""
     cases = []
     for fresh, exchange in ((False, True), (False, False), (True, True)):
         calls = calls_of(folder, fresh, exchange)
-        cases += [(Fault(at, *kind), fresh, exchange) for at, kind in itertools.product(range(calls), kinds)]
+        cases += [
+            (Fault(at, *kind), fresh, exchange)
+            for at, kind in itertools.product(range(calls), kinds)
+        ]
     return cases
 
 
 KILLS: list[tuple[int | str, bool]] = [("before", False), ("after", False)]
-ERRNOS: list[tuple[int | str, bool]] = [*((code, False) for code in ERRORS), (ERRORS[0], True)]
+ERRNOS: list[tuple[int | str, bool]] = [
+    *((code, False) for code in ERRORS),
+    (ERRORS[0], True),
+]
 
 
 def run(folder: Path, cases: list[tuple[Fault, bool, bool]]) -> Counter[str]:
@@ -142,7 +168,9 @@ def load_faults(folder: Path) -> list[Fault]:
     injector = Injector()
     with injector.active():
         assert loads(folder / "last.ckpt") == 1
-    return [Fault(at, code) for at, code in itertools.product(range(injector.calls), ERRORS)]
+    return [
+        Fault(at, code) for at, code in itertools.product(range(injector.calls), ERRORS)
+    ]
 
 
 def test_errors_at_calls_of_a_load(tmp_path: Path) -> None:
@@ -160,13 +188,19 @@ def damages(folder: Path) -> list[tuple[str, str, str]]:
     """(file, its neighbour, damage) for all files of a checkpoint."""
     path = folder / "original"
     save(path, 1)
-    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    files = sorted(
+        str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()
+    )
     neighbours = zip(files, [*files[1:], files[0]], strict=True)
-    return [(file, other, kind) for (file, other), kind in itertools.product(neighbours, DAMAGES)]
+    return [
+        (file, other, kind)
+        for (file, other), kind in itertools.product(neighbours, DAMAGES)
+    ]
 
 
 def check_damages(folder: Path, cases: list[tuple[str, str, str]]) -> None:
-    """A damaged file is never loaded from; extra files, which a load does not read, leave step 1 as it was."""
+    """A damaged file is never loaded from; extra files, which a load does not read,
+    leave step 1 as it was."""
     for number, (file, other, kind) in enumerate(cases):
         copy = Path(shutil.copytree(folder / "original", folder / "copy"))
         changed = harm(copy / file, copy / other, kind, SEED + number)

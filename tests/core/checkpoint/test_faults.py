@@ -1,4 +1,5 @@
-"""Disks that fill, power that fails, jobs that share a folder: no save is half done, and an error reaches all ranks."""
+"""Disks that fill, power that fails, jobs that share a folder: no save is half done,
+and an error reaches all ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import run_ranks
 
 
-def save_with_full_disk(path: str, broken_rank: int, bytes_left: int, async_save: bool) -> tuple[str, Any]:
-    """Save step 2 while the disk of one rank fills up; the message and what loads afterwards."""
+def save_with_full_disk(
+    path: str, broken_rank: int, bytes_left: int, async_save: bool
+) -> tuple[str, Any]:
+    """Save step 2 while the disk of one rank fills up; the message and what loads
+    afterwards."""
     save_checkpoint(path, sharded_state(2, seed=1))
     expected = gathered(sharded_state(2, seed=1))
     original = storage.Sink.write
@@ -69,7 +73,14 @@ def save_with_full_disk(path: str, broken_rank: int, bytes_left: int, async_save
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_costs_nothing(
     tmp_path: Path, rank: int, bytes_left: int, async_save: bool
 ) -> None:
-    results = run_ranks(save_with_full_disk, 4, str(tmp_path / "last.ckpt"), rank, bytes_left, async_save)
+    results = run_ranks(
+        save_with_full_disk,
+        4,
+        str(tmp_path / "last.ckpt"),
+        rank,
+        bytes_left,
+        async_save,
+    )
     for message, wrong in results:
         assert f"rank {rank}: OSError: [Errno 28] No space left on device" in message
         assert wrong == []
@@ -81,7 +92,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 2 MB; skipped where mounting is not allowed."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
     yield folder
@@ -107,16 +120,24 @@ def test_a_read_only_directory_is_an_error_that_says_so(tiny_disk: Path) -> None
 
 
 class PowerCut(Exception):
-    """Raised in place of everything that would come after the instant at which the power fails."""
+    """Raised in place of everything that would come after the instant at which the
+    power fails."""
 
 
 class Disk:
-    """Forgets, at a power cut, whatever was not fsynced: contents of files and entries of directories."""
+    """Forgets, at a power cut, whatever was not fsynced: contents of files and entries
+    of directories."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cut_before_rename: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, cut_before_rename: bool
+    ) -> None:
         self.synced: set[tuple[int, int]] = set()
         self.cut_before_rename = cut_before_rename
-        fsync, rename_new, exchange = os.fsync, local_folder.rename_new, local_folder.rename_exchange
+        fsync, rename_new, exchange = (
+            os.fsync,
+            local_folder.rename_new,
+            local_folder.rename_exchange,
+        )
 
         def recording_fsync(descriptor: int) -> None:
             fsync(descriptor)
@@ -126,7 +147,8 @@ class Disk:
         def cut(rename: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
             def renamed(source: str, target: str) -> Any:
                 if not self.cut_before_rename:
-                    rename(source, target)  # where the target exists, this raises and the exchange is tried
+                    # Where the target exists, this raises and the exchange is tried.
+                    rename(source, target)
                 raise PowerCut
 
             return renamed
@@ -150,8 +172,11 @@ class Disk:
                     os.unlink(file)
 
 
-def after_power_cut(folder: Path, monkeypatch: pytest.MonkeyPatch, cut_before_rename: bool) -> str:
-    """Save step 2 over step 1, lose the power at the rename; which step loads afterwards, or the error."""
+def after_power_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cut_before_rename: bool
+) -> str:
+    """Save step 2 over step 1, lose the power at the rename; which step loads
+    afterwards, or the error."""
     path = folder / "last.ckpt"
     save_checkpoint(path, small(1))
     with monkeypatch.context() as patch:
@@ -170,28 +195,40 @@ def after_power_cut(folder: Path, monkeypatch: pytest.MonkeyPatch, cut_before_re
     return next(str(seed) for seed in (1, 2) if differences(found, small(seed)) == [])
 
 
-def test_power_loss_at_the_rename_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_loss_at_the_rename_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
-    assert after_power_cut(tmp_path / "before", monkeypatch, cut_before_rename=True) == "1"
-    assert after_power_cut(tmp_path / "after", monkeypatch, cut_before_rename=False) == "2"
+    assert (
+        after_power_cut(tmp_path / "before", monkeypatch, cut_before_rename=True) == "1"
+    )
+    assert (
+        after_power_cut(tmp_path / "after", monkeypatch, cut_before_rename=False) == "2"
+    )
 
 
 @pytest.mark.parametrize("left_out", ["files", "directories"])
 def test_without_fsync_before_the_rename_power_loss_would_break_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_out: str
 ) -> None:
-    """The test above bites: a writer that renames before its files or directories are durable loses the checkpoint."""
+    """The test above bites: a writer that renames before its files or directories are
+    durable loses the checkpoint."""
     if left_out == "files":
         original = storage.Sink.__init__
 
-        def unsynced(self: storage.Sink, raw: Any, name: str, algorithm: str, sync: bool = True) -> None:
+        def unsynced(
+            self: storage.Sink, raw: Any, name: str, algorithm: str, sync: bool = True
+        ) -> None:
             original(self, raw, name, algorithm, sync=False)
 
         monkeypatch.setattr(storage.Sink, "__init__", unsynced)
     else:
         monkeypatch.setattr(local_folder, "fsync_directory", lambda path: None)
-    assert after_power_cut(tmp_path, monkeypatch, cut_before_rename=False) not in ("1", "2")
+    assert after_power_cut(tmp_path, monkeypatch, cut_before_rename=False) not in (
+        "1",
+        "2",
+    )
 
 
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +241,11 @@ class Killed(BaseException):
     """The process is gone: nothing runs after it."""
 
 
-def save_killed_at(path: Path, step: int, call: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Overwrite a checkpoint without exchange, killed before the n-th change of a name; whether it came that far."""
+def save_killed_at(
+    path: Path, step: int, call: int, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Overwrite a checkpoint without exchange, killed before the n-th change of a name;
+    whether it came that far."""
     done = 0
     with monkeypatch.context() as patch:
 
@@ -221,7 +261,10 @@ def save_killed_at(path: Path, step: int, call: int, monkeypatch: pytest.MonkeyP
 
         for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        patch.setattr(local_folder.LocalTransaction, "abort", lambda self: self._unlock())  # as the system does
+        # As the system does.
+        patch.setattr(
+            local_folder.LocalTransaction, "abort", lambda self: self._unlock()
+        )
         with contextlib.suppress(Killed, CheckpointError):
             save_checkpoint(path, small(step), extra_files={"config.json": str(step)})
     return done > call
@@ -242,7 +285,10 @@ def test_without_exchange_a_kill_at_any_change_leaves_a_whole_checkpoint_under_t
         call += 1
     assert call > 12, "files were moved one by one"
     assert found[-1] == call and found[-2] == call - 1, "the last ones had committed"
-    assert all(now in (before, number) for number, (before, now) in enumerate(itertools.pairwise(found), 1))
+    assert all(
+        now in (before, number)
+        for number, (before, now) in enumerate(itertools.pairwise(found), 1)
+    )
     save_checkpoint(path, small(call + 1))
     assert len(os.listdir(path)) == 5, "what the killed ones had moved is gone"
     assert verify_checkpoint(path, deep=True) == []
@@ -263,7 +309,10 @@ def test_without_exchange_a_link_gives_way_to_what_is_saved_over_it(
 def overwrite_without_exchange(path: str) -> Any:
     import smp_core.checkpoint.folders.file_system as file_system
 
-    original, file_system.rename_exchange = file_system.rename_exchange, lambda first, second: False
+    original, file_system.rename_exchange = (
+        file_system.rename_exchange,
+        lambda first, second: False,
+    )
     try:
         for seed in (1, 2):
             save_checkpoint(path, sharded_state(2, seed=seed))
@@ -275,7 +324,10 @@ def overwrite_without_exchange(path: str) -> Any:
 
 
 def test_all_ranks_name_their_files_alike_without_exchange(tmp_path: Path) -> None:
-    assert run_ranks(overwrite_without_exchange, 4, str(tmp_path / "last.ckpt")) == [[]] * 4
+    assert (
+        run_ranks(overwrite_without_exchange, 4, str(tmp_path / "last.ckpt"))
+        == [[]] * 4
+    )
     assert len(list((tmp_path / "last.ckpt").glob("tensors-*-of-00004-*"))) == 4
 
 
@@ -305,7 +357,9 @@ def test_a_file_that_is_not_what_was_written_is_not_committed(
         return create(self, name, algorithm)
 
     monkeypatch.setattr(local_folder.LocalTransaction, "create", creating)
-    with pytest.raises(CheckpointError, match=r"was not saved.*tensors-00000-of-00001\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"was not saved.*tensors-00000-of-00001\.safetensors"
+    ):
         save_checkpoint(path, small(2))
     monkeypatch.undo()
     assert differences(loaded(path), small(1)) == [] and temporaries(tmp_path) == []
@@ -314,7 +368,8 @@ def test_a_file_that_is_not_what_was_written_is_not_committed(
 def test_a_directory_that_cannot_be_made_durable_after_the_rename_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint is in its place, so the save has succeeded; what it replaced stays until one works."""
+    """The checkpoint is in its place, so the save has succeeded; what it replaced stays
+    until one works."""
     path = tmp_path / "last.ckpt"
     save_checkpoint(path, small(1))
     with monkeypatch.context() as patch:

@@ -1,5 +1,6 @@
-"""What others do to a checkpoint while it is saved or loaded, at each call by number: they overwrite it, remove it, or
-take files away; clocks jump; an object store fails. A whole save loads, exact, or a CheckpointError says why not.
+"""What others do to a checkpoint while it is saved or loaded, at each call by number:
+they overwrite it, remove it, or take files away; clocks jump; an object store fails. A
+whole save loads, exact, or a CheckpointError says why not.
 
 Quick: a sample that a seed draws. Slow: all of them.
 """
@@ -28,9 +29,24 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import smp_core.checkpoint.folders.local_folder as local_folder
 import smp_core.checkpoint.writer as writer
-from smp_core.checkpoint import CheckpointError, newest_checkpoint, save_checkpoint, save_step, verify_checkpoint
+from smp_core.checkpoint import (
+    CheckpointError,
+    newest_checkpoint,
+    save_checkpoint,
+    save_step,
+    verify_checkpoint,
+)
 from smp_core.checkpoint.folders.file_system import try_lock
-from tests.core.checkpoint.injection import ERRORS, SEED, Fault, Injector, in_a_child, loads, save, state
+from tests.core.checkpoint.injection import (
+    ERRORS,
+    SEED,
+    Fault,
+    Injector,
+    in_a_child,
+    loads,
+    save,
+    state,
+)
 from tests.core.checkpoint.store_on_disk import PREFIX, StoreOnDisk
 from tests.harness import run_ranks
 
@@ -93,7 +109,10 @@ WHILE_LOADING: dict[str, tuple[Deed, tuple[int | None, ...]]] = {
     "replaced": (replace_by_hand, (1, 2, None)),
     "removed": (remove, (1, None)),
     "moved": (move_away, (1, None)),
-    **{f"{name} lost": (lose(name), (1, None)) for name in ("manifest.json", "index*", "rest*.json", "rest*.pt")},
+    **{
+        f"{name} lost": (lose(name), (1, None))
+        for name in ("manifest.json", "index*", "rest*.json", "rest*.pt")
+    },
     "tensors lost": (lose("tensors*"), (1, None)),
 }
 
@@ -129,7 +148,9 @@ def load_cases(folder: Path) -> list[tuple[int, str]]:
 
 
 def test_others_at_calls_of_a_load(tmp_path: Path) -> None:
-    judged(drawn(load_cases(tmp_path), "load"), lambda case: load_meanwhile(tmp_path, case))
+    judged(
+        drawn(load_cases(tmp_path), "load"), lambda case: load_meanwhile(tmp_path, case)
+    )
 
 
 @pytest.mark.slow
@@ -156,7 +177,8 @@ def temporary(deed: Deed) -> Deed:
 def save_five(path: Path) -> None:
     try:
         save(path, 5)
-    except CheckpointError as error:  # at the instant at which the other is moved into place
+    except CheckpointError as error:
+        # At the instant at which the other is moved into place.
         if "another job has held the lock of" not in str(error):
             raise
 
@@ -183,14 +205,19 @@ def save_meanwhile(folder: Path, case: tuple[int, str, bool]) -> str:
             save(path, 2)
     except CheckpointError:
         ended = "refused"
-        # What was taken away was this save, renamed into place already: the one before is back.
+        # What was taken away was this save, renamed into place already: the one before
+        # is back.
         allowed = (*allowed, 1) if what == "the old one is removed" else allowed
     found = loads(path)
     whole = {None} if verify_checkpoint(path, deep=True) else {found}
-    after_commit = what == "the old one loses a file" or what == "the old one is removed"
+    after_commit = (
+        what == "the old one loses a file" or what == "the old one is removed"
+    )
     if ended == "saved" and not after_commit:
         assert found in (2, 5), f"the save returned, and {found} loads"
-    assert found in (*allowed, None if after_commit else 2), f"{ended}, and {found} loads"
+    assert found in (*allowed, None if after_commit else 2), (
+        f"{ended}, and {found} loads"
+    )
     save(path, 3)
     assert loads(path) == 3
     assert whole
@@ -212,15 +239,21 @@ def save_cases(folder: Path) -> list[tuple[int, str, bool]]:
 
 
 def test_others_at_calls_of_a_save(tmp_path: Path) -> None:
-    judged(drawn(save_cases(tmp_path), "save"), lambda case: save_meanwhile(tmp_path, case))
+    judged(
+        drawn(save_cases(tmp_path), "save"), lambda case: save_meanwhile(tmp_path, case)
+    )
 
 
-def test_a_job_that_was_stopped_while_it_moved_its_save_into_place_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_job_that_was_stopped_while_it_moved_its_save_into_place_holds_nobody_up(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "last.ckpt"
     save(path, 1)
     lock = try_lock(str(path))
     assert lock is not None
-    without_exchange = mock.patch.object(local_folder, "can_exchange", lambda parent: False)
+    without_exchange = mock.patch.object(
+        local_folder, "can_exchange", lambda parent: False
+    )
     with without_exchange, mock.patch.object(local_folder, "_OTHERS_SECONDS", 0.2):
         with pytest.raises(CheckpointError, match="another job has held the lock of"):
             save(path, 2)
@@ -230,7 +263,9 @@ def test_a_job_that_was_stopped_while_it_moved_its_save_into_place_holds_nobody_
     assert loads(path) == 2
 
 
-def test_a_process_that_was_forked_during_a_save_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_process_that_was_forked_during_a_save_holds_nobody_up(
+    tmp_path: Path,
+) -> None:
     """A data loader's worker has the descriptors of all locks."""
     path = tmp_path / "last.ckpt"
     save(path, 1)
@@ -245,7 +280,9 @@ def test_a_process_that_was_forked_during_a_save_holds_nobody_up(tmp_path: Path)
                 os._exit(0)
         rename(source, to)
 
-    without_exchange = mock.patch.object(local_folder, "can_exchange", lambda parent: False)
+    without_exchange = mock.patch.object(
+        local_folder, "can_exchange", lambda parent: False
+    )
     try:
         with without_exchange, mock.patch.object(local_folder, "_OTHERS_SECONDS", 0.2):
             with mock.patch.object(os, "rename", forking):
@@ -263,7 +300,9 @@ def test_a_process_that_was_forked_during_a_save_holds_nobody_up(tmp_path: Path)
 def test_others_at_every_call_of_a_save(tmp_path: Path) -> None:
     cases = save_cases(tmp_path)
     assert len(cases) >= 400
-    assert judged(cases, lambda case: save_meanwhile(tmp_path, case))["saved 5"], "the other job has saved, too"
+    assert judged(cases, lambda case: save_meanwhile(tmp_path, case))["saved 5"], (
+        "the other job has saved, too"
+    )
 
 
 # A file that vanishes inside the commit.
@@ -280,9 +319,14 @@ def losing_in_the_commit(pattern: str, exchange: bool = True) -> Iterator[None]:
         def called(*arguments: Any, **keywords: Any) -> Any:
             source, target = Path(arguments[0]), Path(arguments[-1])
             folder = target.parent if where else source
-            is_commit = target.name == "manifest.json" if where else source.name.startswith(".tmp-")
+            is_commit = (
+                target.name == "manifest.json"
+                if where
+                else source.name.startswith(".tmp-")
+            )
             if is_commit and not lost:
-                lost.extend(sorted(folder.glob(pattern), key=os.path.getctime)[-1:])  # a new one
+                # A new one.
+                lost.extend(sorted(folder.glob(pattern), key=os.path.getctime)[-1:])
                 lost[0].unlink()
             return call(*arguments, **keywords)
 
@@ -293,12 +337,16 @@ def losing_in_the_commit(pattern: str, exchange: bool = True) -> Iterator[None]:
             call = getattr(local_folder, name)
             stack.enter_context(mock.patch.object(local_folder, name, losing(call, 0)))
         stack.enter_context(mock.patch.object(os, "rename", losing(os.rename, 1)))
-        stack.enter_context(mock.patch.object(local_folder, "can_exchange", lambda parent: exchange))
+        stack.enter_context(
+            mock.patch.object(local_folder, "can_exchange", lambda parent: exchange)
+        )
         yield
 
 
 @pytest.mark.parametrize("way", ["new", "exchanged", "moved in"])
-def test_a_file_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stays(way: str, tmp_path: Path) -> None:
+def test_a_file_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stays(
+    way: str, tmp_path: Path
+) -> None:
     for pattern in FILES:
         path = tmp_path / pattern.strip("/*") / "last.ckpt"
         before = None
@@ -307,7 +355,10 @@ def test_a_file_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stay
             before = 1
         if way == "moved in" and pattern == "manifest.json":
             continue  # it is what the rename moves
-        with losing_in_the_commit(pattern, exchange=way != "moved in"), pytest.raises(CheckpointError, match="is gone"):
+        with (
+            losing_in_the_commit(pattern, exchange=way != "moved in"),
+            pytest.raises(CheckpointError, match="is gone"),
+        ):
             save(path, 2)
         assert loads(path) == before, pattern
         assert path.exists() == (before is not None)
@@ -316,7 +367,9 @@ def test_a_file_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stay
         assert os.listdir(path.parent) == ["last.ckpt"]
 
 
-def test_an_object_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stays() -> None:
+def test_an_object_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stays() -> (
+    None
+):
     fs = fsspec.filesystem("memory")
     put = MemoryFileSystem.pipe_file
 
@@ -325,9 +378,20 @@ def test_an_object_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_s
             save(STORE, before)
         old = set(fs.find(STORE)) if before else set()
 
-        def lose_new(own: Any, path: str, value: bytes, *arguments: Any, old: set[str] = old, **keywords: Any) -> Any:
+        def lose_new(
+            own: Any,
+            path: str,
+            value: bytes,
+            *arguments: Any,
+            old: set[str] = old,
+            **keywords: Any,
+        ) -> Any:
             if path.endswith("manifest.json"):
-                for name in [name for name in fs.find(STORE) if "tensors" in name and name not in old]:
+                for name in [
+                    name
+                    for name in fs.find(STORE)
+                    if "tensors" in name and name not in old
+                ]:
                     fs.rm_file(name)
             return put(own, path, value, *arguments, **keywords)
 
@@ -343,7 +407,11 @@ def test_an_object_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_s
 
 
 def saved_by_ranks(path: str) -> str:
-    with losing_in_the_commit("index*") if dist.get_rank() == 0 else contextlib.nullcontext():
+    with (
+        losing_in_the_commit("index*")
+        if dist.get_rank() == 0
+        else contextlib.nullcontext()
+    ):
         try:
             save_checkpoint(path, state(2))
         except CheckpointError as error:
@@ -373,7 +441,10 @@ def jumping(offset: float) -> Iterator[None]:
             return date.now(tz) + datetime.timedelta(seconds=offset)
 
     dates = SimpleNamespace(datetime=Jumped, timezone=datetime.timezone)
-    with mock.patch.object(time, "time", lambda: now() + offset), mock.patch.object(writer, "datetime", dates):
+    with (
+        mock.patch.object(time, "time", lambda: now() + offset),
+        mock.patch.object(writer, "datetime", dates),
+    ):
         yield
 
 
@@ -385,7 +456,8 @@ def touch_all(folder: Path, offset: float) -> None:
 
 
 def save_while_clocks_jump(folder: Path, seed: int) -> str:
-    """Six saves, some of an earlier step again, with another time each; another job writes all the while."""
+    """Six saves, some of an earlier step again, with another time each; another job
+    writes all the while."""
     draw = random.Random(seed)
     root, step, saved = folder / str(seed), 0, []
     root.mkdir()
@@ -402,7 +474,11 @@ def save_while_clocks_jump(folder: Path, seed: int) -> str:
             touch_all(Path(path), offset)
             assert newest_checkpoint(root) == path
         assert loads(path) == step
-        kept = {int(name.removeprefix("step-")) for name in os.listdir(root) if name.startswith("step-")}
+        kept = {
+            int(name.removeprefix("step-"))
+            for name in os.listdir(root)
+            if name.startswith("step-")
+        }
         assert kept == set(saved[-2:]), f"{kept} are kept of {saved}"
         saved = saved[-2:]
         assert alive.exists(), "what another job is writing was removed"
@@ -411,7 +487,9 @@ def save_while_clocks_jump(folder: Path, seed: int) -> str:
 
 
 def test_clocks_that_jump_between_saves(tmp_path: Path) -> None:
-    judged(list(range(QUICK["clock"])), lambda seed: save_while_clocks_jump(tmp_path, seed))
+    judged(
+        list(range(QUICK["clock"])), lambda seed: save_while_clocks_jump(tmp_path, seed)
+    )
 
 
 @pytest.mark.slow
@@ -429,7 +507,12 @@ class StoreError(Exception):
 STORE = "memory://bucket/run/last"
 STORE_ERRORS: tuple[Exception, ...] = (
     *(OSError(code, os.strerror(code)) for code in ERRORS[:2]),
-    *(PermissionError("403"), ConnectionError("reset"), TimeoutError("late"), FileNotFoundError("404")),
+    *(
+        PermissionError("403"),
+        ConnectionError("reset"),
+        TimeoutError("late"),
+        FileNotFoundError("404"),
+    ),
     StoreError("500: slow down"),
 )
 
@@ -464,7 +547,9 @@ def save_in_a_failing_store(case: tuple[int, Exception, bool]) -> str:
     except CheckpointError:
         ended = "refused"
     found = loads(STORE)
-    assert found == 2 if ended == "saved" else found in (1, 2), f"{ended}, and {found} loads"
+    assert found == 2 if ended == "saved" else found in (1, 2), (
+        f"{ended}, and {found} loads"
+    )
     save(STORE, 3)
     assert loads(STORE) == 3
     return ended
@@ -516,7 +601,10 @@ def test_errors_and_kills_at_calls_to_an_object_store(tmp_path: Path) -> None:
     judged(drawn(store_cases(), "store"), save_in_a_failing_store)
     fsspec.filesystem("memory").store.clear()
     judged(drawn(store_load_cases(), "store load"), load_in_a_failing_store)
-    judged(random.Random(SEED).sample(kill_cases(tmp_path), 3), lambda case: killed_in_a_store(tmp_path, case))
+    judged(
+        random.Random(SEED).sample(kill_cases(tmp_path), 3),
+        lambda case: killed_in_a_store(tmp_path, case),
+    )
 
 
 @pytest.mark.slow
@@ -526,4 +614,9 @@ def test_every_error_and_kill_at_every_call_to_an_object_store(tmp_path: Path) -
     assert judged(cases, save_in_a_failing_store).total() >= 200
     fsspec.filesystem("memory").store.clear()
     judged(store_load_cases(), load_in_a_failing_store)
-    assert judged(kill_cases(tmp_path), lambda case: killed_in_a_store(tmp_path, case))["killed"] >= 20
+    assert (
+        judged(kill_cases(tmp_path), lambda case: killed_in_a_store(tmp_path, case))[
+            "killed"
+        ]
+        >= 20
+    )

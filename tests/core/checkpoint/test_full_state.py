@@ -1,4 +1,5 @@
-"""The whole state dict comes back, offline and online, with bounded memory and nothing dropped in silence."""
+"""The whole state dict comes back, offline and online, with bounded memory and nothing
+dropped in silence."""
 
 from __future__ import annotations
 
@@ -17,16 +18,34 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from smp_core.checkpoint import CheckpointError, consolidate, full_state_dict, save_checkpoint, save_full_state
+from smp_core.checkpoint import (
+    CheckpointError,
+    consolidate,
+    full_state_dict,
+    save_checkpoint,
+    save_full_state,
+)
 from smp_core.checkpoint.foreign.torch_file import TorchFile
 from smp_core.checkpoint.full_state import numbered_optimizer_state
-from tests.core.checkpoint.states import differences, gathered, rest, shard_mesh, sharded_state, values
+from tests.core.checkpoint.states import (
+    differences,
+    gathered,
+    rest,
+    shard_mesh,
+    sharded_state,
+    values,
+)
 from tests.harness import ROOT, run_ranks
 
 
 def save(path: str, shard_degree: int, facts: dict[str, Any]) -> Any:
     state = sharded_state(shard_degree, seed=1)
-    save_checkpoint(path, state, metadata=facts, extra_files={"config.json": "{}", "tokenizer.json": b"[]"})
+    save_checkpoint(
+        path,
+        state,
+        metadata=facts,
+        extra_files={"config.json": "{}", "tokenizer.json": b"[]"},
+    )
     return gathered(state)
 
 
@@ -63,16 +82,35 @@ def test_safetensors_hold_every_weight_and_state_in_files_of_the_asked_size(
         def __exit__(self, *exc: object) -> None:
             assert sum(seen) == self.total
 
-    made = consolidate(path, tmp_path / "out", max_shard_size=300, optimizer=True, workers=workers, progress=Bar)
+    made = consolidate(
+        path,
+        tmp_path / "out",
+        max_shard_size=300,
+        optimizer=True,
+        workers=workers,
+        progress=Bar,
+    )
     weights = state["state_dict"]
-    expected = {name: tensor.contiguous() for name, tensor in weights.items() if name != "tied.weight"}
+    expected = {
+        name: tensor.contiguous()
+        for name, tensor in weights.items()
+        if name != "tied.weight"
+    }
     assert (
-        differences(dict(sorted(read_folder(tmp_path / "out", "model").items())), dict(sorted(expected.items()))) == []
+        differences(
+            dict(sorted(read_folder(tmp_path / "out", "model").items())),
+            dict(sorted(expected.items())),
+        )
+        == []
     )
     states = read_folder(tmp_path / "out", "optimizer")
     momentum = state["optimizer_states"][1]["state"]["wide.weight"]["momentum_buffer"]
-    assert torch.equal(states["optimizer_states.1.state.wide.weight.momentum_buffer"], momentum)
-    groups = json.loads((tmp_path / "out" / "optimizer.json").read_text())["optimizer_states"][0]["param_groups"]
+    assert torch.equal(
+        states["optimizer_states.1.state.wide.weight.momentum_buffer"], momentum
+    )
+    groups = json.loads((tmp_path / "out" / "optimizer.json").read_text())[
+        "optimizer_states"
+    ][0]["param_groups"]
     assert groups[0]["lr"] == 1e-3
     assert {"config.json", "tokenizer.json"} <= set(made)
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
@@ -82,49 +120,82 @@ def test_safetensors_hold_every_weight_and_state_in_files_of_the_asked_size(
         assert len(content) == 1 or sum(t.nbytes for t in content.values()) <= 300
 
 
-def test_a_tied_weight_is_written_once_and_the_header_says_of_what(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_tied_weight_is_written_once_and_the_header_says_of_what(
+    saved: tuple[Path, Any], tmp_path: Path
+) -> None:
     consolidate(saved[0], tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert "tied.weight" not in file.keys()  # noqa: SIM118
         assert file.metadata() == {"format": "pt", "tied.weight": "wide.weight"}
 
 
-def test_a_cast_touches_floating_point_weights_only(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_cast_touches_floating_point_weights_only(
+    saved: tuple[Path, Any], tmp_path: Path
+) -> None:
     path, state = saved
     consolidate(path, tmp_path / "out", dtype="bf16", optimizer=True)
     found = read_folder(tmp_path / "out", "model")
-    assert torch.equal(found["wide.weight"], state["state_dict"]["wide.weight"].bfloat16())
+    assert torch.equal(
+        found["wide.weight"], state["state_dict"]["wide.weight"].bfloat16()
+    )
     assert found["counts"].dtype == torch.int64
     assert (
-        read_folder(tmp_path / "out", "optimizer")["optimizer_states.0.state.norm.bias.exp_avg"].dtype == torch.float32
+        read_folder(tmp_path / "out", "optimizer")[
+            "optimizer_states.0.state.norm.bias.exp_avg"
+        ].dtype
+        == torch.float32
     )
 
 
 def test_a_prefix_comes_off_as_recorded_or_as_asked(tmp_path: Path) -> None:
-    state = {"state_dict": {"model.a": torch.ones(2), "model.b": torch.zeros(1), "loss.weight": torch.ones(1)}}
+    state = {
+        "state_dict": {
+            "model.a": torch.ones(2),
+            "model.b": torch.zeros(1),
+            "loss.weight": torch.ones(1),
+        }
+    }
     save_checkpoint(tmp_path / "a", state, metadata={"module_prefix": "model."})
     consolidate(tmp_path / "a", tmp_path / "out")
     assert set(read_folder(tmp_path / "out", "model")) == {"a", "b", "loss.weight"}
     consolidate(tmp_path / "a", tmp_path / "whole", strip_prefix="")
-    assert set(read_folder(tmp_path / "whole", "model")) == {"model.a", "model.b", "loss.weight"}
+    assert set(read_folder(tmp_path / "whole", "model")) == {
+        "model.a",
+        "model.b",
+        "loss.weight",
+    }
     consolidate(tmp_path / "a", tmp_path / "x.pt", strip_prefix="model.")
     assert set(torch.load(tmp_path / "x.pt")) == {"a", "b", "loss.weight"}
     with pytest.raises(CheckpointError, match=r"strip_prefix='net\.' fits no tensor"):
         consolidate(tmp_path / "a", tmp_path / "y", strip_prefix="net.")
-    save_checkpoint(tmp_path / "b", {"state_dict": {"model.a": torch.ones(2), "a": torch.zeros(1)}})
+    save_checkpoint(
+        tmp_path / "b", {"state_dict": {"model.a": torch.ones(2), "a": torch.zeros(1)}}
+    )
     with pytest.raises(CheckpointError, match="two tensors would be called 'a'"):
         consolidate(tmp_path / "b", tmp_path / "z", strip_prefix="model.")
 
 
-def test_a_ckpt_is_an_ordinary_lightning_checkpoint(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_ckpt_is_an_ordinary_lightning_checkpoint(
+    saved: tuple[Path, Any], tmp_path: Path
+) -> None:
     path, state = saved
     consolidate(path, tmp_path / "a.ckpt", optimizer=True)
     found = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert found["state_dict"]["tied.weight"] is not None
-    assert differences(dict(sorted(found["state_dict"].items())), dict(sorted(state["state_dict"].items()))) == []
+    assert (
+        differences(
+            dict(sorted(found["state_dict"].items())),
+            dict(sorted(state["state_dict"].items())),
+        )
+        == []
+    )
     assert differences(found["rest"], rest(1)) == []
     assert (
-        differences(found["optimizer_states"], [numbered_optimizer_state(s) for s in state["optimizer_states"]]) == []
+        differences(
+            found["optimizer_states"],
+            [numbered_optimizer_state(s) for s in state["optimizer_states"]],
+        )
+        == []
     )
     consolidate(path, tmp_path / "b.ckpt")
     assert "optimizer_states" not in torch.load(tmp_path / "b.ckpt", weights_only=True)
@@ -133,19 +204,26 @@ def test_a_ckpt_is_an_ordinary_lightning_checkpoint(saved: tuple[Path, Any], tmp
 def test_a_numbered_optimizer_state_loads_into_torchs_optimizer() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW([{"params": [model.bias], "lr": 0.2}, {"params": [model.weight]}])
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.bias], "lr": 0.2}, {"params": [model.weight]}]
+    )
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     plain = optimizer.state_dict()
     names = ["bias", "weight"]
     named = {
         "state": {name: plain["state"][i] for i, name in enumerate(names)},
-        "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in plain["param_groups"]],
+        "param_groups": [
+            {**g, "params": [names[i] for i in g["params"]]}
+            for g in plain["param_groups"]
+        ],
     }
     assert differences(numbered_optimizer_state(named), plain) == []
 
 
-def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(
+    saved: tuple[Path, Any], tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     with pytest.raises(CheckpointError, match="exists already"):
@@ -161,8 +239,14 @@ def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(saved: tupl
     [
         ({"dtype": "float33"}, "dtype='float33' is not a torch dtype"),
         ({"workers": 0}, "workers=0 must be 1 or more"),
-        ({"max_shard_size": "big"}, "max_shard_size='big' is not a size; write e.g. 5GB"),
-        ({"output_format": "tar"}, "format='tar' is not known; allowed: auto, safetensors, ckpt, pt"),
+        (
+            {"max_shard_size": "big"},
+            "max_shard_size='big' is not a size; write e.g. 5GB",
+        ),
+        (
+            {"output_format": "tar"},
+            "format='tar' is not known; allowed: auto, safetensors, ckpt, pt",
+        ),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(
@@ -178,7 +262,9 @@ def test_a_damaged_checkpoint_is_not_consolidated(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"tensors-00000-of-00001\.safetensors is damaged"):
+    with pytest.raises(
+        CheckpointError, match=r"tensors-00000-of-00001\.safetensors is damaged"
+    ):
         consolidate(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -189,7 +275,9 @@ def save_online(path: str) -> Any:
     return gathered(state)
 
 
-def test_the_online_full_save_is_the_file_that_torch_save_would_make(tmp_path: Path) -> None:
+def test_the_online_full_save_is_the_file_that_torch_save_would_make(
+    tmp_path: Path,
+) -> None:
     expected = run_ranks(save_online, 4, str(tmp_path / "last.ckpt"))[0]
     found = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert found.pop("epoch") == 3
@@ -221,7 +309,9 @@ def save_online_with_a_broken_disk(path: str) -> str:
 
 def test_an_online_full_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     torch.save({"old": 1}, tmp_path / "last.ckpt")
-    for message in run_ranks(save_online_with_a_broken_disk, 2, str(tmp_path / "last.ckpt")):
+    for message in run_ranks(
+        save_online_with_a_broken_disk, 2, str(tmp_path / "last.ckpt")
+    ):
         assert "No space left" in message
     assert torch.load(tmp_path / "last.ckpt") == {"old": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
@@ -241,17 +331,32 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "out"), [("", "out"), ("bf16", "out"), ("fp64", "out"), ("", "out.ckpt")])
-def test_memory_stays_within_two_of_the_largest_tensors_plus_200_mb(tmp_path: Path, dtype: str, out: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "out"), [("", "out"), ("bf16", "out"), ("fp64", "out"), ("", "out.ckpt")]
+)
+def test_memory_stays_within_two_of_the_largest_tensors_plus_200_mb(
+    tmp_path: Path, dtype: str, out: str
+) -> None:
     largest = 128 << 20
     state = {f"w{i}": torch.full((largest // 4,), float(i)) for i in range(6)}
     save_checkpoint(tmp_path / "a", {"state_dict": state})
     del state
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / out), dtype]
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path / "a"),
+        str(tmp_path / out),
+        dtype,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     written = largest * (2 if dtype == "fp64" else 1)
     assert largest < int(done.stdout) <= 2 * written + (200 << 20)
-    found = torch.load(tmp_path / out)["state_dict"] if "." in out else read_folder(tmp_path / out, "model")
+    found = (
+        torch.load(tmp_path / out)["state_dict"]
+        if "." in out
+        else read_folder(tmp_path / out, "model")
+    )
     assert torch.equal(found["w5"].float(), torch.full((largest // 4,), 5.0))
 
 
@@ -263,13 +368,25 @@ def online(rank0_only: bool) -> Any:
     fully_shard(model, mesh=mesh)
     found = full_state_dict(model, rank0_only)
     nested = full_state_dict(
-        {"a": [distribute_tensor(torch.eye(3), mesh, [Shard(1)], src_data_rank=None)], "n": 3}, rank0_only
+        {
+            "a": [
+                distribute_tensor(torch.eye(3), mesh, [Shard(1)], src_data_rank=None)
+            ],
+            "n": 3,
+        },
+        rank0_only,
     )
     kinds = {type(tensor) for tensor in found.values()}
-    return differences(dict(found), expected) if found else None, nested, DTensor in kinds
+    return (
+        differences(dict(found), expected) if found else None,
+        nested,
+        DTensor in kinds,
+    )
 
 
-@pytest.mark.parametrize("rank0_only", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rank0_only", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_the_online_state_dict_is_whole_on_rank_0_or_on_all(rank0_only: bool) -> None:
     for rank, (wrong, nested, sharded) in enumerate(run_ranks(online, 4, rank0_only)):
         if rank and rank0_only:
@@ -282,18 +399,28 @@ def test_the_online_state_dict_is_whole_on_rank_0_or_on_all(rank0_only: bool) ->
 def column_sharded(path: str) -> None:
     mesh = shard_mesh(2)
     tensor = torch.arange(5 * 7 * 3, dtype=torch.float32).view(5, 7, 3)
-    save_checkpoint(path, {"state_dict": {"w": distribute_tensor(tensor, mesh, [Shard(1)], src_data_rank=None)}})
+    save_checkpoint(
+        path,
+        {
+            "state_dict": {
+                "w": distribute_tensor(tensor, mesh, [Shard(1)], src_data_rank=None)
+            }
+        },
+    )
 
 
 def test_slices_along_any_dimension_come_together(tmp_path: Path) -> None:
     run_ranks(column_sharded, 2, str(tmp_path / "a"))
     consolidate(tmp_path / "a", tmp_path / "out")
     assert torch.equal(
-        read_folder(tmp_path / "out", "model")["w"], torch.arange(5 * 7 * 3, dtype=torch.float32).view(5, 7, 3)
+        read_folder(tmp_path / "out", "model")["w"],
+        torch.arange(5 * 7 * 3, dtype=torch.float32).view(5, 7, 3),
     )
 
 
-def test_the_reader_in_the_documentation_reads_every_tensor(saved: tuple[Path, Any]) -> None:
+def test_the_reader_in_the_documentation_reads_every_tensor(
+    saved: tuple[Path, Any],
+) -> None:
     text = (ROOT / "docs" / "checkpoint-format.md").read_text()
     scope: dict[str, Any] = {}
     exec(text.split("```python\n")[1].split("```")[0], scope)

@@ -1,4 +1,5 @@
-"""What fits is loaded in place; what does not fit is refused with the names, the shapes and what to do."""
+"""What fits is loaded in place; what does not fit is refused with the names, the shapes
+and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
@@ -24,13 +28,22 @@ from smp_core.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from tests.core.checkpoint.states import differences, rest, shard_mesh, sharded_state, values
+from tests.core.checkpoint.states import (
+    differences,
+    rest,
+    shard_mesh,
+    sharded_state,
+    values,
+)
 from tests.harness import run_ranks
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    save_checkpoint(tmp_path / "a", {"state_dict": values(1), "optimizer": {"state": {}}, "rest": rest(1)})
+    save_checkpoint(
+        tmp_path / "a",
+        {"state_dict": values(1), "optimizer": {"state": {}}, "rest": rest(1)},
+    )
     return tmp_path / "a"
 
 
@@ -56,8 +69,12 @@ def test_missing_and_unexpected_tensors_are_named_and_only_strict_false_passes(
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(saved, {"state_dict": weights})
     assert "not in the checkpoint: state_dict.new.weight" in str(caught.value)
-    assert "in the checkpoint but not in the model: state_dict.half" in str(caught.value)
-    assert torch.equal(weights["counts"], torch.zeros(9, dtype=torch.int64)), "nothing is loaded when refused"
+    assert "in the checkpoint but not in the model: state_dict.half" in str(
+        caught.value
+    )
+    assert torch.equal(weights["counts"], torch.zeros(9, dtype=torch.int64)), (
+        "nothing is loaded when refused"
+    )
     load_checkpoint(saved, {"state_dict": weights}, strict=False)
     assert torch.equal(weights["new.weight"], torch.full((2,), 7.0))
     assert torch.equal(weights["counts"], values(1)["counts"])
@@ -66,13 +83,18 @@ def test_missing_and_unexpected_tensors_are_named_and_only_strict_false_passes(
 
 def test_another_architecture_is_refused_with_both_shapes(saved: Path) -> None:
     weights = zeros() | {"wide.weight": torch.zeros(7, 6)}
-    with pytest.raises(CheckpointError, match=r"wide\.weight: checkpoint \[7, 5\], model \[7, 6\]"):
+    with pytest.raises(
+        CheckpointError, match=r"wide\.weight: checkpoint \[7, 5\], model \[7, 6\]"
+    ):
         load_checkpoint(saved, {"state_dict": weights}, strict=False)
 
 
 def test_another_dtype_is_refused_unless_asked_for(saved: Path) -> None:
     weights = zeros() | {"wide.weight": torch.zeros(7, 5, dtype=torch.bfloat16)}
-    with pytest.raises(CheckpointError, match=r"torch.float32, model torch.bfloat16.*|allow_dtype_cast=True"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"torch.float32, model torch.bfloat16.*|allow_dtype_cast=True",
+    ):
         load_checkpoint(saved, {"state_dict": weights})
     load_checkpoint(saved, {"state_dict": weights}, allow_dtype_cast=True)
     assert torch.equal(weights["wide.weight"], values(1)["wide.weight"].bfloat16())
@@ -80,15 +102,29 @@ def test_another_dtype_is_refused_unless_asked_for(saved: Path) -> None:
 
 def test_parts_load_by_top_level_key_and_by_glob(saved: Path) -> None:
     weights = zeros()
-    load_checkpoint(saved, {"state_dict": weights, "rest": {"epoch": 9}}, only=["*.weight", "state_dict.half"])
-    loaded = {name for name, tensor in weights.items() if tensor.numel() and torch.equal(tensor, values(1)[name])}
+    load_checkpoint(
+        saved,
+        {"state_dict": weights, "rest": {"epoch": 9}},
+        only=["*.weight", "state_dict.half"],
+    )
+    loaded = {
+        name
+        for name, tensor in weights.items()
+        if tensor.numel() and torch.equal(tensor, values(1)[name])
+    }
     assert loaded == {"wide.weight", "head.weight", "half"}
     del weights["half"]
-    with pytest.raises(CheckpointError, match=r"in the checkpoint but not in the model: state_dict\.half"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"in the checkpoint but not in the model: state_dict\.half",
+    ):
         load_checkpoint(saved, {"state_dict": weights}, only=["state_dict.half"])
     assert differences(read_rest(saved, "rest"), rest(1)) == []
     assert read_rest(saved, ("rest", "by_number", 1, "b")) == (1, 2)
-    assert list(read_tensors(saved, "state_dict.*.weight")) == ["state_dict.wide.weight", "state_dict.head.weight"]
+    assert list(read_tensors(saved, "state_dict.*.weight")) == [
+        "state_dict.wide.weight",
+        "state_dict.head.weight",
+    ]
     with pytest.raises(CheckpointError, match=r"no tensor fits 'model\.\*'"):
         read_tensors(saved, "model.*")
     with pytest.raises(CheckpointError, match="has no 'loops'"):
@@ -129,9 +165,13 @@ def test_values_keep_their_type_and_their_last_bit(tmp_path: Path, value: Any) -
 
 
 @pytest.mark.parametrize(
-    "value", [Colour.RED, Path("x"), lambda: 0, object()], ids=["enum", "path", "lambda", "object"]
+    "value",
+    [Colour.RED, Path("x"), lambda: 0, object()],
+    ids=["enum", "path", "lambda", "object"],
 )
-def test_values_that_would_need_unpickling_are_refused_by_name(tmp_path: Path, value: Any) -> None:
+def test_values_that_would_need_unpickling_are_refused_by_name(
+    tmp_path: Path, value: Any
+) -> None:
     with pytest.raises(CheckpointError, match=r"loops\.fit\.0 \("):
         save_checkpoint(tmp_path / "a", {"loops": {"fit": [value]}})
 
@@ -154,20 +194,39 @@ def test_names_that_would_collide_stay_apart(tmp_path: Path) -> None:
         (torch.empty(2, device="meta"), "meta device"),
     ],
 )
-def test_tensors_without_plain_values_are_refused(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
+def test_tensors_without_plain_values_are_refused(
+    tmp_path: Path, tensor: torch.Tensor, message: str
+) -> None:
     with pytest.raises(CheckpointError, match=f"model.w .*{message}"):
         save_checkpoint(tmp_path / "a", {"model": {"w": tensor}})
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.complex128, torch.complex64, torch.float8_e4m3fnuz, torch.uint16, torch.bool, torch.float64]
+    "dtype",
+    [
+        torch.complex128,
+        torch.complex64,
+        torch.float8_e4m3fnuz,
+        torch.uint16,
+        torch.bool,
+        torch.float64,
+    ],
 )
-def test_dtypes_that_safetensors_lacks_come_back_too(tmp_path: Path, dtype: torch.dtype) -> None:
-    bits = torch.arange(64).bitwise_and(1 if dtype == torch.bool else 255).to(torch.uint8).view(4, 16)
+def test_dtypes_that_safetensors_lacks_come_back_too(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    bits = (
+        torch.arange(64)
+        .bitwise_and(1 if dtype == torch.bool else 255)
+        .to(torch.uint8)
+        .view(4, 16)
+    )
     tensor = bits.view(dtype)
     save_checkpoint(tmp_path / "a", {"w": tensor})
     found = read_tensors(tmp_path / "a")["w"]
-    assert found.dtype == dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    assert found.dtype == dtype and torch.equal(
+        found.view(torch.uint8), tensor.view(torch.uint8)
+    )
 
 
 def training(shard_degree: int, path: str, resume: bool) -> list[float]:
@@ -177,7 +236,9 @@ def training(shard_degree: int, path: str, resume: bool) -> list[float]:
     frozen = model[0].bias
     frozen.requires_grad_(False)
     fully_shard(model, mesh=shard_mesh(shard_degree))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, amsgrad=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, amsgrad=True
+    )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
     losses = []
@@ -191,14 +252,20 @@ def training(shard_degree: int, path: str, resume: bool) -> list[float]:
         losses.append(loss.item())
 
     if resume:
-        state = {"state_dict": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {
+            "state_dict": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         load_checkpoint(path, state)
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
         scheduler.load_state_dict(read_rest(path, "scheduler"))
     else:
         for _ in range(2):
             step()
-        state = {"state_dict": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {
+            "state_dict": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         save_checkpoint(path, {**state, "scheduler": scheduler.state_dict()})
         losses.clear()
     for _ in range(2):
@@ -206,11 +273,16 @@ def training(shard_degree: int, path: str, resume: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("world", "degree"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_training_goes_on_as_if_it_had_not_stopped_on_other_ranks(tmp_path: Path, world: int, degree: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "degree"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_training_goes_on_as_if_it_had_not_stopped_on_other_ranks(
+    tmp_path: Path, world: int, degree: int
+) -> None:
     expected = run_ranks(training, 4, 4, str(tmp_path / "a"), False)[0]
     found = run_ranks(training, world, degree, str(tmp_path / "a"), True)[0]
-    # float64; the order of the sums differs between shard degrees by a few units in the last place.
+    # float64; the order of the sums differs between shard degrees by a few units in the
+    # last place.
     assert found == pytest.approx(expected, rel=1e-13)
 
 
@@ -247,7 +319,9 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
         assert "w is a partial sum over its mesh" in message
 
 
-def test_the_index_says_which_parameter_an_optimizer_state_belongs_to(tmp_path: Path) -> None:
+def test_the_index_says_which_parameter_an_optimizer_state_belongs_to(
+    tmp_path: Path,
+) -> None:
     run_ranks(save_sharded, 2, str(tmp_path / "a"))
     index = read_index(tmp_path / "a").to_json()
     entry = index["tensors"]["optimizer_states.0.state.norm.bias.exp_avg"]

@@ -1,4 +1,5 @@
-"""One job at a time has a name in shared memory, and what ended jobs leave there is found and freed."""
+"""One job at a time has a name in shared memory, and what ended jobs leave there is
+found and freed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from smp_core.checkpoint.memory import tier as memory_tier
 from smp_core.checkpoint.memory.folder import NodeMemory
 from smp_core.cli import doctor
 from tests.core.checkpoint.kill_trials import fork
-from tests.core.checkpoint.memory_states import files, found_in, kept_until, state_of, tier
+from tests.core.checkpoint.memory_states import (
+    files,
+    found_in,
+    kept_until,
+    state_of,
+    tier,
+)
 from tests.harness import run_ranks
 
 
@@ -31,7 +38,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def another_process(work: Callable[[], None]) -> Iterator[int]:
-    """A child that has done some work, and lives until the end of the block or its kill; its id."""
+    """A child that has done some work, and lives until the end of the block or its
+    kill; its id."""
     ready, done = os.pipe()
     pid = os.fork()
     if not pid:
@@ -65,12 +73,20 @@ def begin_anew(folder: str) -> str:
     return ""
 
 
-def test_a_second_job_of_a_name_is_refused_on_all_ranks_and_the_first_one_is_left_alone(alone: Path) -> None:
+def test_a_second_job_of_a_name_is_refused_on_all_ranks_and_the_first_one_is_left_alone(
+    alone: Path,
+) -> None:
     kept = kept_until(alone, 3, by="loop")
     before = {path: path.stat().st_mtime_ns for path in files(alone, "**/*")}
     for said in run_ranks(begin_anew, 2, str(alone)):
-        assert f"another job keeps its states in {kept.folder.path}: process {os.getpid()} " in said
-        assert "call accelerator.load_newest_state(...) with another folder, or leave memory_every_n_steps out" in said
+        assert (
+            f"another job keeps its states in {kept.folder.path}: process {os.getpid()} "
+            in said
+        )
+        assert (
+            "call accelerator.load_newest_state(...) with another folder, or leave memory_every_n_steps out"
+            in said
+        )
     assert {path: path.stat().st_mtime_ns for path in files(alone, "**/*")} == before
     kept.save(state_of(4), 4, {}, 4)
     kept._saver.wait()
@@ -98,12 +114,16 @@ def test_a_job_whose_process_is_killed_is_gone_on_from(alone: Path) -> None:
 
 
 def begin_refused(folder: Path) -> str:
-    with pytest.raises(CheckpointError, match="another job keeps its states") as refused:
+    with pytest.raises(
+        CheckpointError, match="another job keeps its states"
+    ) as refused:
         tier(str(folder))
     return str(refused.value)
 
 
-def test_ranks_that_outlive_their_first_one_are_waited_for(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_outlive_their_first_one_are_waited_for(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They have noticed its death, and end; one that hangs is named."""
 
     def share() -> None:
@@ -132,7 +152,8 @@ def test_of_jobs_that_begin_at_the_same_instant_one_has_the_name(alone: Path) ->
                 folder.take(True, "")
             except CheckpointError:
                 continue
-            os.close(os.open(alone / "held", os.O_CREAT | os.O_EXCL))  # an error where another one has it
+            # An error where another one has it.
+            os.close(os.open(alone / "held", os.O_CREAT | os.O_EXCL))
             os.unlink(alone / "held")
             if number % 3 == 0:
                 remove_tree(folder.path)
@@ -161,7 +182,10 @@ def test_what_ended_jobs_left_is_removed_where_its_memory_is_needed(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     new = kept_until(alone, 1)
-    assert f"{oldest}: its job has ended, and its 0.0 MiB of memory are needed: removed" in caplog.text
+    assert (
+        f"{oldest}: its job has ended, and its 0.0 MiB of memory are needed: removed"
+        in caplog.text
+    )
     assert found_in(alone, by="old") == 2 and found_in(alone, by="alive") == 2
     new.close(ended_well=True)
 

@@ -1,4 +1,5 @@
-"""Checkpoints under fsspec addresses: the manifest is the commit, nothing is written over, the old one stays valid."""
+"""Checkpoints under fsspec addresses: the manifest is the commit, nothing is written
+over, the old one stays valid."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from smp_core.checkpoint import (
     save_step,
     verify_checkpoint,
 )
-from tests.core.checkpoint.states import differences, gathered, rest, sharded_state, values
+from tests.core.checkpoint.states import (
+    differences,
+    gathered,
+    rest,
+    sharded_state,
+    values,
+)
 from tests.core.checkpoint.store_on_disk import PREFIX
 from tests.harness import run_ranks
 
@@ -56,12 +63,16 @@ def test_a_checkpoint_comes_back_and_is_replaced_without_leftovers() -> None:
     assert differences(loaded(f"{ROOT}/last"), state(2)) == []
     assert verify_checkpoint(f"{ROOT}/last", deep=True) == []
     assert len(files()) == 5, files()
-    target = {"state_dict": {name: torch.zeros_like(t) for name, t in values(2).items()}}
+    target = {
+        "state_dict": {name: torch.zeros_like(t) for name, t in values(2).items()}
+    }
     load_checkpoint(f"{ROOT}/last", target, verify="digests")
     assert differences(target["state_dict"], values(2)) == []
 
 
-def test_a_save_that_fails_leaves_the_old_one_and_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_old_one_and_no_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     save_checkpoint(f"{ROOT}/last", state(1))
     before = files()
     with monkeypatch.context() as patch:
@@ -76,7 +87,9 @@ def test_a_save_that_fails_leaves_the_old_one_and_no_files(monkeypatch: pytest.M
     assert differences(loaded(f"{ROOT}/last"), state(1)) == []
 
 
-def test_a_crash_before_the_manifest_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_before_the_manifest_leaves_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     save_checkpoint(f"{ROOT}/last", state(1))
     monkeypatch.setattr(object_folder.ObjectTransaction, "abort", lambda self: None)
     with monkeypatch.context() as patch:
@@ -151,7 +164,9 @@ def test_ranks_save_and_load_together_through_fsspec(tmp_path: Path) -> None:
     assert len(list((tmp_path / "a").glob("tensors-*"))) == 4
 
 
-def test_a_save_is_not_numbered_by_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_not_numbered_by_a_store_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A number below those of earlier saves would make the newest one the oldest."""
     save_step(ROOT, 1, state(1))
     monkeypatch.setattr(sequence, "_given", {})
@@ -171,9 +186,14 @@ class OwnError(Exception):
     """A store's own, which is no OSError."""
 
 
-@pytest.mark.parametrize("error", [PermissionError("403"), TimeoutError("late"), OwnError("500: slow down")])
-def test_what_a_store_raises_is_told_as_ours_by_every_reader(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is never taken for a folder without checkpoints: a run would begin anew and write over them."""
+@pytest.mark.parametrize(
+    "error", [PermissionError("403"), TimeoutError("late"), OwnError("500: slow down")]
+)
+def test_what_a_store_raises_is_told_as_ours_by_every_reader(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is never taken for a folder without checkpoints: a run would begin anew and
+    write over them."""
     save_step(ROOT, 1, state(1))
     folder = object_folder.ObjectFolder(f"{ROOT}/step-00000001")
     file = folder.open("manifest.json")

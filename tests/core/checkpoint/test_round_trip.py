@@ -9,18 +9,29 @@ from typing import Any
 import pytest
 import torch
 
-from smp_core.checkpoint import load_checkpoint, read_index, read_per_rank, read_rest, read_tensors, save_checkpoint
+from smp_core.checkpoint import (
+    load_checkpoint,
+    read_index,
+    read_per_rank,
+    read_rest,
+    read_tensors,
+    save_checkpoint,
+)
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import run_ranks
 
-LAYOUTS = [(world, degree) for world in (1, 2, 4) for degree in (1, 2, 4) if degree <= world]
+LAYOUTS = [
+    (world, degree) for world in (1, 2, 4) for degree in (1, 2, 4) if degree <= world
+]
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 SAMPLE = [((4, 2), (2, 2)), ((2, 2), (4, 4)), ((4, 4), (1, 1))]
 
 
 def save(path: str, shard_degree: int) -> Any:
     state = sharded_state(shard_degree, seed=1)
-    save_checkpoint(path, state, metadata={"step": 7}, per_rank={"rng": torch.get_rng_state()})
+    save_checkpoint(
+        path, state, metadata={"step": 7}, per_rank={"rng": torch.get_rng_state()}
+    )
     return gathered(state)
 
 
@@ -33,7 +44,12 @@ def load(path: str, shard_degree: int) -> Any:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.slow, id=str(pair)) for pair in PAIRS],
+    [
+        pytest.param(
+            *pair, marks=() if pair in SAMPLE else pytest.mark.slow, id=str(pair)
+        )
+        for pair in PAIRS
+    ],
 )
 def test_state_is_the_same_after_other_ranks_load_it(
     tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
@@ -48,11 +64,17 @@ def test_replicas_share_the_writing_and_write_nothing_twice(tmp_path: Path) -> N
     path = tmp_path / "step"
     expected = run_ranks(save, 4, str(path), 2)[0]
     index = read_index(path)
-    stored = sum(chunk.end - chunk.begin for record in index.tensors.values() for chunk in record.chunks)
+    stored = sum(
+        chunk.end - chunk.begin
+        for record in index.tensors.values()
+        for chunk in record.chunks
+    )
     assert stored == sum(record.bytes for record in index.tensors.values())
     assert len(list(path.glob("tensors-*.safetensors"))) == 4
     assert index.aliases == {"state_dict.tied.weight": "state_dict.wide.weight"}
     everything = read_tensors(path)
-    assert torch.equal(everything["state_dict.tied.weight"], expected["state_dict"]["wide.weight"])
+    assert torch.equal(
+        everything["state_dict.tied.weight"], expected["state_dict"]["wide.weight"]
+    )
     assert differences(read_rest(path, tensors=["*"]), expected) == []
     assert len(read_per_rank(path)) == 4

@@ -1,4 +1,5 @@
-"""Checkpoints beside others: which is the newest, what rotation and sweeping leave alone, whose folder it is."""
+"""Checkpoints beside others: which is the newest, what rotation and sweeping leave
+alone, whose folder it is."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_rotation_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     broken(tmp_path / "step-00000003")
     broken(tmp_path / "step-00000004")
     save_step(tmp_path, 5, small(5), keep_last=2)
-    assert sorted(os.listdir(tmp_path)) == ["LATEST", *(f"step-0000000{step}" for step in (2, 3, 4, 5))]
+    assert sorted(os.listdir(tmp_path)) == [
+        "LATEST",
+        *(f"step-0000000{step}" for step in (2, 3, 4, 5)),
+    ]
 
 
 def test_rotation_removes_nothing_when_the_newest_is_broken(
@@ -49,7 +53,11 @@ def test_rotation_removes_nothing_when_the_newest_is_broken(
     for step in (1, 2):
         save_step(tmp_path, step, small(step))
     tidy = root.tidy
-    monkeypatch.setattr(root, "tidy", lambda *arguments: (broken(tmp_path / "step-00000003"), tidy(*arguments)))
+    monkeypatch.setattr(
+        root,
+        "tidy",
+        lambda *arguments: (broken(tmp_path / "step-00000003"), tidy(*arguments)),
+    )
     save_step(tmp_path, 3, small(3), keep_last=1)
     assert len(find_checkpoints(tmp_path)) == 3
     assert "no older checkpoint is removed" in caplog.text
@@ -66,23 +74,36 @@ class Clock(datetime.datetime):
         return super().now(tz) - datetime.timedelta(hours=Clock.looks)
 
 
-def test_the_newest_is_found_and_kept_when_clocks_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "datetime", SimpleNamespace(datetime=Clock, timezone=datetime.timezone))
+def test_the_newest_is_found_and_kept_when_clocks_run_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        writer, "datetime", SimpleNamespace(datetime=Clock, timezone=datetime.timezone)
+    )
     monkeypatch.setattr(Clock, "looks", 0)
     for step in (5, 6, 7, 3, 4):  # set back to an earlier step in between
         save_step(tmp_path, step, small(step), keep_last=3)
         assert newest_checkpoint(tmp_path) == str(tmp_path / f"step-{step:08d}")
-    assert find_checkpoints(tmp_path) == ["step-00000007", "step-00000003", "step-00000004"]
+    assert find_checkpoints(tmp_path) == [
+        "step-00000007",
+        "step-00000003",
+        "step-00000004",
+    ]
     assert Clock.looks == 5
 
 
 def save_as_two_jobs(root: str) -> str:
-    """Ranks 0,1 and ranks 2,3 are two jobs that know nothing of each other and save into one root at the same time."""
+    """Ranks 0,1 and ranks 2,3 are two jobs that know nothing of each other and save
+    into one root at the same time."""
     job = dist.get_rank() // 2
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for number in range(4):
-        save_checkpoint(f"{root}/last.ckpt", small(10 * job + number), process_group=groups[job])
-        save_step(root, 2 * number + job, small(10 * job + number), process_group=groups[job])
+        save_checkpoint(
+            f"{root}/last.ckpt", small(10 * job + number), process_group=groups[job]
+        )
+        save_step(
+            root, 2 * number + job, small(10 * job + number), process_group=groups[job]
+        )
     return "done"
 
 
@@ -90,8 +111,14 @@ def test_two_jobs_in_one_root_do_not_break_each_other(tmp_path: Path) -> None:
     assert run_ranks(save_as_two_jobs, 4, str(tmp_path)) == ["done"] * 4
     for step in range(8):
         job, number = step % 2, step // 2
-        assert differences(loaded(tmp_path / f"step-{step:08d}"), small(10 * job + number)) == []
-    assert any(differences(loaded(tmp_path / "last.ckpt"), small(last)) == [] for last in (3, 13))
+        assert (
+            differences(loaded(tmp_path / f"step-{step:08d}"), small(10 * job + number))
+            == []
+        )
+    assert any(
+        differences(loaded(tmp_path / "last.ckpt"), small(last)) == []
+        for last in (3, 13)
+    )
     assert temporaries(tmp_path) == []
 
 
@@ -102,7 +129,8 @@ def test_what_a_live_save_is_writing_is_not_swept(tmp_path: Path) -> None:
     save_checkpoint(path, small(1))
     assert os.path.isdir(live.temporary)
     live.abort()
-    # What a dead process left is removed, of any checkpoint in the folder: nobody holds its lock.
+    # What a dead process left is removed, of any checkpoint in the folder: nobody holds
+    # its lock.
     (tmp_path / f".tmp-last.ckpt-{local_folder.new_save_id()}").mkdir()
     (tmp_path / f".tmp-epoch=3.ckpt-{local_folder.new_save_id()}").mkdir()
     # One that another host may be writing over the network stays until it is old.
@@ -117,12 +145,17 @@ def test_what_a_live_save_is_writing_is_not_swept(tmp_path: Path) -> None:
 
 def test_what_nobody_has_written_to_for_long_is_swept(tmp_path: Path) -> None:
     """Half exports, and temporaries of a crash before they had a lock."""
-    made = [tmp_path / f".new-{local_folder.new_save_id()}", tmp_path / f".partial-out.pt-{local_folder.new_save_id()}"]
+    made = [
+        tmp_path / f".new-{local_folder.new_save_id()}",
+        tmp_path / f".partial-out.pt-{local_folder.new_save_id()}",
+    ]
     made[0].mkdir()
     made[1].write_bytes(b"half")
     (tmp_path / ".partial-of-my-own").write_text("not ours")
     save_checkpoint(tmp_path / "a", small(1))
-    assert sorted(temporaries(tmp_path)) == sorted([".partial-of-my-own", *(path.name for path in made)])
+    assert sorted(temporaries(tmp_path)) == sorted(
+        [".partial-of-my-own", *(path.name for path in made)]
+    )
     for path in (*made, tmp_path / ".partial-of-my-own"):
         os.utime(path, (0, 0))
     save_checkpoint(tmp_path / "a", small(2))
@@ -139,7 +172,9 @@ def test_half_a_checkpoint_of_ours_is_replaced_by_a_whole_one(tmp_path: Path) ->
 def test_something_foreign_at_the_path_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="not a torch-smp checkpoint; it is not overwritten"):
+    with pytest.raises(
+        CheckpointError, match="not a torch-smp checkpoint; it is not overwritten"
+    ):
         save_checkpoint(tmp_path / "notes", small(1))
     assert (tmp_path / "notes" / "thesis.tex").read_text() == "years of work"
     save_checkpoint(tmp_path / "a", small(1))
@@ -169,9 +204,16 @@ def save_where_one_rank_sees_nothing(path: str) -> str:
         return attempt(lambda: save_checkpoint(path, small(1)))
 
 
-def test_a_path_that_nodes_do_not_share_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_path_that_nodes_do_not_share_is_an_error_that_says_so(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "private").mkdir()
-    for message in run_ranks(save_where_one_rank_sees_nothing, 2, str(tmp_path / "shared" / "a")):
-        assert "rank 1:" in message and "save to a path on a file system that all nodes share" in message
+    for message in run_ranks(
+        save_where_one_rank_sees_nothing, 2, str(tmp_path / "shared" / "a")
+    ):
+        assert (
+            "rank 1:" in message
+            and "save to a path on a file system that all nodes share" in message
+        )
     assert os.listdir(tmp_path / "shared") == []

@@ -1,4 +1,5 @@
-"""What staging remembers from one save to the next is never used for tensors or names that have changed."""
+"""What staging remembers from one save to the next is never used for tensors or names
+that have changed."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ def in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostBuf
 
 
 @pytest.fixture(params=[in_host_memory, in_shared_memory])
-def buffers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostBuffers:
+def buffers(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> HostBuffers:
     made: HostBuffers = request.param(tmp_path, monkeypatch)
     return made
 
 
-def staged_values(buffers: HostBuffers, state: Any) -> tuple[dict[str, torch.Tensor], dict[str, str | None]]:
+def staged_values(
+    buffers: HostBuffers, state: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, str | None]]:
     """Stage a state; the copied values, and which name is tied to which."""
     if isinstance(buffers, SharedSlots):
         buffers.turn()
@@ -42,11 +47,16 @@ def staged_values(buffers: HostBuffers, state: Any) -> tuple[dict[str, torch.Ten
         assert isinstance(tensor, StagedTensor)
         (values[name],) = tensor.slices.values()
     assert list(staged.paths) == list(values)
-    return {name: value.clone() for name, value in values.items()}, find_ties(staged.tensors)
+    return {name: value.clone() for name, value in values.items()}, find_ties(
+        staged.tensors
+    )
 
 
-def test_each_save_has_the_values_and_the_ties_of_its_instant(buffers: HostBuffers) -> None:
-    """Everything that the layout follows from changes once, between saves in which nothing but values does."""
+def test_each_save_has_the_values_and_the_ties_of_its_instant(
+    buffers: HostBuffers,
+) -> None:
+    """Everything that the layout follows from changes once, between saves in which
+    nothing but values does."""
     one, other = torch.zeros(4), torch.zeros(4)
     wide = torch.arange(16.0)
     states: list[dict[str, Any]] = [
@@ -64,14 +74,19 @@ def test_each_save_has_the_values_and_the_ties_of_its_instant(buffers: HostBuffe
     ]
     count = 0
     for state in states:
-        for _ in range(3):  # new, then as in the save before, then as in the one before that
+        # New, then as in the save before, then as in the one before that.
+        for _ in range(3):
             for tensor in (one, other, wide):
                 count += 1
                 tensor.copy_(torch.arange(tensor.numel()) + 100 * count)
             if "b" in state and state["b"].dtype == torch.int64:
                 state["b"].copy_(other)
             values, ties = staged_values(buffers, state)
-            tensors = [state["a"]["b"], state["a.b"]] if "a.b" in state else list(state.values())
+            tensors = (
+                [state["a"]["b"], state["a.b"]]
+                if "a.b" in state
+                else list(state.values())
+            )
             names = ['["a", "b"]', '["a.b"]'] if "a.b" in state else list(state)
             assert len(values) == len(tensors)
             for value, tensor in zip(values.values(), tensors, strict=True):

@@ -1,4 +1,5 @@
-"""A file that was made to run code when it is unpickled does not run it: not in any loader, not in any command."""
+"""A file that was made to run code when it is unpickled does not run it: not in any
+loader, not in any command."""
 
 from __future__ import annotations
 
@@ -41,16 +42,21 @@ def mark(tmp_path: Path) -> Path:
 
 
 def crafted(folder: Path, mark: Path, file: str) -> Path:
-    """A checkpoint whose rest.pt (or a tensor file) is a bomb, with sizes and digests that fit it."""
+    """A checkpoint whose rest.pt (or a tensor file) is a bomb, with sizes and digests
+    that fit it."""
     path = folder / "crafted"
     save_checkpoint(path, {"state_dict": values(1), "size": torch.Size([1])})
     torch.save({"0": Bomb(mark)}, path / file)
     content = (path / file).read_bytes()
     manifest = json.loads((path / "manifest.json").read_bytes())
     record = manifest["files"][file]
-    record.update(bytes=len(content), digest=checkpoint.layout.digest_of(content, "xxh3"))
+    record.update(
+        bytes=len(content), digest=checkpoint.layout.digest_of(content, "xxh3")
+    )
     if record["header_bytes"]:
-        record["header_digest"] = checkpoint.layout.digest_of(content[: record["header_bytes"]], "xxh3")
+        record["header_digest"] = checkpoint.layout.digest_of(
+            content[: record["header_bytes"]], "xxh3"
+        )
     rewrite_manifest(path, manifest)
     return path
 
@@ -59,7 +65,9 @@ def loaders(path: Path, out: Path) -> dict[str, Callable[[], Any]]:
     template = {"state_dict": values(1), "size": None}
     return {
         "load": lambda: checkpoint.load_checkpoint(path, template, verify="digests"),
-        "load unverified": lambda: checkpoint.load_checkpoint(path, template, verify=None),
+        "load unverified": lambda: checkpoint.load_checkpoint(
+            path, template, verify=None
+        ),
         "rest": lambda: checkpoint.read_rest(path),
         "per rank": lambda: checkpoint.read_per_rank(path),
         "tensors": lambda: checkpoint.read_tensors(path),
@@ -76,7 +84,9 @@ def loaders(path: Path, out: Path) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("file", ["rest.pt", "tensors-00000-of-00001.safetensors"])
-def test_no_loader_runs_code_from_a_crafted_checkpoint(tmp_path: Path, mark: Path, file: str) -> None:
+def test_no_loader_runs_code_from_a_crafted_checkpoint(
+    tmp_path: Path, mark: Path, file: str
+) -> None:
     path = crafted(tmp_path, mark, file)
     for name, loader in loaders(path, tmp_path).items():
         with contextlib.suppress(CheckpointError):
@@ -90,7 +100,9 @@ def test_no_loader_runs_code_from_a_crafted_checkpoint(tmp_path: Path, mark: Pat
 
 
 @pytest.mark.parametrize("file", ["rest.pt", "tensors-00000-of-00001.safetensors"])
-def test_no_command_runs_code_from_a_crafted_checkpoint(tmp_path: Path, mark: Path, file: str) -> None:
+def test_no_command_runs_code_from_a_crafted_checkpoint(
+    tmp_path: Path, mark: Path, file: str
+) -> None:
     path = str(crafted(tmp_path, mark, file))
     for arguments in (
         ["inspect", path, "--all", "--plot", str(tmp_path / "plot.png")],
@@ -110,47 +122,76 @@ def test_no_command_runs_code_from_a_crafted_checkpoint(tmp_path: Path, mark: Pa
 
 def bombs(folder: Path, mark: Path) -> dict[str, Path]:
     """Foreign checkpoints that are bombs."""
-    torch.save({"state_dict": values(1), "hyper_parameters": Bomb(mark)}, folder / "a.ckpt")
+    torch.save(
+        {"state_dict": values(1), "hyper_parameters": Bomb(mark)}, folder / "a.ckpt"
+    )
     (folder / "raw.ckpt").write_bytes(pickle.dumps(Bomb(mark)))
     for name in ("metadata", "value", "lightning"):
-        dcp.save({"state_dict": values(1), "rest": Bomb(mark)}, checkpoint_id=folder / name, no_dist=True)
-    dcp.save({"state_dict": values(1)}, checkpoint_id=folder / "lightning", no_dist=True)
+        dcp.save(
+            {"state_dict": values(1), "rest": Bomb(mark)},
+            checkpoint_id=folder / name,
+            no_dist=True,
+        )
+    dcp.save(
+        {"state_dict": values(1)}, checkpoint_id=folder / "lightning", no_dist=True
+    )
     (folder / "metadata" / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
     torch.save({"x": Bomb(mark)}, folder / "lightning" / "meta.pt")
     assert not mark.exists()
-    return {name: folder / name for name in ("a.ckpt", "raw.ckpt", "metadata", "value", "lightning")}
+    return {
+        name: folder / name
+        for name in ("a.ckpt", "raw.ckpt", "metadata", "value", "lightning")
+    }
 
 
-def test_importing_does_not_run_code_from_the_source(tmp_path: Path, mark: Path) -> None:
+def test_importing_does_not_run_code_from_the_source(
+    tmp_path: Path, mark: Path
+) -> None:
     for name, source in bombs(tmp_path, mark).items():
         with pytest.raises(CheckpointError):
             checkpoint.import_checkpoint(source, tmp_path / f"out-{name}")
         assert not mark.exists(), name
-        done = CliRunner().invoke(app, ["checkpoint", "import", str(source), str(tmp_path / f"out-{name}")])
+        done = CliRunner().invoke(
+            app, ["checkpoint", "import", str(source), str(tmp_path / f"out-{name}")]
+        )
         assert done.exit_code == 1 and not mark.exists(), name
 
 
-def test_custom_classes_are_refused_at_save_time_unless_pickle_is_asked_for_by_name(tmp_path: Path, mark: Path) -> None:
-    state = {"state_dict": values(1), "hyper_parameters": {"model": {"callback": Bomb(mark)}, "lr": 0.1}}
-    with pytest.raises(CheckpointError, match=r"hyper_parameters\.model\.callback \(.*Bomb"):
+def test_custom_classes_are_refused_at_save_time_unless_pickle_is_asked_for_by_name(
+    tmp_path: Path, mark: Path
+) -> None:
+    state = {
+        "state_dict": values(1),
+        "hyper_parameters": {"model": {"callback": Bomb(mark)}, "lr": 0.1},
+    }
+    with pytest.raises(
+        CheckpointError, match=r"hyper_parameters\.model\.callback \(.*Bomb"
+    ):
         save_checkpoint(tmp_path / "a", state)
     assert not (tmp_path / "a").exists()
     save_checkpoint(tmp_path / "a", state, allow_pickle=True)
-    assert checkpoint.read_manifest(tmp_path / "a").pickled == ["hyper_parameters.model.callback"]
+    assert checkpoint.read_manifest(tmp_path / "a").pickled == [
+        "hyper_parameters.model.callback"
+    ]
     with pytest.raises(CheckpointError, match="allow_pickle=True if you trust"):
         checkpoint.read_rest(tmp_path / "a")
     # What needs no pickle is there without it.
-    assert torch.equal(checkpoint.read_tensors(tmp_path / "a")["state_dict.half"], values(1)["half"])
+    assert torch.equal(
+        checkpoint.read_tensors(tmp_path / "a")["state_dict.half"], values(1)["half"]
+    )
     assert not mark.exists()
     checkpoint.read_rest(tmp_path / "a", allow_pickle=True)
     assert mark.exists()
 
 
 def hostile_metadata() -> dict[str, bytes]:
-    """Metadata of DCP that change a class without a call, or ask for more memory than the file has."""
+    """Metadata of DCP that change a class without a call, or ask for more memory than
+    the file has."""
     path = b"cpathlib\nPosixPath\n"
     return {
-        "attribute of a class": b"\x80\x02" + path + b"N}X\x06\x00\x00\x00parentK\x01s\x86b.",
+        "attribute of a class": b"\x80\x02"
+        + path
+        + b"N}X\x06\x00\x00\x00parentK\x01s\x86b.",
         "through a data class": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}X\x13\x00\x00\x00"
         b"state_dict_metadata" + path + b"N}X\x06\x00\x00\x00parentK\x01s\x86bsb.",
         "memo of 16 GB": b"\x80\x02Nr\xff\xff\xff\x7f.",
@@ -163,14 +204,26 @@ def hostile_metadata() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", list(hostile_metadata()))
-def test_metadata_of_dcp_reach_no_class_of_this_process(tmp_path: Path, kind: str) -> None:
+def test_metadata_of_dcp_reach_no_class_of_this_process(
+    tmp_path: Path, kind: str
+) -> None:
     dcp.save({"state_dict": values(1)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     (tmp_path / "dcp" / ".metadata").write_bytes(hostile_metadata()[kind])
-    before = dict(vars(Path)), dict(vars(PurePath)), dict(vars(PurePosixPath)), dict(vars(PosixPath))
+    before = (
+        dict(vars(Path)),
+        dict(vars(PurePath)),
+        dict(vars(PurePosixPath)),
+        dict(vars(PosixPath)),
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError):
         checkpoint.import_checkpoint(tmp_path / "dcp", tmp_path / "out")
-    assert (dict(vars(Path)), dict(vars(PurePath)), dict(vars(PurePosixPath)), dict(vars(PosixPath))) == before
+    assert (
+        dict(vars(Path)),
+        dict(vars(PurePath)),
+        dict(vars(PurePosixPath)),
+        dict(vars(PosixPath)),
+    ) == before
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 500_000  # kB
 
 
@@ -179,7 +232,9 @@ def test_metadata_of_dcp_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     dcp.save({"state_dict": values(1)}, checkpoint_id=source, no_dist=True)
     os.rename(source / "__0_0.distcp", tmp_path / "outside.tcp")
     content = (source / ".metadata").read_bytes()
-    (source / ".metadata").write_bytes(content.replace(b"__0_0.distcp", b"../outside.t"))
+    (source / ".metadata").write_bytes(
+        content.replace(b"__0_0.distcp", b"../outside.t")
+    )
     os.rename(tmp_path / "outside.tcp", tmp_path / "outside.t")
     with pytest.raises(CheckpointError, match="not in the folder: not trusted"):
         checkpoint.import_checkpoint(source, tmp_path / "out")

@@ -48,7 +48,12 @@ def look(knobs: dict[str, Any]) -> Seen:
     in_two = mesh.stages(*PARTITION) if effective["collectives.hierarchical"] else None
     intra, inter = in_two or (None, None)
     stages = (ranks_of(intra), ranks_of(inter))
-    named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "intra": intra, "inter": inter}
+    named = {
+        "shard": mesh.shard_group,
+        "replicate": mesh.replicate_group,
+        "intra": intra,
+        "inter": inter,
+    }
     shared = mesh.group(Axis.CONTEXT) if mesh.context_degree > 1 else None
     for name, group in {**named, "context": shared}.items():
         if group is not None:  # the group works, and is the one it says
@@ -77,7 +82,9 @@ def look_several(cases: list[dict[str, Any]]) -> list[Seen]:
     return [look(knobs) for knobs in cases]
 
 
-def meshes(cases: list[dict[str, Any]], world: int, ranks_per_node: int) -> list[list[Seen]]:
+def meshes(
+    cases: list[dict[str, Any]], world: int, ranks_per_node: int
+) -> list[list[Seen]]:
     """By case, then by rank."""
     by_rank = run_ranks(look_several, world, cases, ranks_per_node=ranks_per_node)
     by_case = [list(seen) for seen in zip(*by_rank, strict=True)]
@@ -90,7 +97,9 @@ def meshes(cases: list[dict[str, Any]], world: int, ranks_per_node: int) -> list
     return by_case
 
 
-def test_partition_groups_are_neighbours_and_replication_groups_hold_equal_shards() -> None:
+def test_partition_groups_are_neighbours_and_replication_groups_hold_equal_shards() -> (
+    None
+):
     one, two, four = meshes([{"shard_degree": degree} for degree in (1, 2, 4)], 4, 2)
     assert [seen.shard for seen in one] == [[0], [1], [2], [3]]
     assert [seen.replicate for seen in one] == [[0, 1, 2, 3]] * 4
@@ -105,20 +114,28 @@ def test_partition_groups_are_neighbours_and_replication_groups_hold_equal_shard
 
 
 def split_the_world() -> list[list[list[int]]]:
-    """What a mesh of a world that can be split asks ``split_group`` for, which is played with ``new_group``."""
+    """What a mesh of a world that can be split asks ``split_group`` for, which is
+    played with ``new_group``."""
     asked: list[list[list[int]]] = []
 
-    def split(split_ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    def split(
+        split_ranks: list[list[int]], timeout: timedelta | None
+    ) -> dist.ProcessGroup:
         asked.append(split_ranks)
         made = [dist.new_group(ranks, timeout=timeout) for ranks in split_ranks]
-        return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
+        return next(
+            group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER
+        )
 
     with (
         mock.patch("smp_core.cluster.mesh._can_split", lambda _: True),
         mock.patch("torch.distributed.split_group", split),
     ):
         seen = look({"shard_degree": 4})
-    assert (seen.intra, seen.inter) == ([dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1], ranks_across())
+    assert (seen.intra, seen.inter) == (
+        [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1],
+        ranks_across(),
+    )
     return asked
 
 
@@ -128,7 +145,10 @@ def ranks_across() -> list[int]:
 
 def test_all_groups_of_an_axis_are_one_split_of_the_world() -> None:
     """The two stages; the others are the mesh's and the world."""
-    assert run_ranks(split_the_world, 4, ranks_per_node=2) == [[[[0, 1], [2, 3]], [[0, 2], [1, 3]]]] * 4
+    assert (
+        run_ranks(split_the_world, 4, ranks_per_node=2)
+        == [[[[0, 1], [2, 3]], [[0, 2], [1, 3]]]] * 4
+    )
 
 
 def test_named_degrees_are_resolved_and_shown() -> None:
@@ -150,13 +170,19 @@ def test_two_stages_are_chosen_where_there_are_two() -> None:
         assert [seen.inter for seen in case] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     for case in (off, inside):
         assert all(seen.intra is None and seen.inter is None for seen in case)
-    in_effect = [case[0].effective["collectives.hierarchical"] for case in (auto, off, on, inside)]
+    in_effect = [
+        case[0].effective["collectives.hierarchical"]
+        for case in (auto, off, on, inside)
+    ]
     assert in_effect == [True, False, True, False]
 
 
 def test_one_rank_per_node_has_one_stage() -> None:
     (case,) = meshes([{"shard_degree": "world"}], 2, 1)
-    assert [seen.effective["collectives.hierarchical"] for seen in case] == [False, False]
+    assert [seen.effective["collectives.hierarchical"] for seen in case] == [
+        False,
+        False,
+    ]
 
 
 @pytest.mark.slow
@@ -164,20 +190,37 @@ def test_stages_of_groups_that_span_some_of_the_nodes() -> None:
     """Four nodes of two ranks, partition groups of two nodes each."""
     (case,) = meshes([{"shard_degree": 4}], 8, 2)
     assert [seen.shard for seen in case] == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
-    assert [seen.replicate for seen in case] == [[rank % 4, rank % 4 + 4] for rank in range(8)]
-    assert [seen.intra for seen in case] == [[rank // 2 * 2, rank // 2 * 2 + 1] for rank in range(8)]
-    assert [seen.inter for seen in case] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert [seen.replicate for seen in case] == [
+        [rank % 4, rank % 4 + 4] for rank in range(8)
+    ]
+    assert [seen.intra for seen in case] == [
+        [rank // 2 * 2, rank // 2 * 2 + 1] for rank in range(8)
+    ]
+    assert [seen.inter for seen in case] == [
+        [0, 2],
+        [1, 3],
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+        [4, 6],
+        [5, 7],
+    ]
 
 
 def test_context_ranks_are_inside_the_partition_group() -> None:
-    """As in SMP: hybrid_shard_degree=4 with context_parallel_degree=4 on 4 ranks is legal."""
+    """As in SMP: hybrid_shard_degree=4 with context_parallel_degree=4 on 4 ranks is
+    legal."""
     cases = [
-        {"shard_degree": degree, "context_parallel_degree": context} for degree, context in ((4, 4), (4, 2), (2, 2))
+        {"shard_degree": degree, "context_parallel_degree": context}
+        for degree, context in ((4, 4), (4, 2), (2, 2))
     ]
     all_four, half, pairs = meshes(cases, 4, 2)
     assert [seen.context for seen in all_four] == [[0, 1, 2, 3]] * 4
     assert [seen.ranks["context_rank"] for seen in all_four] == [0, 1, 2, 3]
-    assert {(seen.ranks["data_rank"], seen.ranks["data_size"]) for seen in all_four} == {(0, 1)}
+    assert {
+        (seen.ranks["data_rank"], seen.ranks["data_size"]) for seen in all_four
+    } == {(0, 1)}
     for case in (half, pairs):
         assert [seen.context for seen in case] == [[0, 1], [0, 1], [2, 3], [2, 3]]
         assert [seen.ranks["data_rank"] for seen in case] == [0, 0, 1, 1]
@@ -218,11 +261,20 @@ def test_impossible_degrees_are_refused_on_all_ranks_with_what_is_allowed() -> N
     found = run_ranks(refusals, 4, cases, ranks_per_node=2)
     assert found == [found[0]] * 4
     three, eight, auto, inside, context, foreign = found[0]
-    assert "shard_degree=3 does not divide the world of 4 ranks; allowed: 1, 2, 4" in three
+    assert (
+        "shard_degree=3 does not divide the world of 4 ranks; allowed: 1, 2, 4" in three
+    )
     assert "shard_degree=8" in eight and "allowed: 1, 2, 4" in eight
     assert "'auto'" in auto and "allowed here: 1, 2, 4" in auto
-    assert "hierarchical=True" in inside and "shard_degree=2" in inside and "{'hierarchical': 'auto'}" in inside
-    assert "context_parallel_degree=3 does not divide shard_degree=4" in context and "allowed: 1, 2, 4" in context
+    assert (
+        "hierarchical=True" in inside
+        and "shard_degree=2" in inside
+        and "{'hierarchical': 'auto'}" in inside
+    )
+    assert (
+        "context_parallel_degree=3 does not divide shard_degree=4" in context
+        and "allowed: 1, 2, 4" in context
+    )
     assert "8 ranks" in foreign and "process group has 4" in foreign
 
 
@@ -231,7 +283,9 @@ def build_with_ones_own(knobs: list[dict[str, Any]], links: list[str]) -> str:
     if links[rank]:
         os.environ[LINKS_VARIABLE] = links[rank]
     try:
-        build_mesh(SmpConfig(**{"shard_degree": 2, **knobs[rank]}), Topology.discover(), "cpu")
+        build_mesh(
+            SmpConfig(**{"shard_degree": 2, **knobs[rank]}), Topology.discover(), "cpu"
+        )
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -270,7 +324,11 @@ def test_a_configuration_that_differs_between_ranks_is_an_error_on_all_of_them(
 
 
 def build_with_or_without_planning(knobs: list[dict[str, Any]]) -> str:
-    config, topology, device = SmpConfig(**knobs[dist.get_rank()]), Topology.discover(), torch.device("cpu")
+    config, topology, device = (
+        SmpConfig(**knobs[dist.get_rank()]),
+        Topology.discover(),
+        torch.device("cpu"),
+    )
     try:
         parallelize(torch.nn.Linear(2, 2), config, topology=topology, device=device)
     except ValueError as error:
@@ -278,9 +336,19 @@ def build_with_or_without_planning(knobs: list[dict[str, Any]]) -> str:
     return "accepted"
 
 
-def test_ranks_that_plan_their_degree_and_ranks_that_were_given_one_are_an_error_on_all_of_them() -> None:
-    found = run_ranks(build_with_or_without_planning, 2, [{"shard_degree": 2}, {"shard_degree": "auto"}])
-    assert found[0] == found[1] and "shard_degree differs between ranks (2 on rank 0; 'auto' on rank 1)" in found[0]
+def test_ranks_that_plan_their_degree_and_ranks_that_were_given_one_are_an_error_on_all_of_them() -> (
+    None
+):
+    found = run_ranks(
+        build_with_or_without_planning,
+        2,
+        [{"shard_degree": 2}, {"shard_degree": "auto"}],
+    )
+    assert (
+        found[0] == found[1]
+        and "shard_degree differs between ranks (2 on rank 0; 'auto' on rank 1)"
+        in found[0]
+    )
 
 
 def parallelize_ones_own(case: str) -> str:
@@ -296,15 +364,23 @@ def parallelize_ones_own(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["parameters", "meta", "flags"])
-def test_a_model_that_differs_between_ranks_is_an_error_on_all_of_them(case: str) -> None:
+def test_a_model_that_differs_between_ranks_is_an_error_on_all_of_them(
+    case: str,
+) -> None:
     found = run_ranks(parallelize_ones_own, 2, case)
-    assert found[0] == found[1] and "the model differs between ranks ('Linear with" in found[0]
+    assert (
+        found[0] == found[1]
+        and "the model differs between ranks ('Linear with" in found[0]
+    )
     first = {
         "parameters": "number 1 ('bias [4] torch.float32' on rank 0; 'none' on rank 1)",
         "flags": "number 0 ('weight [4, 4] torch.float32' on rank 0; 'weight [4, 4] torch.float32, frozen' on rank 1)",
         "meta": None,
     }[case]
-    assert first is None or f"the first parameter or buffer that differs is {first}" in found[0], found[0]
+    assert (
+        first is None
+        or f"the first parameter or buffer that differs is {first}" in found[0]
+    ), found[0]
     assert ("on the meta device" in found[0]) == (case == "meta")
 
 
@@ -324,11 +400,22 @@ def test_measured_links_are_those_of_all_ranks(tmp_path: Path) -> None:
     path, other = tmp_path / "links.json", tmp_path / "other.json"
     path.write_text("{}")
     other.write_text("{}")
-    assert run_ranks(build_with_ones_own, 2, [{}] * 2, [str(path), str(other)]) == ["accepted"] * 2
+    assert (
+        run_ranks(build_with_ones_own, 2, [{}] * 2, [str(path), str(other)])
+        == ["accepted"] * 2
+    )
     other.write_text("{ }")
-    for second, said in ((str(other), "a file with the digest"), ("", "not set on rank 1"), ("gone", "No such file")):
+    for second, said in (
+        (str(other), "a file with the digest"),
+        ("", "not set on rank 1"),
+        ("gone", "No such file"),
+    ):
         found = run_ranks(build_with_ones_own, 2, [{}] * 2, [str(path), second])
-        assert found[0] == found[1] and "SMP_LINKS differs between ranks" in found[0] and said in found[0]
+        assert (
+            found[0] == found[1]
+            and "SMP_LINKS differs between ranks" in found[0]
+            and said in found[0]
+        )
 
 
 def test_a_context_degree_above_the_shard_degree_is_refused_before_any_mesh() -> None:

@@ -1,4 +1,5 @@
-"""Moments in 8 bits are as near as the module says, block by block of a row, and second moments above 0 stay there."""
+"""Moments in 8 bits are as near as the module says, block by block of a row, and second
+moments above 0 stay there."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ def codec(signed: bool) -> MomentCodec:
 def spread_rows(row: int, signed: bool) -> torch.Tensor:
     """Magnitudes over eight decades, of another size in each row."""
     generator = torch.Generator().manual_seed(row)
-    values = 10 ** (-8 * torch.rand(5, row, generator=generator)) * 10.0 ** torch.arange(-2, 3).unsqueeze(1)
-    return values * torch.randn(5, row, generator=generator).sign() if signed else values
+    values = 10 ** (
+        -8 * torch.rand(5, row, generator=generator)
+    ) * 10.0 ** torch.arange(-2, 3).unsqueeze(1)
+    return (
+        values * torch.randn(5, row, generator=generator).sign() if signed else values
+    )
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -38,7 +43,11 @@ def test_errors_are_within_what_the_module_says(row: int, signed: bool) -> None:
         assert torch.equal(scales[:, block], own)
     error = (seen - rows).abs()
     assert (error <= (0.0071 if signed else 0.0036) * largest).all()
-    for part, bound in {0.1: 0.062, 0.01: 0.11}.items() if signed else {0.1: 0.033, 0.01: 0.062}.items():
+    for part, bound in (
+        {0.1: 0.062, 0.01: 0.11}.items()
+        if signed
+        else {0.1: 0.033, 0.01: 0.062}.items()
+    ):
         high = rows.abs() > part * largest
         assert (error[high] <= bound * rows.abs()[high]).all()
     assert signed or (seen > 0).all()
@@ -61,15 +70,24 @@ def test_rows_are_encoded_one_by_one() -> None:
     codes, scales = codec(True).encode(rows)
     for place in range(len(rows)):
         own_codes, own_scales = codec(True).encode(rows[place : place + 1])
-        assert torch.equal(own_codes[0], codes[place]) and torch.equal(own_scales[0], scales[place])
+        assert torch.equal(own_codes[0], codes[place]) and torch.equal(
+            own_scales[0], scales[place]
+        )
     assert codec(True).encode(rows[:0])[0].shape == (0, 700)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
 @pytest.mark.parametrize("signed", [True, False])
 def test_tables_are_bitsandbytes_and_torchaos(signed: bool) -> None:
     """To float32: theirs are computed in it."""
     from torchao.optim.quant_utils import create_dynamic_map
 
     values, _ = _tables(signed)
-    torch.testing.assert_close(torch.tensor(values), torch.tensor(create_dynamic_map(signed)), atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor(values),
+        torch.tensor(create_dynamic_map(signed)),
+        atol=1e-7,
+        rtol=1e-6,
+    )

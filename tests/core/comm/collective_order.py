@@ -1,14 +1,18 @@
-"""The order of collectives on every communicator, rank by rank on torch's fake process group.
+"""The order of collectives on every communicator, rank by rank on torch's fake process
+group.
 
     python -m tests.core.comm.collective_order CASES(JSON)
 
-Plays every rank of a layout, one after the other, on the way that is taken with NCCL (`tests.core.stream_sanitizer`),
-and writes down what is asked of each communicator: operation, elements, dtype. NCCL matches the collectives of one
-communicator by their order alone; two ranks whose sequences differ hang, or take one tensor for another. Replicas may
-take different branches of the model: a rank of either branch is played before, for the one message that a fake group
-would have to carry, by which ranks tell each other what they used.
+Plays every rank of a layout, one after the other, on the way that is taken with NCCL
+(`tests.core.stream_sanitizer`), and writes down what is asked of each communicator:
+operation, elements, dtype. NCCL matches the collectives of one communicator by their
+order alone; two ranks whose sequences differ hang, or take one tensor for another.
+Replicas may take different branches of the model: a rank of either branch is played
+before, for the one message that a fake group would have to carry, by which ranks tell
+each other what they used.
 
-Prints as JSON the mismatches of each case: the communicator's ranks, and what both sides asked where they first differ.
+Prints as JSON the mismatches of each case: the communicator's ranks, and what both
+sides asked where they first differ.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
+
+# Torch's only way to the fake backend.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.core.recording import CallRecorder, first_dtype
 from tests.core.stream_sanitizer import play_a_device
@@ -41,7 +47,8 @@ class Case:
 
     Args:
         knobs: SmpConfig's.
-        branches: each replica uses another branch of the model, in each step and micro-batch the next one.
+        branches: each replica uses another branch of the model, in each step and
+            micro-batch the next one.
         without: one of ``WITHOUT``.
     """
 
@@ -81,7 +88,8 @@ class OrderRecorder(CallRecorder):
     """Fills ``asked``: (group's name, its ranks) -> what was asked of it, in order.
 
     Args:
-        answers: what all ranks together used, message by message; None: what this one did.
+        answers: what all ranks together used, message by message; None: what this one
+            did.
 
     Attributes:
         told: what this rank used, message by message.
@@ -111,7 +119,11 @@ class OrderRecorder(CallRecorder):
 
 
 def elements_of(tensors: Any) -> int:
-    return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(map(elements_of, tensors))
+    return (
+        tensors.numel()
+        if isinstance(tensors, torch.Tensor)
+        else sum(map(elements_of, tensors))
+    )
 
 
 class Branches(nn.Module):
@@ -126,7 +138,9 @@ class Branches(nn.Module):
         return self.last(self.branches[which](self.first(x)))
 
 
-def steps_of(case: Case, rank: int, answers: Sequence[torch.Tensor] | None = None) -> OrderRecorder:
+def steps_of(
+    case: Case, rank: int, answers: Sequence[torch.Tensor] | None = None
+) -> OrderRecorder:
     from smp_core.config import SmpConfig
     from smp_core.entry import build_mesh, parallelize
     from smp_core.topology import Topology
@@ -146,10 +160,14 @@ def steps_of(case: Case, rank: int, answers: Sequence[torch.Tensor] | None = Non
             for micro in range(case.micro_batches):
                 with parallel.window.accumulate(micro < case.micro_batches - 1):
                     which = (replica + step + micro // 2) % 2
-                    parallel.module(torch.randn(4, WIDTH), which).float().pow(2).sum().backward()
+                    parallel.module(torch.randn(4, WIDTH), which).float().pow(
+                        2
+                    ).sum().backward()
             parallel.clip_grad_norm_(1.0)
             optimizer.step()
-            with torch.no_grad():  # nothing is received: gradients are what was in memory, and may not be finite
+            # Nothing is received: gradients are what was in memory, and may not be
+            # finite.
+            with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
             optimizer.zero_grad()
@@ -159,7 +177,8 @@ def steps_of(case: Case, rank: int, answers: Sequence[torch.Tensor] | None = Non
 def played(
     case: Case, rank: int, answers: Sequence[torch.Tensor] | None = None
 ) -> tuple[Sequences, list[torch.Tensor]]:
-    """What a rank asked and told, in a process of its own: torch keeps groups by name beyond their end."""
+    """What a rank asked and told, in a process of its own: torch keeps groups by name
+    beyond their end."""
     here, there = mp.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
@@ -175,46 +194,76 @@ def played(
 
 
 def mismatches(by_rank: Sequence[Sequences]) -> list[str]:
-    """Compare every communicator's sequences with those of its first rank; the first difference of each rank."""
+    """Compare every communicator's sequences with those of its first rank; the first
+    difference of each rank."""
     found = []
     for name, ranks in sorted({key for asked in by_rank for key in asked}):
         first, *others = (by_rank[rank].get((name, ranks), []) for rank in ranks)
         for rank, sequence in zip(ranks[1:], others, strict=True):
             for number in range(max(len(first), len(sequence))):
-                sides = [each[number] if number < len(each) else None for each in (first, sequence)]
-                if sides[0] is None or sides[1] is None or sides[0].signature != sides[1].signature:
+                sides = [
+                    each[number] if number < len(each) else None
+                    for each in (first, sequence)
+                ]
+                if (
+                    sides[0] is None
+                    or sides[1] is None
+                    or sides[0].signature != sides[1].signature
+                ):
                     one, other = (str(side or "nothing more") for side in sides)
                     where = f"communicator {name} of ranks {list(ranks)}, call {number}"
-                    found.append(f"{where}: rank {ranks[0]} asks {one}; rank {rank} asks {other}")
+                    found.append(
+                        f"{where}: rank {ranks[0]} asks {one}; rank {rank} asks {other}"
+                    )
                     break
     return found
 
 
 def _shared(groups: Any, members: Sequence[tuple[int, ...]]) -> Any:
-    return groups.own(members) if any(ranks in groups._known for ranks in members) else _kept["make"](groups, members)
+    return (
+        groups.own(members)
+        if any(ranks in groups._known for ranks in members)
+        else _kept["make"](groups, members)
+    )
 
 
 _kept: dict[str, Any] = {}
 """What a mutation calls in the end."""
 # Mends, taken out again: what is exchanged for what.
-WITHOUT = {"sums of replicas have a communicator of their own": ("smp_core.cluster.mesh._Groups.make", _shared)}
+WITHOUT = {
+    "sums of replicas have a communicator of their own": (
+        "smp_core.cluster.mesh._Groups.make",
+        _shared,
+    )
+}
 
 
 def main(cases: str) -> None:
     torch.set_num_threads(1)
     play_a_device()
-    for module in ("torch._dynamo", "torch.distributed.checkpoint", "smp_core.entry", "smp_core.fp8"):
+    for module in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "smp_core.entry",
+        "smp_core.fp8",
+    ):
         importlib.import_module(module)  # once, and not by every rank that is forked
     from smp_core.cluster.mesh import _Groups
 
     _kept["make"] = _Groups.make
     results = []
     for case in (Case(**each) for each in json.loads(cases)):
-        with mock.patch(*WITHOUT[case.without]) if case.without else contextlib.nullcontext():
+        with (
+            mock.patch(*WITHOUT[case.without])
+            if case.without
+            else contextlib.nullcontext()
+        ):
             answers = None
             if case.branches:
                 both = (played(case, rank)[1] for rank in (0, case.ranks_of_a_replica))
-                answers = [torch.maximum(*messages) for messages in zip(*both, strict=True)]
+                answers = [
+                    torch.maximum(*messages) for messages in zip(*both, strict=True)
+                ]
             by_rank = [played(case, rank, answers)[0] for rank in range(case.world)]
         calls = sum(len(sequence) for asked in by_rank for sequence in asked.values())
         results.append({"mismatches": mismatches(by_rank), "calls": calls})

@@ -23,9 +23,17 @@ class Step:
     n_parameters: int
 
 
-def train_one_step(world_micro_batches: int, precision: str | None = None, *, prepared: bool = False, **knobs) -> Step:
+def train_one_step(
+    world_micro_batches: int,
+    precision: str | None = None,
+    *,
+    prepared: bool = False,
+    **knobs,
+) -> Step:
     torch.manual_seed(0)
-    parallel = parallelize(SmallGpt(layers=LAYERS), SmpConfig(param_dtype=precision, **knobs))
+    parallel = parallelize(
+        SmallGpt(layers=LAYERS), SmpConfig(param_dtype=precision, **knobs)
+    )
     mesh = parallel.mesh
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
     if prepared:
@@ -35,20 +43,30 @@ def train_one_step(world_micro_batches: int, precision: str | None = None, *, pr
     with CallRecorder() as recorder:
         for number in range(world_micro_batches):
             with parallel.window.accumulate(number < world_micro_batches - 1):
-                parallel.module(torch.randint(101, (2, 9), generator=generator)).backward()
+                parallel.module(
+                    torch.randint(101, (2, 9), generator=generator)
+                ).backward()
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
     parallel.meter.close_step()
-    return Step(parallel.meter.per_step(), recorder.calls, len(list(parallel.module.parameters())))
+    return Step(
+        parallel.meter.per_step(),
+        recorder.calls,
+        len(list(parallel.module.parameters())),
+    )
 
 
 def unit_bytes(p: int, element_size: int = 4) -> list[int]:
-    """Bytes of each unit of the model, root first, as it is gathered over ``p`` ranks: rows padded to a multiple."""
+    """Bytes of each unit of the model, root first, as it is gathered over ``p`` ranks:
+    rows padded to a multiple."""
     model = SmallGpt(layers=LAYERS)
 
     def padded(parameters) -> int:
-        return sum(-(-len(q) // p) * p * (q.numel() // len(q)) for q in parameters) * element_size
+        return (
+            sum(-(-len(q) // p) * p * (q.numel() // len(q)) for q in parameters)
+            * element_size
+        )
 
     inside = {id(q) for q in model.blocks.parameters()}
     return [
@@ -58,10 +76,16 @@ def unit_bytes(p: int, element_size: int = 4) -> list[int]:
 
 
 def gathered_and_reduced(p: int, micro_batches: int) -> tuple[int, int]:
-    """Bytes gathered and reduced by one step: blocks are gathered for forward and for backward, the root once."""
+    """Bytes gathered and reduced by one step: blocks are gathered for forward and for
+    backward, the root once."""
     root, *blocks = unit_bytes(p)
-    return micro_batches * (root + 2 * sum(blocks)), micro_batches * (root + sum(blocks))
+    return micro_batches * (root + 2 * sum(blocks)), micro_batches * (
+        root + sum(blocks)
+    )
 
 
 def per_node(steps: list[Step], figure: str) -> list[float]:
-    return [sum(step.meter.get(figure, 0.0) for step in steps[first : first + 2]) for first in (0, 2)]
+    return [
+        sum(step.meter.get(figure, 0.0) for step in steps[first : first + 2])
+        for first in (0, 2)
+    ]

@@ -1,4 +1,5 @@
-"""What the hop sends when ranks are connected at the start: what its sums will send, and nothing else."""
+"""What the hop sends when ranks are connected at the start: what its sums will send,
+and nothing else."""
 
 from __future__ import annotations
 
@@ -38,10 +39,20 @@ def sent(payload: str | None, sums: bool) -> set[str]:
         return call
 
     world = cast(dist.ProcessGroup, dist.group.WORLD)
-    alone = next(group for group in map(dist.new_group, ([0], [1])) if isinstance(group, dist.ProcessGroup))
+    alone = next(
+        group
+        for group in map(dist.new_group, ([0], [1]))
+        if isinstance(group, dist.ProcessGroup)
+    )
     meter = CommMeter(Topology.uniform(2, 1), dist.get_rank())
     background = Background(torch.device("cpu"))
-    hop = ReplicaHop(meter, world, (alone, world), background, None if payload is None else codec(payload))  # type: ignore[arg-type]
+    hop = ReplicaHop(
+        meter,
+        world,
+        (alone, world),
+        background,
+        None if payload is None else codec(payload),
+    )  # type: ignore[arg-type]
     with mock.patch.multiple(replica_hop, **{name: noting(name) for name in VERBS}):
         if not sums:
             hop.connect(torch.float32)
@@ -52,18 +63,26 @@ def sent(payload: str | None, sums: bool) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("payload", [None, pytest.param("bf16", marks=pytest.mark.slow), "int8"])
+@pytest.mark.parametrize(
+    "payload", [None, pytest.param("bf16", marks=pytest.mark.slow), "int8"]
+)
 def test_what_connects_ranks_is_what_sums_send(payload: str | None) -> None:
-    """An all-to-all that no sum sends costs gigabytes on every rank: NVIDIA/nccl#1685."""
+    """An all-to-all that no sum sends costs gigabytes on every rank:
+    NVIDIA/nccl#1685."""
     connected = run_ranks(sent, 2, payload, False)[0]
     if payload is None:
-        assert connected == run_ranks(sent, 2, payload, True)[0] == {"sum_rows", "gather_rows"}
+        assert (
+            connected
+            == run_ranks(sent, 2, payload, True)[0]
+            == {"sum_rows", "gather_rows"}
+        )
     else:  # what is encoded goes through messages of comm/encoded_sum.py
         assert "all_to_all" in connected
 
 
 def dtypes_sent(knobs: dict[str, Any]) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """The dtypes of sums at the connection of a bfloat16 model, and in its first step."""
+    """The dtypes of sums at the connection of a bfloat16 model, and in its first
+    step."""
     found: set[torch.dtype] = set()
 
     def sum_rows(out_N: torch.Tensor, *args: Any) -> None:
@@ -73,27 +92,40 @@ def dtypes_sent(knobs: dict[str, Any]) -> tuple[set[torch.dtype], set[torch.dtyp
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
     with mock.patch.object(replica_hop, "sum_rows", sum_rows):
-        parallel = parallelize(layers, SmpConfig(shard_degree=1, optimizer_shard="world", **knobs))
+        parallel = parallelize(
+            layers, SmpConfig(shard_degree=1, optimizer_shard="world", **knobs)
+        )
         connected = {*found}
         found.clear()
-        parallel.prepare_optimizer(torch.optim.SGD(parallel.module.parameters(), lr=0.1))
+        parallel.prepare_optimizer(
+            torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+        )
         parallel.module(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
     return connected, {*found}
 
 
 @pytest.mark.parametrize(
     ("knobs", "dtype"),
-    [({"reduce_dtype": None}, torch.bfloat16), pytest.param({}, torch.float32, marks=pytest.mark.slow)],
+    [
+        ({"reduce_dtype": None}, torch.bfloat16),
+        pytest.param({}, torch.float32, marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_are_connected_by_sums_of_the_dtypes_that_follow(knobs: dict[str, Any], dtype: torch.dtype) -> None:
-    """On NCCL half precision goes by all-to-all: a first one in backward would hold hosts that wait for each other."""
+def test_ranks_are_connected_by_sums_of_the_dtypes_that_follow(
+    knobs: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """On NCCL half precision goes by all-to-all: a first one in backward would hold
+    hosts that wait for each other."""
     assert run_ranks(dtypes_sent, 2, knobs) == [({dtype}, {dtype})] * 2
 
 
 @pytest.mark.parametrize(
     ("text", "lost"),
     [
-        ("NCCL error: unhandled system error, Failed to CUDA calloc async 536870912 bytes", False),
+        (
+            "NCCL error: unhandled system error, Failed to CUDA calloc async 536870912 bytes",
+            False,
+        ),
         ("CUDA out of memory. Tried to allocate 2.00 GiB (NCCL)", False),
         ("CUDA error: peer access is not supported between these two devices", False),
         ("NCCL error: invalid usage", False),

@@ -1,4 +1,5 @@
-"""Links are measured over ranks, and a rank that fails meanwhile leaves nobody hanging."""
+"""Links are measured over ranks, and a rank that fails meanwhile leaves nobody
+hanging."""
 
 from __future__ import annotations
 
@@ -28,29 +29,55 @@ SHORT = measuring.SIZES[:3]
 def command_here(path: str) -> str:
     """The command on this rank, with the three smallest sizes."""
     with mock.patch.object(commands, "SIZES", SHORT):
-        done = CliRunner().invoke(app, ["topology", "--measure", "--store", path], env={"COLUMNS": "100"})
+        done = CliRunner().invoke(
+            app, ["topology", "--measure", "--store", path], env={"COLUMNS": "100"}
+        )
     if done.exception is not None:
         raise done.exception
     return done.output
 
 
 def check_measurement(shown: str, path: Path, largest: int) -> None:
-    """Four ranks as two nodes. No bound on the figures: that they are there, positive, and of what was asked."""
-    for text in ("inside a node", "between nodes", "over all ranks", *KINDS, "gloo on cpu", f"SMP_LINKS={path}"):
+    """Four ranks as two nodes. No bound on the figures: that they are there, positive,
+    and of what was asked."""
+    for text in (
+        "inside a node",
+        "between nodes",
+        "over all ranks",
+        *KINDS,
+        "gloo on cpu",
+        f"SMP_LINKS={path}",
+    ):
         assert text in shown
     links = Links.load(path)
-    assert (links.nodes, links.ranks_per_node) == (2, 2) and torch.__version__ in links.measured_with
+    assert (links.nodes, links.ranks_per_node) == (
+        2,
+        2,
+    ) and torch.__version__ in links.measured_with
     for found, ranks in ((links.intra, 2), (links.inter, 2), (links.flat, 4)):
         assert found is not None and found.ranks == ranks
         for kind in KINDS:
             fit: LinkFit = getattr(found, kind)
             sent = [n for n, _ in fit.points]
             sizes = [size for size in measuring.SIZES if size <= largest]
-            assert sent == [ring_bytes(kind, ranks, size) for size in sizes][: len(sent)] and len(sent) >= 3
-            assert all(seconds > 0 for _, seconds in fit.points) and fit.latency >= 0 and fit.bandwidth > 0
+            assert (
+                sent == [ring_bytes(kind, ranks, size) for size in sizes][: len(sent)]
+                and len(sent) >= 3
+            )
+            assert (
+                all(seconds > 0 for _, seconds in fit.points)
+                and fit.latency >= 0
+                and fit.bandwidth > 0
+            )
     assert links.inter is not None and links.flat is not None
-    assert (links.inter.reduce_scatter.by, links.inter.all_gather.by) == ("messages", "messages")
-    assert (links.flat.reduce_scatter.by, links.flat.all_gather.by) == ("messages", "library")
+    assert (links.inter.reduce_scatter.by, links.inter.all_gather.by) == (
+        "messages",
+        "messages",
+    )
+    assert (links.flat.reduce_scatter.by, links.flat.all_gather.by) == (
+        "messages",
+        "library",
+    )
     assert json.loads(path.read_text())["version"] == 2
 
 
@@ -64,8 +91,19 @@ def test_links_are_measured_through_the_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_links_are_measured_under_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    command = ["-m", "smp_core.cli", "topology", "--measure", "--largest-mib", "1", "--store", path]
-    done = run_script(command, nproc=4, env={"SMP_RANKS_PER_NODE": "2", "COLUMNS": "100"})
+    command = [
+        "-m",
+        "smp_core.cli",
+        "topology",
+        "--measure",
+        "--largest-mib",
+        "1",
+        "--store",
+        path,
+    ]
+    done = run_script(
+        command, nproc=4, env={"SMP_RANKS_PER_NODE": "2", "COLUMNS": "100"}
+    )
     assert done.returncode == 0, done.stderr
     check_measurement(done.stdout, path, 1 << 20)
 
@@ -80,8 +118,13 @@ def measured_with_a_failure() -> str:
             raise MemoryError("no room")
         return prepared(*arguments)
 
-    with mock.patch.object(measuring, "_prepared", scarce), pytest.raises(RuntimeError) as caught:
-        measuring.measure(Topology.discover(), torch.device("cpu"), sizes=(1 << 10, 1 << 12, 1 << 14))
+    with (
+        mock.patch.object(measuring, "_prepared", scarce),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        measuring.measure(
+            Topology.discover(), torch.device("cpu"), sizes=(1 << 10, 1 << 12, 1 << 14)
+        )
     return str(caught.value)
 
 
@@ -91,7 +134,8 @@ def test_a_rank_without_memory_ends_the_measurement_everywhere() -> None:
 
 
 def sizes_measured(seconds_per_byte: float) -> list[int]:
-    """How many sizes are timed in each place where a call takes this long: the clock is set, nothing is waited for."""
+    """How many sizes are timed in each place where a call takes this long: the clock is
+    set, nothing is waited for."""
     clock = 0.0
 
     def all_reduce(bytes_: int) -> None:
@@ -115,7 +159,8 @@ def sizes_measured_at(speeds: list[float]) -> list[list[int]]:
 
 
 def test_sizes_stop_growing_before_a_call_takes_longer_than_a_second() -> None:
-    """At 1 s per MiB: 4, 16, 64, 256 KiB and 1 MiB. However slow, a line has three points."""
+    """At 1 s per MiB: 4, 16, 64, 256 KiB and 1 MiB. However slow, a line has three
+    points."""
     for found in run_ranks(sizes_measured_at, 4, [1 / 2**20, 1e-3], ranks_per_node=1):
         assert found == [[5, 5, 5], [3, 3, 3]]
 
@@ -146,7 +191,10 @@ app(["topology", "--measure"])
 @pytest.mark.slow
 def test_a_rank_that_fails_in_the_middle_leaves_nobody_hanging() -> None:
     """Without a launcher that would end the others: their connections to it close."""
-    port, environ = str(free_port()), {**base_environ(), "SMP_RANKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"}
+    port, environ = (
+        str(free_port()),
+        {**base_environ(), "SMP_RANKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"},
+    )
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", LOST_IN_THE_MIDDLE, str(rank)],

@@ -21,8 +21,14 @@ from smp_core.fp8 import Fp8Recipe
         ("hybrid", Fp8Recipe()),
         ("e4m3", Fp8Recipe(fp8_format="e4m3")),
         ("dynamic", Fp8Recipe(scaling="dynamic")),
-        ({"margin": 1, "include": ["blocks.*"]}, Fp8Recipe(margin=1, include=("blocks.*",))),
-        ('{"amax_history_len": 16, "reduce_amax": false}', Fp8Recipe(amax_history_len=16, reduce_amax=False)),
+        (
+            {"margin": 1, "include": ["blocks.*"]},
+            Fp8Recipe(margin=1, include=("blocks.*",)),
+        ),
+        (
+            '{"amax_history_len": 16, "reduce_amax": false}',
+            Fp8Recipe(amax_history_len=16, reduce_amax=False),
+        ),
         (Fp8Recipe(margin=2), Fp8Recipe(margin=2)),
     ],
 )
@@ -30,15 +36,23 @@ def test_what_the_knob_accepts(written: Any, meant: Fp8Recipe | None) -> None:
     config = SmpConfig(fp8=written)
     assert config.fp8 == meant
     assert SmpConfig.from_dict(config.to_dict()) == config
-    assert SmpConfig.from_env({"SMP_FP8": "dynamic"}).fp8 == Fp8Recipe(scaling="dynamic")
+    assert SmpConfig.from_env({"SMP_FP8": "dynamic"}).fp8 == Fp8Recipe(
+        scaling="dynamic"
+    )
 
 
 @pytest.mark.parametrize(
     ("written", "words"),
     [
         ({"amax_histroy_len": 4}, "did you mean 'amax_history_len'"),
-        ({"scaling": "static"}, "scaling='static' is not allowed; allowed: 'delayed', 'dynamic'"),
-        ({"amax_history_len": 0}, "amax_history_len=0 is not allowed; allowed: an integer of at least 1"),
+        (
+            {"scaling": "static"},
+            "scaling='static' is not allowed; allowed: 'delayed', 'dynamic'",
+        ),
+        (
+            {"amax_history_len": 0},
+            "amax_history_len=0 is not allowed; allowed: an integer of at least 1",
+        ),
         ({"margin": True}, "margin=True"),
         ({"reduce_amax": 3}, "reduce_amax=3 is not allowed; allowed: true, false"),
         ({"exclude": [""]}, "a list of names"),

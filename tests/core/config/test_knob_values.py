@@ -1,4 +1,5 @@
-"""Values of SmpConfig's knobs: how they may be written, and with which words a wrong one is refused."""
+"""Values of SmpConfig's knobs: how they may be written, and with which words a wrong
+one is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ from smp_core.config.recipes import (
         ("shard_degree", "wolrd", "did you mean 'world'"),
         ("shard_degree", None, "an integer of at least 1"),
         ("context_parallel_degree", "-2", "an integer of at least 1"),
-        ("reshard_after_forward", 1, "true, false, an integer of at least 2, 'node', 'auto'"),
+        (
+            "reshard_after_forward",
+            1,
+            "true, false, an integer of at least 2, 'node', 'auto'",
+        ),
         ("units", "Block,Head", "JSON list"),
         ("units", ["Block", 3], "a list of class names or globs"),
         ("units", '["Block"', "a list of class names or globs"),
@@ -47,11 +52,17 @@ from smp_core.config.recipes import (
         ("compression", "int9", "did you mean 'int8'"),
         ("checkpoint", "asnc", "did you mean 'async'"),
         ("keep_between_micro_batches", "gradient", "did you mean 'gradients'"),
-        ("planner", None, "a mapping of fields (memory_headroom, device_memory_gib, optimizer)"),
+        (
+            "planner",
+            None,
+            "a mapping of fields (memory_headroom, device_memory_gib, optimizer)",
+        ),
         ("collectives", "flat", "write for example collectives={'hierarchical': False"),
     ],
 )
-def test_a_wrong_value_is_refused_with_knob_value_and_what_is_allowed(knob: str, value: Any, says: str) -> None:
+def test_a_wrong_value_is_refused_with_knob_value_and_what_is_allowed(
+    knob: str, value: Any, says: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         SmpConfig(**{knob: value})
     complaint = str(caught.value)
@@ -63,27 +74,50 @@ def test_a_wrong_value_is_refused_with_knob_value_and_what_is_allowed(knob: str,
     ("knob", "field", "value", "says"),
     [
         ("collectives", "hierarchical", "maybe", "true, false, 'auto'"),
-        ("collectives", "forward_prefetch", -1, "write collectives={'forward_prefetch': ...}"),
-        ("units", "min_parameters", -1, "write for example units={'min_parameters': 0}"),
+        (
+            "collectives",
+            "forward_prefetch",
+            -1,
+            "write collectives={'forward_prefetch': ...}",
+        ),
+        (
+            "units",
+            "min_parameters",
+            -1,
+            "write for example units={'min_parameters': 0}",
+        ),
         ("planner", "memory_headroom", 1.0, "a number in [0, 1)"),
         ("planner", "memory_headroom", float("nan"), "a number in [0, 1)"),
         ("planner", "device_memory_gib", 0, "a number above 0, none"),
         ("activations", "checkpoint", "every:0", "'every:N'"),
-        ("activations", "offload", 1, "write activations={'offload': true} or activations={'offload': false}"),
+        (
+            "activations",
+            "offload",
+            1,
+            "write activations={'offload': true} or activations={'offload': false}",
+        ),
         ("delayed_init", "seed", "", "an integer of at least 0"),
         ("compression", "gather", "int4", "allowed: none, 'int8', 'fp8'"),
         ("compression", "reduce", "fp8", "write compression={'reduce': ...}"),
         ("checkpoint", "verify", "size", "did you mean 'sizes'"),
     ],
 )
-def test_a_wrong_value_of_a_field_is_refused_by_its_dotted_name(knob: str, field: str, value: Any, says: str) -> None:
+def test_a_wrong_value_of_a_field_is_refused_by_its_dotted_name(
+    knob: str, field: str, value: Any, says: str
+) -> None:
     """Wherever it is written: in a mapping, in JSON, in the recipe itself."""
     recipe = {**RECIPES, "delayed_init": DelayedInit}[knob]
-    for build in (lambda: SmpConfig(**{knob: {field: value}}), lambda: recipe(**{field: value})):
+    for build in (
+        lambda: SmpConfig(**{knob: {field: value}}),
+        lambda: recipe(**{field: value}),
+    ):
         with pytest.raises(ValueError) as caught:
             build()
         complaint = str(caught.value)
-        assert complaint.startswith(f"{knob}.{field}={value!r} is not allowed; allowed: ") and says in complaint
+        assert (
+            complaint.startswith(f"{knob}.{field}={value!r} is not allowed; allowed: ")
+            and says in complaint
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,8 +125,16 @@ def test_a_wrong_value_of_a_field_is_refused_by_its_dotted_name(knob: str, field
     [
         ("activations", "full", Activations(checkpoint="full")),
         ("activations", "every:2", Activations(checkpoint="every:2")),
-        ("activations", {"offload": "true", "checkpoint": "full"}, Activations(checkpoint="full", offload=True)),
-        ("activations", '{"checkpoint": {"*.mlp": "full"}}', Activations(checkpoint={"*.mlp": "full"})),
+        (
+            "activations",
+            {"offload": "true", "checkpoint": "full"},
+            Activations(checkpoint="full", offload=True),
+        ),
+        (
+            "activations",
+            '{"checkpoint": {"*.mlp": "full"}}',
+            Activations(checkpoint={"*.mlp": "full"}),
+        ),
         ("compile", True, Compile()),
         ("compile", "max-autotune", Compile(mode="max-autotune")),
         ("compile", "off", None),
@@ -119,7 +161,9 @@ def test_a_wrong_value_of_a_field_is_refused_by_its_dotted_name(knob: str, field
     ],
     ids=lambda value: str(value),
 )
-def test_a_word_a_mapping_and_a_recipe_are_the_same(knob: str, written: Any, meant: Any) -> None:
+def test_a_word_a_mapping_and_a_recipe_are_the_same(
+    knob: str, written: Any, meant: Any
+) -> None:
     config = SmpConfig(**{knob: written})
     assert getattr(config, knob) == meant
     assert SmpConfig(**{knob: meant}) == config
@@ -128,15 +172,27 @@ def test_a_word_a_mapping_and_a_recipe_are_the_same(knob: str, written: Any, mea
 
 
 def test_an_unknown_field_is_answered_with_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match=r"unknown field 'gathr' of compression; did you mean 'gather'"):
+    with pytest.raises(
+        ValueError, match=r"unknown field 'gathr' of compression; did you mean 'gather'"
+    ):
         SmpConfig(compression={"gathr": "int8"})
-    with pytest.raises(ValueError, match=r"unknown field 'chekpoint' of activations; did you mean 'checkpoint'"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown field 'chekpoint' of activations; did you mean 'checkpoint'",
+    ):
         SmpConfig(activations={"chekpoint": "full"})
-    with pytest.raises(ValueError, match=r"unknown field 'qqq' of checkpoint; known: full_state_dict, async_save"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown field 'qqq' of checkpoint; known: full_state_dict, async_save",
+    ):
         SmpConfig(checkpoint={"qqq": 1})
-    with pytest.raises(ValueError, match=r"write activations=\{'checkpoint': \{'\*\.mlp': 'full'\}\}"):
+    with pytest.raises(
+        ValueError, match=r"write activations=\{'checkpoint': \{'\*\.mlp': 'full'\}\}"
+    ):
         SmpConfig(activations={"*.mlp": "full"})
-    with pytest.raises(ValueError, match=r"is no JSON .*write for example checkpoint='\{"):
+    with pytest.raises(
+        ValueError, match=r"is no JSON .*write for example checkpoint='\{"
+    ):
         SmpConfig(checkpoint="{async")
 
 
@@ -155,7 +211,11 @@ def test_text_and_torch_objects_are_read_where_they_mean_one_thing() -> None:
         DelayedInit(),
         Units(modules=("GPT2Block", "head")),
     )
-    assert (config.forward_methods, config.param_dtype, config.reduce_dtype) == (("generate",), "bfloat16", None)
+    assert (config.forward_methods, config.param_dtype, config.reduce_dtype) == (
+        ("generate",),
+        "bfloat16",
+        None,
+    )
     assert config.planner.memory_headroom == 0.25
 
 
@@ -169,26 +229,51 @@ def test_units_take_a_function() -> None:
 
 
 def test_context_degree_has_to_fit_into_the_partition_group() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel_degree=8 is larger than shard_degree=4.*shard_degree=8"):
+    with pytest.raises(
+        ValueError,
+        match=r"context_parallel_degree=8 is larger than shard_degree=4.*shard_degree=8",
+    ):
         SmpConfig(shard_degree=4, context_parallel_degree=8)
-    with pytest.raises(ValueError, match="context_parallel_degree=4 does not divide shard_degree=6; allowed: 1, 2, 3"):
+    with pytest.raises(
+        ValueError,
+        match="context_parallel_degree=4 does not divide shard_degree=6; allowed: 1, 2, 3",
+    ):
         SmpConfig(shard_degree=6, context_parallel_degree=4)
-    assert SmpConfig(shard_degree=8, context_parallel_degree=8).context_parallel_degree == 8
-    assert SmpConfig(shard_degree="node", context_parallel_degree=4)  # the layout says how many ranks that is
+    assert (
+        SmpConfig(shard_degree=8, context_parallel_degree=8).context_parallel_degree
+        == 8
+    )
+    # The layout says how many ranks that is.
+    assert SmpConfig(shard_degree="node", context_parallel_degree=4)
 
 
 def test_reshard_degree_has_to_divide_the_partition_group() -> None:
-    with pytest.raises(ValueError, match=r"reshard_after_forward=4 does not divide shard_degree=6.*2, 3, 6"):
+    with pytest.raises(
+        ValueError,
+        match=r"reshard_after_forward=4 does not divide shard_degree=6.*2, 3, 6",
+    ):
         SmpConfig(shard_degree=6, reshard_after_forward=4)
 
 
 def test_kept_parameters_are_not_freed_after_forward() -> None:
     for forward in (True, 2, "node"):
-        with pytest.raises(ValueError, match=r"='parameters' keeps .*write reshard_after_forward='auto'"):
-            SmpConfig(reshard_after_forward=forward, keep_between_micro_batches="parameters", shard_degree=4)
-    assert SmpConfig(reshard_after_forward=False, keep_between_micro_batches="parameters")
+        with pytest.raises(
+            ValueError,
+            match=r"='parameters' keeps .*write reshard_after_forward='auto'",
+        ):
+            SmpConfig(
+                reshard_after_forward=forward,
+                keep_between_micro_batches="parameters",
+                shard_degree=4,
+            )
+    assert SmpConfig(
+        reshard_after_forward=False, keep_between_micro_batches="parameters"
+    )
 
 
 def test_one_file_cannot_be_written_behind_training() -> None:
-    with pytest.raises(ValueError, match=r"async_save=True has no effect with checkpoint\.full_state_dict=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"async_save=True has no effect with checkpoint\.full_state_dict=True",
+    ):
         SmpConfig(checkpoint={"async_save": True, "full_state_dict": True})

@@ -1,4 +1,5 @@
-"""SageMaker SMP's options: each is translated, said to have no effect, or refused; the migration page says the same."""
+"""SageMaker SMP's options: each is translated, said to have no effect, or refused; the
+migration page says the same."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ DOCUMENTED: dict[str, Any] = {
     "context_parallel_degree": 1,
     "expert_parallel_degree": 1,
     "random_seed": 12345,
-    # Of blocks that hold more than their options: arguments of SMP's calls and scripts, and of the `mpi` dict.
+    # Of blocks that hold more than their options: arguments of SMP's calls and scripts,
+    # and of the `mpi` dict.
     "_fp32_grad_accumulation": True,
     "horovod": False,
     "contiguous": True,
@@ -109,7 +111,9 @@ def promised() -> dict[str, set[str]]:
     """Option -> what the tables of options on the migration page say becomes of it."""
     promises: dict[str, set[str]] = {}
     for section in re.findall(
-        r"## Options of SMP v\d\n(.*?)(?=\n## |\n`)", PAGE.read_text(encoding="utf-8"), re.DOTALL
+        r"## Options of SMP v\d\n(.*?)(?=\n## |\n`)",
+        PAGE.read_text(encoding="utf-8"),
+        re.DOTALL,
     ):
         for row in re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.MULTILINE):
             for option in re.findall(r"`(\w+)`", row[0]):
@@ -130,7 +134,11 @@ def test_each_option_ends_as_the_migration_page_says(option: str) -> None:
             translate_smp_parameters(block)
         return
     translation = translate_smp_parameters(block)
-    (line,) = [line for line in translation.lines if line.startswith(f"{option}={DOCUMENTED[option]!r}: ")][-1:]
+    (line,) = [
+        line
+        for line in translation.lines
+        if line.startswith(f"{option}={DOCUMENTED[option]!r}: ")
+    ][-1:]
     if promise == "no effect":
         assert translation.knobs == {}
         assert re.search(r": no effect here; \w+", line)
@@ -158,13 +166,27 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
             {"hybrid_shard_degree": 8, "context_parallel_degree": 8},
             {"shard_degree": 8, "context_parallel_degree": 8},
         ),
-        ({"bf16": True, "fp16": False}, {"param_dtype": "bfloat16", "master_dtype": "float32"}),
+        (
+            {"bf16": True, "fp16": False},
+            {"param_dtype": "bfloat16", "master_dtype": "float32"},
+        ),
         ({"fp16": True}, {"param_dtype": "float16", "master_dtype": "float32"}),
-        ({"sdp_hierarchical_allgather": False}, {"collectives": {"hierarchical": False}}),
+        (
+            {"sdp_hierarchical_allgather": False},
+            {"collectives": {"hierarchical": False}},
+        ),
         ({"delayed_parameter_initialization": True}, {"delayed_init": True}),
         (
-            {"partitions": 2, "pipeline": "simple", "microbatches": 4, "active_microbatches": 2},
-            {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 4, "schedule": "gpipe"}},
+            {
+                "partitions": 2,
+                "pipeline": "simple",
+                "microbatches": 4,
+                "active_microbatches": 2,
+            },
+            {
+                "pipeline_parallel_degree": 2,
+                "pipeline": {"microbatches": 4, "schedule": "gpipe"},
+            },
         ),
         (
             {"partitions": 2, "pipeline": "interleaved"},
@@ -176,24 +198,57 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
         ),
         (
             {"offload_activations": True, "activation_loading_horizon": 4},
-            {"activations": {"offload": True, "checkpoint": "full", "loading_horizon": 4}},
+            {
+                "activations": {
+                    "offload": True,
+                    "checkpoint": "full",
+                    "loading_horizon": 4,
+                }
+            },
         ),
-        ({"shard_optimizer_state": True}, {"optimizer_shard": "world", "shard_degree": 1}),
+        (
+            {"shard_optimizer_state": True},
+            {"optimizer_shard": "world", "shard_degree": 1},
+        ),
         ({"shard_optimizer_state": False}, {}),
         ({"sdp_gradient_clipping": 0}, {}),
-        ({"hybrid_shard_degree": 8, "delayed_parameter_initialization": 1}, {"shard_degree": 8, "delayed_init": True}),
+        (
+            {"hybrid_shard_degree": 8, "delayed_parameter_initialization": 1},
+            {"shard_degree": 8, "delayed_init": True},
+        ),
         ({"fp8": 1}, {"fp8": True}),
         ({"fp8": 0, "fp8_amax_history_len": 16}, {}),
         ({"fp8": True, "fp8_amax_history_len": 16}, {"fp8": {"amax_history_len": 16}}),
         (
-            {"expert_parallel_degree": 4, "smp_moe": True, "moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0},
+            {
+                "expert_parallel_degree": 4,
+                "smp_moe": True,
+                "moe_load_balancing": "aux_loss",
+                "moe_aux_loss_coeff": 0,
+            },
             {"expert_parallel_degree": 4, "router_balance": "global"},
         ),
-        ({"moe_load_balancing": "none", "moe_aux_loss_coeff": 0.001, "moe_z_loss_coeff": 0.0}, {}),
-        ({"static_loss_scale": None, "dynamic_loss_scale": True, "trace_device": None}, {}),
+        (
+            {
+                "moe_load_balancing": "none",
+                "moe_aux_loss_coeff": 0.001,
+                "moe_z_loss_coeff": 0.0,
+            },
+            {},
+        ),
+        (
+            {
+                "static_loss_scale": None,
+                "dynamic_loss_scale": True,
+                "trace_device": None,
+            },
+            {},
+        ),
     ],
 )
-def test_blocks_as_people_have_them(block: dict[str, Any], knobs: dict[str, Any]) -> None:
+def test_blocks_as_people_have_them(
+    block: dict[str, Any], knobs: dict[str, Any]
+) -> None:
     assert SmpConfig.from_smp_parameters(block) == SmpConfig(**knobs)
 
 
@@ -203,25 +258,42 @@ def test_blocks_as_people_have_them(block: dict[str, Any], knobs: dict[str, Any]
         ("FULL_SHARD", {"shard_degree": "world"}),
         ("shard_grad_op", {"shard_degree": "world", "reshard_after_forward": False}),
         ("HYBRID_SHARD", {"shard_degree": "node"}),
-        ("_HYBRID_SHARD_ZERO2", {"shard_degree": "node", "reshard_after_forward": False}),
+        (
+            "_HYBRID_SHARD_ZERO2",
+            {"shard_degree": "node", "reshard_after_forward": False},
+        ),
         ("NO_SHARD", {"shard_degree": 1}),
     ],
 )
-def test_shard_degree_zero_follows_the_script_s_strategy(strategy: str, knobs: dict[str, Any]) -> None:
+def test_shard_degree_zero_follows_the_script_s_strategy(
+    strategy: str, knobs: dict[str, Any]
+) -> None:
     expected = SmpConfig(**knobs)
-    assert SmpConfig.from_smp_parameters({"hybrid_shard_degree": 0}, sharding_strategy=strategy) == expected
+    assert (
+        SmpConfig.from_smp_parameters(
+            {"hybrid_shard_degree": 0}, sharding_strategy=strategy
+        )
+        == expected
+    )
     assert SmpConfig.from_smp_parameters({}, sharding_strategy=strategy) == expected
 
 
-def test_a_shard_degree_overrides_the_script_s_strategy_but_not_its_resharding() -> None:
-    config = SmpConfig.from_smp_parameters({"hybrid_shard_degree": 4}, sharding_strategy="_HYBRID_SHARD_ZERO2")
+def test_a_shard_degree_overrides_the_script_s_strategy_but_not_its_resharding() -> (
+    None
+):
+    config = SmpConfig.from_smp_parameters(
+        {"hybrid_shard_degree": 4}, sharding_strategy="_HYBRID_SHARD_ZERO2"
+    )
     assert config == SmpConfig(shard_degree=4, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize(
     ("block", "says"),
     [
-        ({"hybrid_shard_degree": 0}, 'sharding_strategy="FULL_SHARD".*shard_degree="world".*"HYBRID_SHARD".*"node"'),
+        (
+            {"hybrid_shard_degree": 0},
+            'sharding_strategy="FULL_SHARD".*shard_degree="world".*"HYBRID_SHARD".*"node"',
+        ),
         (
             {"hybrid_shard_degre": 8},
             "unknown SageMaker SMP option 'hybrid_shard_degre'; did you mean 'hybrid_shard_deg",
@@ -244,17 +316,35 @@ def test_a_shard_degree_overrides_the_script_s_strategy_but_not_its_resharding()
             {"moe_load_balancing": "balanced"},
             'own router chooses.*write router_balance="global".*router_bias_up',
         ),
-        ({"moe_load_balancing": "even"}, "allowed: 'aux_loss', 'none', 'sinkhorn', 'balanced'"),
+        (
+            {"moe_load_balancing": "even"},
+            "allowed: 'aux_loss', 'none', 'sinkhorn', 'balanced'",
+        ),
         (
             {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.01},
             "write model.config.router_aux_loss_coef=0.01",
         ),
-        ({"moe_z_loss_coeff": 0.001}, r"write loss = loss \+ 0.001 \* router_logits.logsumexp"),
-        ({"bf16": True, "fp16": True}, "fp16=True and SMP bf16=True contradict each other about param_dtype"),
-        ({"sharded_data_parallel_degree": 4, "hybrid_shard_degree": 8}, "contradict each other about shard_degree"),
-        ({"hybrid_shard_degree": 4, "context_parallel_degree": 8}, "larger than shard_degree=4"),
+        (
+            {"moe_z_loss_coeff": 0.001},
+            r"write loss = loss \+ 0.001 \* router_logits.logsumexp",
+        ),
+        (
+            {"bf16": True, "fp16": True},
+            "fp16=True and SMP bf16=True contradict each other about param_dtype",
+        ),
+        (
+            {"sharded_data_parallel_degree": 4, "hybrid_shard_degree": 8},
+            "contradict each other about shard_degree",
+        ),
+        (
+            {"hybrid_shard_degree": 4, "context_parallel_degree": 8},
+            "larger than shard_degree=4",
+        ),
         ({"placement_strategy": "DDT"}, "permutation of 'DPT'"),
-        ({"parameters": {}}, r"pass the block inside: distribution\[\"smdistributed\"\]"),
+        (
+            {"parameters": {}},
+            r"pass the block inside: distribution\[\"smdistributed\"\]",
+        ),
         ({"smdistributed": {}}, "this is the whole `distribution` argument"),
     ],
 )
@@ -264,22 +354,40 @@ def test_refusals_say_what_to_use_instead(block: dict[str, Any], says: str) -> N
 
 
 def test_an_unknown_strategy_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="sharding_strategy='ZERO' is not allowed; allowed: FULL_SHARD, SHARD_GRAD_OP"):
+    with pytest.raises(
+        ValueError,
+        match="sharding_strategy='ZERO' is not allowed; allowed: FULL_SHARD, SHARD_GRAD_OP",
+    ):
         SmpConfig.from_smp_parameters({}, sharding_strategy="ZERO")
 
 
 def test_expert_ranks_are_the_same_ones_here() -> None:
-    config = SmpConfig.from_smp_parameters({"expert_parallel_degree": 2, "hybrid_shard_degree": 8})
+    config = SmpConfig.from_smp_parameters(
+        {"expert_parallel_degree": 2, "hybrid_shard_degree": 8}
+    )
     assert (config.expert_parallel_degree, config.shard_degree) == (2, 8)
 
 
 def test_one_line_of_the_log_for_each_option(caplog: pytest.LogCaptureFixture) -> None:
-    block = {"ddp": True, "sharded_data_parallel_degree": 4, "bf16": True, "skip_tracing": True, "partitions": 1}
+    block = {
+        "ddp": True,
+        "sharded_data_parallel_degree": 4,
+        "bf16": True,
+        "skip_tracing": True,
+        "partitions": 1,
+    }
     with caplog.at_level(logging.INFO, logger="smp"):
         config = SmpConfig.from_smp_parameters(block)
-    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.INFO
+    ]
     assert [line.partition("=")[0] for line in lines] == list(block)
-    assert 'Trainer(precision="bf16-mixed")' in caplog.text and "bf16-true" not in caplog.text
+    assert (
+        'Trainer(precision="bf16-mixed")' in caplog.text
+        and "bf16-true" not in caplog.text
+    )
     assert config.why("shard_degree") == "SMP sharded_data_parallel_degree=4"
 
 
@@ -300,7 +408,9 @@ def test_clipping_that_smp_did_by_default_is_not_lost_in_silence(
     assert ("gradient_clip_val=1.0" in caplog.text) is warned
 
 
-@pytest.mark.parametrize(("block", "warned"), [({}, True), ({"moe_load_balancing": "none"}, False)])
+@pytest.mark.parametrize(
+    ("block", "warned"), [({}, True), ({"moe_load_balancing": "none"}, False)]
+)
 def test_routing_that_smp_did_by_default_is_not_lost_in_silence(
     block: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,7 +32,11 @@ DEGREE = 2
 
 
 def split_on(
-    rank: int, batch: Any, layout: BatchLayout | None = None, degree: int = DEGREE, **options: Any
+    rank: int,
+    batch: Any,
+    layout: BatchLayout | None = None,
+    degree: int = DEGREE,
+    **options: Any,
 ) -> SplitBatch:
     """What ``rank`` gets; no communication."""
     group = ContextGroup(None, 0, tuple(range(DEGREE)), rank)

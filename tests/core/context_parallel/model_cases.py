@@ -1,4 +1,5 @@
-"""Tiny Transformers models over context ranks and in one process: loss and every gradient in float64."""
+"""Tiny Transformers models over context ranks and in one process: loss and every
+gradient in float64."""
 
 from __future__ import annotations
 
@@ -51,10 +52,14 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         embd_pdrop=0,
         attn_pdrop=0,
     ),
-    "gpt_neox": functools.partial(_config, "GPTNeoX", hidden_dropout=0.0, attention_dropout=0.0),
+    "gpt_neox": functools.partial(
+        _config, "GPTNeoX", hidden_dropout=0.0, attention_dropout=0.0
+    ),
     "llama": functools.partial(_config, "Llama"),
     "mistral": functools.partial(_config, "Mistral", sliding_window=7),
-    "mixtral": functools.partial(_config, "Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": functools.partial(
+        _config, "Mixtral", num_local_experts=4, num_experts_per_tok=2
+    ),
     "qwen3": functools.partial(_config, "Qwen3", head_dim=8),
     "gemma3": functools.partial(
         _config,
@@ -65,9 +70,16 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         attn_logit_softcapping=None,
     ),
     "olmo2": functools.partial(_config, "Olmo2"),
-    "phi3": functools.partial(_config, "Phi3", attention_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0),
+    "phi3": functools.partial(
+        _config, "Phi3", attention_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    ),
     "starcoder2": functools.partial(
-        _config, "Starcoder2", attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0, sliding_window=6
+        _config,
+        "Starcoder2",
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        embedding_dropout=0.0,
+        sliding_window=6,
     ),
     "llama_dynamic": functools.partial(
         _config,
@@ -113,7 +125,8 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         attn_scale=0.5,
     ),
 }
-# Their positions' frequencies follow from the longest sequence that is computed together.
+# Their positions' frequencies follow from the longest sequence that is computed
+# together.
 LENGTH_DEPENDENT = ("llama_dynamic", "phi3_longrope")
 
 
@@ -144,23 +157,29 @@ def build(name: str) -> Any:
 
 
 def _norm_in_float64(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """Gemma's own adds up the weight's gradient over tokens in float32, which no order of summation survives."""
+    """Gemma's own adds up the weight's gradient over tokens in float32, which no order
+    of summation survives."""
     return norm._norm(x) * (1.0 + norm.weight)
 
 
 def whole_batch(run: Run) -> dict[str, torch.Tensor]:
-    """Rows with other numbers of targets; other padding, or documents that begin at other places, in every row."""
+    """Rows with other numbers of targets; other padding, or documents that begin at
+    other places, in every row."""
     generator = torch.Generator().manual_seed(17)
     tokens = torch.randint(3, VOCABULARY, (ROWS, run.length), generator=generator)
     labels = tokens.clone()
     for row in range(ROWS):
         labels[row, : 2 * row] = -100
-    labels[:, -3:] = torch.where(torch.rand(ROWS, 3, generator=generator) < 0.5, -100, labels[:, -3:])
+    labels[:, -3:] = torch.where(
+        torch.rand(ROWS, 3, generator=generator) < 0.5, -100, labels[:, -3:]
+    )
     batch = {"input_ids": tokens, "labels": labels}
     if run.rows in ("left", "right"):
         mask = torch.ones_like(tokens)
         for row in range(ROWS):
-            padding = slice(0, row) if run.rows == "left" else slice(run.length - row, None)
+            padding = (
+                slice(0, row) if run.rows == "left" else slice(run.length - row, None)
+            )
             mask[row, padding], labels[row, padding] = 0, -100
             if run.rows == "left":
                 labels[row, row] = -100
@@ -168,7 +187,9 @@ def whole_batch(run: Run) -> dict[str, torch.Tensor]:
     if run.rows == "packed":
         position_ids = torch.arange(run.length).repeat(ROWS, 1)
         for row in range(ROWS):
-            for start in sorted((torch.randperm(run.length - 1, generator=generator)[:2] + 1).tolist()):
+            for start in sorted(
+                (torch.randperm(run.length - 1, generator=generator)[:2] + 1).tolist()
+            ):
                 position_ids[row, start:] = torch.arange(run.length - start)
                 labels[row, start] = -100
         batch["position_ids"] = position_ids
@@ -176,7 +197,9 @@ def whole_batch(run: Run) -> dict[str, torch.Tensor]:
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
+    )
 
 
 def alone(run: Run) -> tuple[float, dict[str, torch.Tensor]]:
@@ -189,25 +212,37 @@ def alone(run: Run) -> tuple[float, dict[str, torch.Tensor]]:
         model = build(run.model)
         inputs = {key: value.chunk(parts)[part] for key, value in batch.items()}
         if run.model == "gpt_oss" and run.rows == "packed" and run.context > 1:
-            inputs["attention_mask"] = separating_masks(inputs["position_ids"], window=5)
+            inputs["attention_mask"] = separating_masks(
+                inputs["position_ids"], window=5
+            )
         logits = model(**inputs, use_cache=False).logits
-        loss = cross_entropy_sum(logits, targets.chunk(parts)[part]) / (targets != -100).sum()
+        loss = (
+            cross_entropy_sum(logits, targets.chunk(parts)[part])
+            / (targets != -100).sum()
+        )
         loss.backward()
         total += loss.item()
         for name, parameter in model.named_parameters():
-            gradients[name] = gradients[name] + parameter.grad if part else parameter.grad
+            gradients[name] = (
+                gradients[name] + parameter.grad if part else parameter.grad
+            )
     return total, gradients
 
 
-def separating_masks(position_ids: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
-    """Masks [B, 1, S, S] to add to the scores, by kind of layer: those that GPT-OSS makes ignore ``position_ids``."""
+def separating_masks(
+    position_ids: torch.Tensor, window: int
+) -> dict[str, torch.Tensor]:
+    """Masks [B, 1, S, S] to add to the scores, by kind of layer: those that GPT-OSS
+    makes ignore ``position_ids``."""
     documents = F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(1)
     places = torch.arange(position_ids.shape[1])
     seen = (documents[:, :, None] == documents[:, None]) & (places[:, None] >= places)
     near = seen & (places[:, None] - places < window)
     lowest = torch.finfo(torch.float64).min
     return {
-        name: torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, lowest)[:, None]
+        name: torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, lowest)[
+            :, None
+        ]
         for name, mask in (("full_attention", seen), ("sliding_attention", near))
     }
 
@@ -220,10 +255,17 @@ def on_ranks(run: Run) -> tuple[ParallelModel, Any]:
         layers = model.model.layers
         for place, layer in enumerate(layers):
             layers[place] = torch.compile(layer, backend=run.compiled, fullgraph=True)
-    config = SmpConfig(shard_degree=run.shard, context_parallel_degree=run.context, tensor_parallel_degree=run.tensor)
+    config = SmpConfig(
+        shard_degree=run.shard,
+        context_parallel_degree=run.context,
+        tensor_parallel_degree=run.tensor,
+    )
     parallel = parallelize(model, config)
     mesh = parallel.mesh
-    mine = {key: value.chunk(mesh.data_size)[mesh.data_rank] for key, value in whole_batch(run).items()}
+    mine = {
+        key: value.chunk(mesh.data_size)[mesh.data_rank]
+        for key, value in whole_batch(run).items()
+    }
     if parallel.context is None:
         targets = F.pad(mine["labels"], (0, 1), value=-100)[:, 1:]
         count = (targets != -100).sum().double()
@@ -237,7 +279,9 @@ def on_ranks(run: Run) -> tuple[ParallelModel, Any]:
         with enabled(split):
             # Only what a careless caller gives: positions and targets are filled in.
             mask = split.batch.get("attention_mask")
-            logits = parallel.module(split.batch["input_ids"], attention_mask=mask, use_cache=False).logits
+            logits = parallel.module(
+                split.batch["input_ids"], attention_mask=mask, use_cache=False
+            ).logits
             loss = cross_entropy_sum(logits, split.shift_labels) / split.tokens_per_rank
             loss.backward()
     dist.all_reduce(loss.detach_())
@@ -254,8 +298,13 @@ def errors(runs: list[Run]) -> list[tuple[Run, float, float, float]]:
         for name, parameter in parallel.module.named_parameters():
             gradient = parameter.grad
             assert gradient is not None, name
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            worst = max(worst, (whole - expected[name.replace("_orig_mod.", "")]).abs().max().item())
+            whole = (
+                gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            )
+            worst = max(
+                worst,
+                (whole - expected[name.replace("_orig_mod.", "")]).abs().max().item(),
+            )
         largest = max(gradient.abs().max().item() for gradient in expected.values())
         found.append((run, abs(loss.item() - expected_loss), worst, largest))
     return found

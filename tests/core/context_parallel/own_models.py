@@ -1,4 +1,5 @@
-"""Random models of one's own: features that look along the tokens outside of attention, and features that do not."""
+"""Random models of one's own: features that look along the tokens outside of attention,
+and features that do not."""
 
 from __future__ import annotations
 
@@ -16,24 +17,93 @@ from smp_core.context_parallel.replaced_attention import positions, weighted_mea
 VOCABULARY, WIDTH, LENGTH, TABLE = 29, 16, 16, 64
 
 WRONG = (
-    *("arange", "sliced table", "sinusoids", "cumsum of a mask", "rotary by length", "tril", "fixed table"),
-    *("conv", "depthwise conv", "average pool", "max pool", "max", "mean", "centered", "class token", "last token"),
-    *("roll", "difference", "cumulative sum", "flip", "token mixing", "softmax over tokens", "gru", "lstm"),
-    *("bag of tokens", "own attention", "fft", "token shift", "sorted", "unfold", "flatten"),
+    *(
+        "arange",
+        "sliced table",
+        "sinusoids",
+        "cumsum of a mask",
+        "rotary by length",
+        "tril",
+        "fixed table",
+    ),
+    *(
+        "conv",
+        "depthwise conv",
+        "average pool",
+        "max pool",
+        "max",
+        "mean",
+        "centered",
+        "class token",
+        "last token",
+    ),
+    *(
+        "roll",
+        "difference",
+        "cumulative sum",
+        "flip",
+        "token mixing",
+        "softmax over tokens",
+        "gru",
+        "lstm",
+    ),
+    *(
+        "bag of tokens",
+        "own attention",
+        "fft",
+        "token shift",
+        "sorted",
+        "unfold",
+        "flatten",
+    ),
 )
 WRONG_STEPS = ("shifted step", "class step", "last step", "mean step")
-WRONG_ENDS = ("shifted loss", "class head", "last head", "mean head", "rolled targets", "sequence loss")
+WRONG_ENDS = (
+    "shifted loss",
+    "class head",
+    "last head",
+    "mean head",
+    "rolled targets",
+    "sequence loss",
+)
 FINE = (
-    *("mlp", "norm", "glu", "layer scale", "bias by position", "sinusoids by position", "dropout 0", "dropout"),
-    *("conv over channels", "group norm of channels", "experts", "router", "rotary", "embedding of inputs", "noise"),
-    *("bidirectional", "causal", "grouped", "multi-head", "encoder layer", "checkpointed", "reshaped", "buffer"),
+    *(
+        "mlp",
+        "norm",
+        "glu",
+        "layer scale",
+        "bias by position",
+        "sinusoids by position",
+        "dropout 0",
+        "dropout",
+    ),
+    *(
+        "conv over channels",
+        "group norm of channels",
+        "experts",
+        "router",
+        "rotary",
+        "embedding of inputs",
+        "noise",
+    ),
+    *(
+        "bidirectional",
+        "causal",
+        "grouped",
+        "multi-head",
+        "encoder layer",
+        "checkpointed",
+        "reshaped",
+        "buffer",
+    ),
 )
 ENDS = ("logits", "loss", "weighted loss", "tuple", "mapping", "flat logits")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model: features in order, how it ends, and what the step makes of its logits."""
+    """A model: features in order, how it ends, and what the step makes of its
+    logits."""
 
     features: tuple[str, ...]
     end: str
@@ -42,7 +112,11 @@ class Case:
 
     @property
     def is_right(self) -> bool:
-        return not {*self.features, self.end, self.step} & {*WRONG, *WRONG_ENDS, *WRONG_STEPS}
+        return not {*self.features, self.end, self.step} & {
+            *WRONG,
+            *WRONG_ENDS,
+            *WRONG_STEPS,
+        }
 
 
 def draw(seed: int) -> Case:
@@ -69,7 +143,10 @@ class Feature(nn.Module):
         super().__init__()
         self.name = name
         self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gate, self.scale = nn.Linear(WIDTH, 3), nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.gate, self.scale = (
+            nn.Linear(WIDTH, 3),
+            nn.Parameter(torch.rand(WIDTH) + 0.5),
+        )
         self.table, self.norm = nn.Embedding(TABLE, WIDTH), nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.learned = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
@@ -77,18 +154,34 @@ class Feature(nn.Module):
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=conv)
         self.channels = nn.Conv1d(WIDTH, WIDTH, 1)
         self.group_norm, self.mix = nn.GroupNorm(4, WIDTH), nn.Linear(LENGTH, LENGTH)
-        self.rnn: Any = nn.LSTM(WIDTH, WIDTH, batch_first=True) if name == "lstm" else None
+        self.rnn: Any = (
+            nn.LSTM(WIDTH, WIDTH, batch_first=True) if name == "lstm" else None
+        )
         self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True) if name == "gru" else self.rnn
-        self.heads = nn.MultiheadAttention(WIDTH, 4, batch_first=True) if name == "multi-head" else None
+        self.heads = (
+            nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+            if name == "multi-head"
+            else None
+        )
         layer = name == "encoder layer"
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.0, batch_first=True) if layer else None
+        self.layer = (
+            nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.0, batch_first=True)
+            if layer
+            else None
+        )
         self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
         return x + self.out(self.compute(self.norm(x), tokens, places))
 
-    def compute(self, x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return getattr(self, f"_{self.name.replace(' ', '_').replace('-', '_')}")(x, tokens, places)
+    def compute(
+        self, x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        return getattr(self, f"_{self.name.replace(' ', '_').replace('-', '_')}")(
+            x, tokens, places
+        )
 
     # What counts positions by its own length
 
@@ -166,7 +259,12 @@ class Feature(nn.Module):
     _lstm = _gru
 
     def _bag_of_tokens(self, x: Any, tokens: Any, _: Any) -> Any:
-        return x + F.one_hot(tokens, VOCABULARY).sum(1, keepdim=True).to(x.dtype)[..., :WIDTH]
+        return (
+            x
+            + F.one_hot(tokens, VOCABULARY)
+            .sum(1, keepdim=True)
+            .to(x.dtype)[..., :WIDTH]
+        )
 
     def _own_attention(self, x: Any, *_: Any) -> Any:
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -228,7 +326,11 @@ class Feature(nn.Module):
         out = torch.zeros_like(flat)
         for expert in range(3):
             rows, slots = torch.where(chosen == expert)
-            out.index_add_(0, rows, self.into(flat[rows]) * weights[rows, slots, None] * (expert + 1))
+            out.index_add_(
+                0,
+                rows,
+                self.into(flat[rows]) * weights[rows, slots, None] * (expert + 1),
+            )
         return out.view_as(x)
 
     def _router(self, x: Any, *_: Any) -> Any:
@@ -250,8 +352,15 @@ class Feature(nn.Module):
 
     def _grouped(self, x: Any, *_: Any) -> Any:
         q, k, v = self.qkv(x).split([WIDTH, WIDTH, WIDTH], -1)
-        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (q, k[..., :8], v[..., :8]))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        q, k, v = (
+            part.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for part in (q, k[..., :8], v[..., :8])
+        )
+        return (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     def _multi_head(self, x: Any, *_: Any) -> Any:
         assert self.heads is not None
@@ -274,8 +383,15 @@ class Feature(nn.Module):
         return x / (1 + 0.1 * self.steps.to(x.dtype))
 
     def _attend(self, x: torch.Tensor, causal: bool) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        q, k, v = (
+            part.unflatten(-1, (4, 4)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        return (
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class OwnModel(nn.Module):
@@ -285,10 +401,18 @@ class OwnModel(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.case = case
-        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.words, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         self.features = nn.ModuleList(Feature(name) for name in case.features)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, places: torch.Tensor | None = None) -> Any:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        places: torch.Tensor | None = None,
+    ) -> Any:
         places = positions(tokens) if places is None else places
         x = self.words(tokens)
         for feature in self.features:
@@ -298,26 +422,43 @@ class OwnModel(nn.Module):
     def _end(self, x: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
         end = self.case.end
         if end in ("class head", "last head", "mean head"):
-            return self.head({"class head": x[:, 0], "last head": x[:, -1], "mean head": x.mean(1)}[end])
+            return self.head(
+                {"class head": x[:, 0], "last head": x[:, -1], "mean head": x.mean(1)}[
+                    end
+                ]
+            )
         logits = self.head(x)
         if end == "shifted loss":
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            return F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+            )
         if end == "rolled targets":
             return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if end == "sequence loss":
             return loss + logits.mean(1).square().mean()
-        ends = {"logits": logits, "loss": loss, "tuple": (logits, loss), "mapping": {"loss": loss, "logits": logits}}
+        ends = {
+            "logits": logits,
+            "loss": loss,
+            "tuple": (logits, loss),
+            "mapping": {"loss": loss, "logits": logits},
+        }
         ends |= {"flat logits": logits.flatten(0, 1)}
         return weighted_mean(loss) if end == "weighted loss" else ends[end]
 
 
-def loss_of(output: Any, targets: torch.Tensor, step: str = "cross entropy") -> torch.Tensor:
+def loss_of(
+    output: Any, targets: torch.Tensor, step: str = "cross entropy"
+) -> torch.Tensor:
     """The loss of what a model returned."""
     if step == "shifted step":
         return F.cross_entropy(output[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
     if step in WRONG_STEPS:
-        pooled = {"class step": output[:, 0], "last step": output[:, -1], "mean step": output.mean(1)}[step]
+        pooled = {
+            "class step": output[:, 0],
+            "last step": output[:, -1],
+            "mean step": output.mean(1),
+        }[step]
         return pooled.logsumexp(-1).square().mean()
     if isinstance(output, dict):
         return output["loss"]

@@ -1,4 +1,5 @@
-"""Batches split along the sequence: targets, documents, padding, counts, and what is refused."""
+"""Batches split along the sequence: targets, documents, padding, counts, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -10,15 +11,28 @@ import torch.distributed as dist
 
 from smp_core.context_parallel.batch import BatchLayout, ContextParallel
 from smp_core.context_parallel.key_value_exchange import register_group
-from smp_core.context_parallel.replaced_attention import enabled, part_of_mean, positions, weighted_mean
+from smp_core.context_parallel.replaced_attention import (
+    enabled,
+    part_of_mean,
+    positions,
+    weighted_mean,
+)
 from tests.core.context_parallel.measuring import DEGREE, split_on
 from tests.harness import run_ranks
 
 
-def rejoined(batch: Any, read: Any, layout: BatchLayout | None = None, **options: Any) -> torch.Tensor:
+def rejoined(
+    batch: Any, read: Any, layout: BatchLayout | None = None, **options: Any
+) -> torch.Tensor:
     """A tensor of the split batches, put together again."""
     parts = [split_on(rank, batch, layout, **options) for rank in range(DEGREE)]
-    return parts[0].plan.in_sequence_order(torch.cat([read(part).transpose(0, 1) for part in parts])).transpose(0, 1)
+    return (
+        parts[0]
+        .plan.in_sequence_order(
+            torch.cat([read(part).transpose(0, 1) for part in parts])
+        )
+        .transpose(0, 1)
+    )
 
 
 TOKENS = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]])
@@ -27,7 +41,10 @@ TOKENS = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]])
 def test_labels_are_shifted_before_they_are_split() -> None:
     batch = {"input_ids": TOKENS, "labels": TOKENS.clone()}
     targets = rejoined(batch, lambda part: part.shift_labels)
-    assert targets.tolist() == [[11, 12, 13, 14, 15, -100, -100, -100], [21, 22, 23, 24, 25, -100, -100, -100]]
+    assert targets.tolist() == [
+        [11, 12, 13, 14, 15, -100, -100, -100],
+        [21, 22, 23, 24, 25, -100, -100, -100],
+    ]
     # Where somebody shifts once more there is nothing to learn from.
     assert (rejoined(batch, lambda part: part.batch["labels"]) == -100).all()
     assert torch.equal(batch["labels"], TOKENS)
@@ -48,14 +65,22 @@ def test_models_that_do_not_shift_get_their_labels_where_they_are() -> None:
     ],
     ids=lambda told: next(iter(told)),
 )
-def test_packed_documents_restart_and_do_not_predict_one_another(told_by: dict[str, torch.Tensor]) -> None:
+def test_packed_documents_restart_and_do_not_predict_one_another(
+    told_by: dict[str, torch.Tensor],
+) -> None:
     batch = {"input_ids": TOKENS, "labels": TOKENS, **told_by}
     part = split_on(0, batch)
     assert part.plan.documents == ((0, 2, 6), (0, 5, 6))
     assert set(part.batch) == {"input_ids", "labels", "shift_labels", "position_ids"}
-    assert rejoined(batch, lambda part: part.position_ids)[:, :6].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0]]
+    assert rejoined(batch, lambda part: part.position_ids)[:, :6].tolist() == [
+        [0, 1, 0, 1, 2, 3],
+        [0, 1, 2, 3, 4, 0],
+    ]
     targets = rejoined(batch, lambda part: part.shift_labels)[:, :6]
-    assert targets.tolist() == [[11, -100, 13, 14, 15, -100], [21, 22, 23, 24, -100, -100]]
+    assert targets.tolist() == [
+        [11, -100, 13, 14, 15, -100],
+        [21, 22, 23, 24, -100, -100],
+    ]
 
 
 def test_padding_is_a_document_of_its_own() -> None:
@@ -68,11 +93,21 @@ def test_padding_is_a_document_of_its_own() -> None:
 
 
 def test_other_tensors_of_the_sequence_are_split_and_others_are_not() -> None:
-    batch = {"inputs_embeds": torch.randn(2, 6, 3), "token_type_ids": TOKENS, "ids": torch.tensor([1, 2]), "name": "x"}
+    batch = {
+        "inputs_embeds": torch.randn(2, 6, 3),
+        "token_type_ids": TOKENS,
+        "ids": torch.tensor([1, 2]),
+        "name": "x",
+    }
     part = split_on(1, batch)
-    assert part.batch["inputs_embeds"].shape == (2, 4, 3) and part.batch["token_type_ids"].shape == (2, 4)
+    assert part.batch["inputs_embeds"].shape == (2, 4, 3) and part.batch[
+        "token_type_ids"
+    ].shape == (2, 4)
     assert part.batch["ids"].tolist() == [1, 2] and part.batch["name"] == "x"
-    assert torch.equal(rejoined(batch, lambda part: part.batch["inputs_embeds"])[:, :6], batch["inputs_embeds"])
+    assert torch.equal(
+        rejoined(batch, lambda part: part.batch["inputs_embeds"])[:, :6],
+        batch["inputs_embeds"],
+    )
 
 
 class Pair(NamedTuple):
@@ -85,20 +120,37 @@ def test_pairs_are_split_as_they_are() -> None:
     for batch in ((TOKENS, target), [TOKENS, target], Pair(TOKENS, target)):
         part = split_on(0, batch)
         assert type(part.batch) is type(batch)
-        assert rejoined(batch, lambda part: part.batch[1])[:, :6].tolist() == target.tolist()
-        assert rejoined(batch, lambda part: part.shift_labels)[:, 6:].tolist() == [[-100, -100]] * 2
+        assert (
+            rejoined(batch, lambda part: part.batch[1])[:, :6].tolist()
+            == target.tolist()
+        )
+        assert (
+            rejoined(batch, lambda part: part.shift_labels)[:, 6:].tolist()
+            == [[-100, -100]] * 2
+        )
 
 
 def test_the_layout_says_keys_dims_and_values() -> None:
     """[S, B] tensors under other names."""
-    batch = {"words": TOKENS.T.contiguous(), "next": TOKENS.T + 1, "weights": torch.ones(6, 2)}
+    batch = {
+        "words": TOKENS.T.contiguous(),
+        "next": TOKENS.T + 1,
+        "weights": torch.ones(6, 2),
+    }
     layout = BatchLayout(
-        dims={"words": 0, "next": 0}, targets="next", shift_targets=False, order="contiguous", pad_values={"words": 9}
+        dims={"words": 0, "next": 0},
+        targets="next",
+        shift_targets=False,
+        order="contiguous",
+        pad_values={"words": 9},
     )
     parts = [split_on(rank, batch, layout) for rank in range(2)]
     words = torch.cat([part.batch["words"] for part in parts])
     assert words.tolist() == [*TOKENS.T.tolist(), [9, 9], [9, 9]]
-    assert torch.cat([part.batch["next"] for part in parts])[6:].tolist() == [[-100, -100]] * 2
+    assert (
+        torch.cat([part.batch["next"] for part in parts])[6:].tolist()
+        == [[-100, -100]] * 2
+    )
     assert parts[0].batch["weights"].shape == (6, 2)
     assert parts[0].plan.order == "contiguous"
 
@@ -109,31 +161,57 @@ def test_the_layout_says_keys_dims_and_values() -> None:
         (TOKENS, None, "a mapping with input_ids and labels, or a tuple"),
         ({"x": TOKENS}, None, "neither input_ids nor inputs_embeds"),
         ((torch.tensor([1, 2]), TOKENS), None, "has no sequence"),
-        ({"input_ids": TOKENS, "labels": torch.tensor([0, 1])}, None, "labels of .2,. are not per token"),
-        ({"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 6, 6)}, None, r"attention_mask has to be \[B, S\]"),
         (
-            {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 6, [1, 1, 0, 0, 1, 1]])},
+            {"input_ids": TOKENS, "labels": torch.tensor([0, 1])},
+            None,
+            "labels of .2,. are not per token",
+        ),
+        (
+            {"input_ids": TOKENS, "attention_mask": torch.ones(2, 1, 6, 6)},
+            None,
+            r"attention_mask has to be \[B, S\]",
+        ),
+        (
+            {
+                "input_ids": TOKENS,
+                "attention_mask": torch.tensor([[1] * 6, [1, 1, 0, 0, 1, 1]]),
+            },
             None,
             "row 1 has zeros between tokens of one document .after token 1.",
         ),
-        ({"input_ids": TOKENS, "position_ids": torch.zeros(3, 2, 6)}, None, "multimodal positions"),
-        ({"a": TOKENS, "b": TOKENS[:, :3]}, BatchLayout(dims={"a": 1, "b": 1}), "differ in length: {'a': 6, 'b': 3}"),
+        (
+            {"input_ids": TOKENS, "position_ids": torch.zeros(3, 2, 6)},
+            None,
+            "multimodal positions",
+        ),
+        (
+            {"a": TOKENS, "b": TOKENS[:, :3]},
+            BatchLayout(dims={"a": 1, "b": 1}),
+            "differ in length: {'a': 6, 'b': 3}",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_batches_that_cannot_be_split_are_refused(batch: Any, layout: BatchLayout | None, message: str) -> None:
+def test_batches_that_cannot_be_split_are_refused(
+    batch: Any, layout: BatchLayout | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         split_on(0, batch, layout)
 
 
 def test_a_hole_between_documents_is_padding() -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1]])
-    batch = {"input_ids": TOKENS[:1], "attention_mask": mask, "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1]])}
+    batch = {
+        "input_ids": TOKENS[:1],
+        "attention_mask": mask,
+        "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1]]),
+    }
     assert split_on(0, batch).plan.documents == ((0, 2, 3, 4, 6),)
 
 
 def counted_and_gathered() -> dict[str, Any]:
-    """Two pairs of context ranks; other batches on every rank, of which the first of each pair counts."""
+    """Two pairs of context ranks; other batches on every rank, of which the first of
+    each pair counts."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     context = ContextParallel(register_group(pairs[rank // 2]), dist.group.WORLD)
@@ -142,7 +220,9 @@ def counted_and_gathered() -> dict[str, Any]:
     target[:, : 1 + rank] = -100
     split = context.split((tokens, target))
     _, local = split.batch
-    outputs = context.gather_all({"logits": split.batch[0][..., None].float(), "loss": torch.tensor(1.0)}, split)
+    outputs = context.gather_all(
+        {"logits": split.batch[0][..., None].float(), "loss": torch.tensor(1.0)}, split
+    )
     with enabled(split):
         of_targets = torch.where(local != -100, local, 0).sum() / (local != -100).sum()
         automatic = part_of_mean(of_targets)
@@ -165,7 +245,9 @@ def test_targets_count_over_all_ranks_and_outputs_come_back_whole() -> None:
     seen = run_ranks(counted_and_gathered, 4)
     targets = [*range(1, 6), *range(23, 26)]
     for rank, result in enumerate(seen):
-        assert result["tokens"] == [20 * (rank // 2) + i for i in range(6)], "the first peer's batch, without padding"
+        assert result["tokens"] == [20 * (rank // 2) + i for i in range(6)], (
+            "the first peer's batch, without padding"
+        )
         assert result["mean"] == pytest.approx(sum(targets) / len(targets), abs=1e-5)
         assert result["positions"] == ([0, 1, 6, 7] if rank % 2 == 0 else [2, 3, 4, 5])
         assert result["plain"] == list(range(6))

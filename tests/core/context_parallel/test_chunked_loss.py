@@ -26,21 +26,31 @@ def test_loss_and_gradients_are_the_same(chunk: int) -> None:
     expected = torch.autograd.grad(whole, (hidden, *head.parameters()))
     chunked = chunked_cross_entropy(hidden, head, labels, chunk)
     assert (chunked - whole).abs() <= 1e-13
-    for ours, theirs in zip(torch.autograd.grad(chunked, (hidden, *head.parameters())), expected, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(chunked, (hidden, *head.parameters())),
+        expected,
+        strict=True,
+    ):
         assert (ours - theirs).abs().max() <= 1e-13
 
 
 def test_logits_of_all_tokens_are_never_kept() -> None:
     hidden, head, labels = case()
-    whole = saved_bytes(lambda: F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()))
+    whole = saved_bytes(
+        lambda: F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
+    )
     chunked = saved_bytes(lambda: chunked_cross_entropy(hidden, head, labels, 4))
     assert whole >= labels.numel() * 50 * 8 > chunked
 
 
 def test_smoothed_labels_are_torchs_own() -> None:
     hidden, head, labels = case()
-    whole = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), label_smoothing=0.2)
-    assert (chunked_cross_entropy(hidden, head, labels, 5, label_smoothing=0.2) - whole).abs() <= 1e-13
+    whole = F.cross_entropy(
+        head(hidden).flatten(0, 1), labels.flatten(), label_smoothing=0.2
+    )
+    assert (
+        chunked_cross_entropy(hidden, head, labels, 5, label_smoothing=0.2) - whole
+    ).abs() <= 1e-13
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,5 +1,5 @@
-"""All kernels agree, and the fastest of those that take a call is chosen; CUDA's are stood in for by what torch
-documents of them."""
+"""All kernels agree, and the fastest of those that take a call is chosen; CUDA's are
+stood in for by what torch documents of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ def tensors(segments: Any, size: int = 16, value_size: int = 16) -> list[torch.T
     generator = torch.Generator().manual_seed(2)
     queries, keys = (sum(lengths) for lengths in zip(*segments, strict=True))
     of_queries, of_keys = (rows, queries, heads), (rows, keys, kv_heads)
-    shapes = [(*of_queries, value_size), (*of_queries, size), (*of_keys, size), (*of_keys, value_size)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    shapes = [
+        (*of_queries, value_size),
+        (*of_queries, size),
+        (*of_keys, size),
+        (*of_keys, value_size),
+    ]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    ]
 
 
 def run_with(
@@ -52,15 +59,20 @@ def test_cpu_flash_equals_plain_products(
 ) -> None:
     """1e-13: float64 rounding of sums over at most 40 keys."""
     ours = run_with("cpu", segments, causal, window, monkeypatch)
-    for one, other in zip(ours, run_with("math", segments, causal, window, monkeypatch), strict=True):
+    for one, other in zip(
+        ours, run_with("math", segments, causal, window, monkeypatch), strict=True
+    ):
         assert (one - other).abs().max() <= 1e-13
 
 
 class DocumentedFlash:
-    """``aten._flash_attention_forward/backward`` as torch documents them, by autograd over a mask: [B, L, H, D] or,
-    with cumulative lengths, [L, H, D] and an LSE [H, L]; masks aligned at the end; windows of (left + 1) keys."""
+    """``aten._flash_attention_forward/backward`` as torch documents them, by autograd
+    over a mask: [B, L, H, D] or, with cumulative lengths, [L, H, D] and an LSE [H, L];
+    masks aligned at the end; windows of (left + 1) keys."""
 
-    def _mask(self, q: int, k: int, causal: bool, left: int, right: int) -> torch.Tensor:
+    def _mask(
+        self, q: int, k: int, causal: bool, left: int, right: int
+    ) -> torch.Tensor:
         at = torch.arange(q)[:, None] + k - q
         key = torch.arange(k)[None]
         hidden = torch.zeros(q, k, dtype=torch.bool)
@@ -70,15 +82,39 @@ class DocumentedFlash:
             hidden |= key < at - left
         return hidden
 
-    def _dense(self, q: Any, k: Any, v: Any, causal: bool, scale: float, left: int = -1, right: int = -1) -> Any:
+    def _dense(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        causal: bool,
+        scale: float,
+        left: int = -1,
+        right: int = -1,
+    ) -> Any:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
         share = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
         scores = torch.einsum("blhd,bmhd->bhlm", q, k) * scale
-        scores = scores.masked_fill(self._mask(q.shape[1], k.shape[1], causal, left, right), float("-inf"))
-        return torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), v), scores.logsumexp(-1)
+        scores = scores.masked_fill(
+            self._mask(q.shape[1], k.shape[1], causal, left, right), float("-inf")
+        )
+        return torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), v), scores.logsumexp(
+            -1
+        )
 
-    def _any(self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, causal: bool, **o: Any) -> Any:
+    def _any(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        causal: bool,
+        **o: Any,
+    ) -> Any:
         options = {
             "scale": o["scale"],
             "left": o.get("window_size_left", -1),
@@ -88,24 +124,57 @@ class DocumentedFlash:
             assert (max_q, max_k) == (q.shape[1], k.shape[1])
             return self._dense(q, k, v, causal, **options)
         sizes_q, sizes_k = cu_q.diff().tolist(), cu_k.diff().tolist()
-        assert (max_q, max_k) == (max(sizes_q), max(sizes_k)) and cu_q.dtype == cu_k.dtype == torch.int32
+        assert (max_q, max_k) == (
+            max(sizes_q),
+            max(sizes_k),
+        ) and cu_q.dtype == cu_k.dtype == torch.int32
         pieces = [
             self._dense(a[None], b[None], c[None], causal, **options)
-            for a, b, c in zip(q.split(sizes_q), k.split(sizes_k), v.split(sizes_k), strict=True)
+            for a, b, c in zip(
+                q.split(sizes_q), k.split(sizes_k), v.split(sizes_k), strict=True
+            )
         ]
-        return torch.cat([out[0] for out, _ in pieces]), torch.cat([lse[0] for _, lse in pieces], 1)
+        return torch.cat([out[0] for out, _ in pieces]), torch.cat(
+            [lse[0] for _, lse in pieces], 1
+        )
 
-    def _flash_attention_forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **options):  # type: ignore[no-untyped-def]
+    def _flash_attention_forward(
+        self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **options
+    ):  # type: ignore[no-untyped-def]
         assert dropout == 0.0 and debug is False
-        return (*self._any(q, k, v, cu_q, cu_k, max_q, max_k, causal, **options), None, None, None)
+        return (
+            *self._any(q, k, v, cu_q, cu_k, max_q, max_k, causal, **options),
+            None,
+            None,
+            None,
+        )
 
     def _flash_attention_backward(  # type: ignore[no-untyped-def]
-        self, grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng_state, unused, **options
+        self,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        rng_state,
+        unused,
+        **options,
     ):
-        assert lse.is_contiguous() and dropout == 0.0 and rng_state.dtype == torch.uint64
+        assert (
+            lse.is_contiguous() and dropout == 0.0 and rng_state.dtype == torch.uint64
+        )
         with torch.enable_grad():
             q, k, v = (tensor.detach().requires_grad_(True) for tensor in (q, k, v))
-            again, again_lse = self._any(q, k, v, cu_q, cu_k, max_q, max_k, causal, **options)
+            again, again_lse = self._any(
+                q, k, v, cu_q, cu_k, max_q, max_k, causal, **options
+            )
         torch.testing.assert_close(again, out)
         torch.testing.assert_close(again_lse, lse)
         return torch.autograd.grad(again, (q, k, v), grad)
@@ -115,36 +184,78 @@ class DocumentedFlash:
 @pytest.mark.parametrize(("causal", "window"), MASKS)
 @pytest.mark.parametrize("segments", SEGMENTS, ids=str)
 def test_cuda_flash_is_called_as_torch_documents_it(
-    segments: Any, causal: bool, window: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+    segments: Any,
+    causal: bool,
+    window: int | None,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if name == "flash":
         monkeypatch.setattr(flash, "aten", DocumentedFlash())
     else:
         monkeypatch.setattr(flash, "flash_3", DocumentedFlash)
     ours = run_with(name, segments, causal, window, monkeypatch)
-    for one, other in zip(ours, run_with("math", segments, causal, window, monkeypatch), strict=True):
+    for one, other in zip(
+        ours, run_with("math", segments, causal, window, monkeypatch), strict=True
+    ):
         assert (one - other).abs().max() <= 1e-13
 
 
 class DocumentedCudnn:
-    """``aten._scaled_dot_product_cudnn_attention`` and its backward as torch's context parallelism calls them: heads
-    first, masks aligned at the start, an LSE [B, H, L, 1]."""
+    """``aten._scaled_dot_product_cudnn_attention`` and its backward as torch's context
+    parallelism calls them: heads first, masks aligned at the start, an LSE [B, H, L,
+    1]."""
 
-    def _both(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        assert all(tensor.shape[-1] % 8 == 0 for tensor in (q, k, v)) and q.shape[-1] == k.shape[-1]
+    def _both(
+        self, q: Any, k: Any, v: Any, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert (
+            all(tensor.shape[-1] % 8 == 0 for tensor in (q, k, v))
+            and q.shape[-1] == k.shape[-1]
+        )
         share = q.shape[1] // k.shape[1]
         scores = q @ k.repeat_interleave(share, 1).transpose(2, 3) * scale
         if causal:
             late = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
             scores = scores.masked_fill(late, float("-inf"))
-        return scores.softmax(-1) @ v.repeat_interleave(share, 1), scores.logsumexp(-1, keepdim=True)
+        return scores.softmax(-1) @ v.repeat_interleave(share, 1), scores.logsumexp(
+            -1, keepdim=True
+        )
 
-    def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
+    def _scaled_dot_product_cudnn_attention(
+        self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale
+    ):  # type: ignore[no-untyped-def]
         assert bias is None and with_lse is True and dropout == 0.0 and debug is False
-        return (*self._both(q, k, v, causal, scale), None, None, q.shape[2], k.shape[2], None, None, None)
+        return (
+            *self._both(q, k, v, causal, scale),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            None,
+            None,
+            None,
+        )
 
     def _scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-untyped-def]
-        self, grad, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale
+        self,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        seed,
+        offset,
+        bias,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        *,
+        scale,
     ):
         assert bias is None and cu_q is None and cu_k is None and dropout == 0.0
         assert (max_q, max_k) == (q.shape[2], k.shape[2]) and lse.is_contiguous()
@@ -153,11 +264,20 @@ class DocumentedCudnn:
         wide_k, wide_v = (tensor.repeat_interleave(share, 1) for tensor in (k, v))
         scores = q @ wide_k.transpose(2, 3) * scale
         if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-        weights = (scores - lse).exp()  # of the whole row, which may have more keys than these
-        grad_scores = weights * (grad @ wide_v.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)) * scale
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf")
+            )
+        # Of the whole row, which may have more keys than these.
+        weights = (scores - lse).exp()
+        grad_scores = (
+            weights
+            * (grad @ wide_v.transpose(2, 3) - (grad * out).sum(-1, keepdim=True))
+            * scale
+        )
         dk, dv = grad_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ grad
-        return grad_scores @ wide_k, *(each.unflatten(1, (-1, share)).sum(2) for each in (dk, dv))
+        return grad_scores @ wide_k, *(
+            each.unflatten(1, (-1, share)).sum(2) for each in (dk, dv)
+        )
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (12, 20)], ids=str)
@@ -168,7 +288,9 @@ def test_cudnn_is_called_as_torch_does(
 ) -> None:
     monkeypatch.setattr(start_aligned, "aten", DocumentedCudnn())
     ours = run_with("cuDNN", segments, causal, None, monkeypatch, sizes)
-    for one, other in zip(ours, run_with("math", segments, causal, None, monkeypatch, sizes), strict=True):
+    for one, other in zip(
+        ours, run_with("math", segments, causal, None, monkeypatch, sizes), strict=True
+    ):
         assert one.shape == other.shape and (one - other).abs().max() <= 1e-13
 
 
@@ -180,14 +302,23 @@ def test_heads_of_sizes_that_a_kernel_does_not_take_are_padded(
 ) -> None:
     monkeypatch.setattr(flash, "aten", DocumentedFlash())
     ours = run_with(name, segments, True, None, monkeypatch, sizes)
-    for one, other in zip(ours, run_with("math", segments, True, None, monkeypatch, sizes), strict=True):
+    for one, other in zip(
+        ours, run_with("math", segments, True, None, monkeypatch, sizes), strict=True
+    ):
         assert one.shape == other.shape
-        assert (one - other).abs().max() <= (1e-13 if sizes[0] < 100 else 1e-12)  # sums of ten times as many terms
+        # Sums of ten times as many terms.
+        assert (one - other).abs().max() <= (1e-13 if sizes[0] < 100 else 1e-12)
 
 
-def test_cumulative_lengths_are_copied_to_the_device_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cumulative_lengths_are_copied_to_the_device_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     copies: list[object] = []
-    monkeypatch.setattr(flash.streams, "on_device", lambda values, *_: copies.append(values) or torch.tensor(values))
+    monkeypatch.setattr(
+        flash.streams,
+        "on_device",
+        lambda values, *_: copies.append(values) or torch.tensor(values),
+    )
     for _ in range(3):
         flash._varlen(((2, 5), (3, 4)), torch.device("cpu"))
     assert copies == [[0, 2, 5], [0, 5, 9]]
@@ -196,12 +327,19 @@ def test_cumulative_lengths_are_copied_to_the_device_once_for_all_layers(monkeyp
 # Which kernel
 
 
-def names_for(device: str, dtype: torch.dtype, size: int = 64, value_size: int = 64, **call: Any) -> list[str]:
-    """Kernels between which there is a choice; tensors on "meta" that pose as a device's."""
+def names_for(
+    device: str, dtype: torch.dtype, size: int = 64, value_size: int = 64, **call: Any
+) -> list[str]:
+    """Kernels between which there is a choice; tensors on "meta" that pose as a
+    device's."""
 
     class Like:
         def __init__(self, size: int) -> None:
-            self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 64, 4, size)
+            self.device, self.dtype, self.shape = (
+                torch.device(device),
+                dtype,
+                (1, 64, 4, size),
+            )
 
     masks = Masks(call.get("segments", ((64, 64),)), 1.0, True, call.get("window"))
     given = (Like(size), Like(size), Like(value_size), masks)
@@ -210,35 +348,66 @@ def names_for(device: str, dtype: torch.dtype, size: int = 64, value_size: int =
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that has all kernels; the tensors are no tensors, so cuDNN's answer is told."""
+    """A device that has all kernels; the tensors are no tensors, so cuDNN's answer is
+    told."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(flash, "flash_3", lambda: SimpleNamespace())
     monkeypatch.setattr(start_aligned, "SDPAParams", lambda *_: None)
-    monkeypatch.setattr(start_aligned, "can_use_cudnn_attention", lambda _: torch.backends.cuda.cudnn_sdp_enabled())
-    monkeypatch.setattr(Kernel, "padded", lambda self, *tensors: [torch.empty(1, 1, 1, 1)] * len(tensors))
+    monkeypatch.setattr(
+        start_aligned,
+        "can_use_cudnn_attention",
+        lambda _: torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+    monkeypatch.setattr(
+        Kernel,
+        "padded",
+        lambda self, *tensors: [torch.empty(1, 1, 1, 1)] * len(tensors),
+    )
 
 
 @pytest.mark.usefixtures("hopper")
-def test_each_device_and_shape_gets_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_and_shape_gets_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     half = torch.bfloat16
-    assert names_for("cuda", half) == names_for("cuda", torch.float16) == ["flash", "FA3", "cuDNN"]
-    assert names_for("cuda", half, 192, 128) == names_for("cuda", half, 60, 60) == ["flash", "FA3", "cuDNN"]
-    assert names_for("cuda", half, window=63) == ["flash", "FA3"] and len(names_for("cuda", half, window=64)) == 3
+    assert (
+        names_for("cuda", half)
+        == names_for("cuda", torch.float16)
+        == ["flash", "FA3", "cuDNN"]
+    )
+    assert (
+        names_for("cuda", half, 192, 128)
+        == names_for("cuda", half, 60, 60)
+        == ["flash", "FA3", "cuDNN"]
+    )
+    assert (
+        names_for("cuda", half, window=63) == ["flash", "FA3"]
+        and len(names_for("cuda", half, window=64)) == 3
+    )
     assert names_for("cuda", half, segments=((30, 30), (34, 34))) == ["flash", "FA3"]
-    assert names_for("cuda", torch.float32) == names_for("cuda", half, 512, 512) == ["math"]
+    assert (
+        names_for("cuda", torch.float32)
+        == names_for("cuda", half, 512, 512)
+        == ["math"]
+    )
     monkeypatch.setattr(flash, "flash_3", lambda: None)
     assert names_for("cuda", half) == ["flash", "cuDNN"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert names_for("cuda", torch.float16) == ["math"]
     assert (
-        names_for("cpu", half) == names_for("cpu", torch.float64) == names_for("cpu", torch.float32, 64, 32) == ["cpu"]
+        names_for("cpu", half)
+        == names_for("cpu", torch.float64)
+        == names_for("cpu", torch.float32, 64, 32)
+        == ["cpu"]
     )
     assert names_for("mps", torch.float16) == ["math"]
 
 
 @pytest.mark.usefixtures("hopper")
-def test_torchs_own_switches_say_between_which_kernels_the_choice_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_own_switches_say_between_which_kernels_the_choice_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         assert names_for("cuda", torch.bfloat16) == ["cuDNN"]
         assert names_for("cuda", torch.bfloat16, window=9) == ["flash"], (
@@ -252,18 +421,23 @@ def test_torchs_own_switches_say_between_which_kernels_the_choice_is(monkeypatch
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(kernels, "current_flash_attention_impl", lambda: "FA4")
-    assert names_for("cuda", torch.bfloat16) == ["flash"], "its user has settled what runs behind this name"
+    assert names_for("cuda", torch.bfloat16) == ["flash"], (
+        "its user has settled what runs behind this name"
+    )
 
 
 class Choice:
-    """Kernels that take all calls of the CPU, between which :mod:`kernels` has to choose, by times that are told."""
+    """Kernels that take all calls of the CPU, between which :mod:`kernels` has to
+    choose, by times that are told."""
 
     def __init__(self, patch: pytest.MonkeyPatch, **milliseconds: float) -> None:
         self.ran: list[str] = []
         self.fails: set[str] = set()
         self.factor = dict.fromkeys(milliseconds, 1.0)
         self.tried: list[str] = []
-        self.fastest = FastestKernel(lambda work: (work(), milliseconds[self.ran[-1]])[1])
+        self.fastest = FastestKernel(
+            lambda work: (work(), milliseconds[self.ran[-1]])[1]
+        )
         made = tuple(self._kernel(name) for name in milliseconds)
         patch.setattr(kernels, "kernels_for", lambda *_: made)
         patch.setattr(kernels, "FASTEST", self.fastest)
@@ -295,12 +469,21 @@ def test_the_fastest_kernel_is_found_once_for_all_calls_of_a_kind(
         choice.call()
     assert choice.ran == ["flash", "flash", "slow", "slow", "fast", "fast", "fast"]
     [line] = caplog.messages
-    assert line.startswith("attention of up to 8 x 8 tokens, 2 rows, heads (4, 4) of (16, 16), torch.float32, causal")
-    assert line.endswith("on cpu: fast, of flash 2.000 ms, slow 3.000 ms, fast 1.000 ms")
+    assert line.startswith(
+        "attention of up to 8 x 8 tokens, 2 rows, heads (4, 4) of (16, 16), torch.float32, causal"
+    )
+    assert line.endswith(
+        "on cpu: fast, of flash 2.000 ms, slow 3.000 ms, fast 1.000 ms"
+    )
     choice.ran.clear()
     torch.set_rng_state(random_state)
-    assert choice.call(8) == choice.call(5) == "fast" and choice.ran == ["fast", "fast"], "both are up to 8 tokens"
-    assert choice.call(9) == "fast" and len(choice.ran) == 9, "16 tokens are another kind"
+    assert choice.call(8) == choice.call(5) == "fast" and choice.ran == [
+        "fast",
+        "fast",
+    ], "both are up to 8 tokens"
+    assert choice.call(9) == "fast" and len(choice.ran) == 9, (
+        "16 tokens are another kind"
+    )
     assert len(choice.fastest.measured) == 2
 
 
@@ -320,8 +503,16 @@ def test_a_kernel_with_other_numbers_is_never_chosen(
     choice.factor |= {"wrong": 1.01, "nan": float("nan")}
     choice.fails = {"broken"}
     assert choice.call() == "flash"
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert ["its output is off by 0.01" in text for text in warnings] == [True, False, False]
+    warnings = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING
+    ]
+    assert ["its output is off by 0.01" in text for text in warnings] == [
+        True,
+        False,
+        False,
+    ]
     assert "wrong is left out" in warnings[0] and "off by nan" in warnings[1]
     assert warnings[2].endswith("broken is left out: RuntimeError: no plan")
 
@@ -332,7 +523,9 @@ def test_a_chosen_kernel_that_raises_later_gives_way(
     choice = Choice(monkeypatch, flash=2.0, fast=1.0)
     assert choice.call() == "fast"
     choice.fails = {"fast"}
-    assert choice.call() == "flash" and "fast raised, flash takes its place" in caplog.text
+    assert (
+        choice.call() == "flash" and "fast raised, flash takes its place" in caplog.text
+    )
     choice.fails = set()
     assert choice.call() == "flash"
     choice.fails = {"flash"}

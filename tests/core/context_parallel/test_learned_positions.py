@@ -1,4 +1,5 @@
-"""Sequences longer than a table of learned positions are refused with the limit, the length and what to type."""
+"""Sequences longer than a table of learned positions are refused with the limit, the
+length and what to type."""
 
 from __future__ import annotations
 
@@ -10,23 +11,41 @@ import transformers
 
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.key_value_exchange import ContextGroup
-from smp_core.context_parallel.learned_positions import learned_positions, require_lengths
+from smp_core.context_parallel.learned_positions import (
+    learned_positions,
+    require_lengths,
+)
 
 LIMIT, WORDS = 8, 11
-SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": WORDS, "pad_token_id": 1}
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": WORDS,
+    "pad_token_id": 1,
+}
 MODELS: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=WORDS, n_positions=LIMIT, n_embd=8, n_layer=1, n_head=2)
+        transformers.GPT2Config(
+            vocab_size=WORDS, n_positions=LIMIT, n_embd=8, n_layer=1, n_head=2
+        )
     ),
     "bert": lambda: transformers.BertForMaskedLM(
-        transformers.BertConfig(**SMALL, max_position_embeddings=LIMIT, intermediate_size=8)
+        transformers.BertConfig(
+            **SMALL, max_position_embeddings=LIMIT, intermediate_size=8
+        )
     ),
-    # Tables that begin with rows of no position: 2 of OPT's, padding_idx + 1 of RoBERTa's.
+    # Tables that begin with rows of no position: 2 of OPT's, padding_idx + 1 of
+    # RoBERTa's.
     "opt": lambda: transformers.OPTForCausalLM(
-        transformers.OPTConfig(**SMALL, max_position_embeddings=LIMIT, ffn_dim=8, word_embed_proj_dim=8)
+        transformers.OPTConfig(
+            **SMALL, max_position_embeddings=LIMIT, ffn_dim=8, word_embed_proj_dim=8
+        )
     ),
     "roberta": lambda: transformers.RobertaForMaskedLM(
-        transformers.RobertaConfig(**SMALL, max_position_embeddings=LIMIT + 2, intermediate_size=8)
+        transformers.RobertaConfig(
+            **SMALL, max_position_embeddings=LIMIT + 2, intermediate_size=8
+        )
     ),
 }
 
@@ -36,19 +55,30 @@ def ids(length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_call_is_refused_from_the_first_length_that_the_model_cannot_take(name: str) -> None:
+def test_a_call_is_refused_from_the_first_length_that_the_model_cannot_take(
+    name: str,
+) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     with pytest.raises((IndexError, RuntimeError)):
         model(ids(LIMIT + 1))  # what the model itself says
     require_lengths(model)
     model(ids(LIMIT))
-    for call in (lambda: model(ids(LIMIT + 1)), lambda: model(input_ids=ids(LIMIT + 1))):
+    for call in (
+        lambda: model(ids(LIMIT + 1)),
+        lambda: model(input_ids=ids(LIMIT + 1)),
+    ):
         with pytest.raises(ValueError) as refused:
             call()
-        for words in (f"sequences of {LIMIT + 1} tokens", f"at most {LIMIT} tokens", type(model).__name__):
+        for words in (
+            f"sequences of {LIMIT + 1} tokens",
+            f"at most {LIMIT} tokens",
+            type(model).__name__,
+        ):
             assert words in str(refused.value)
-        assert "shorter sequences" in str(refused.value) and "max_position_embeddings=" in str(refused.value)
+        assert "shorter sequences" in str(
+            refused.value
+        ) and "max_position_embeddings=" in str(refused.value)
 
 
 def test_documents_and_padding_count_by_their_own_positions() -> None:
@@ -68,7 +98,9 @@ def test_documents_and_padding_count_by_their_own_positions() -> None:
 def test_a_model_without_a_table_has_no_limit() -> None:
     """A vocabulary as large as the context is none either."""
     config = transformers.LlamaConfig(
-        **{**SMALL, "vocab_size": LIMIT}, intermediate_size=8, max_position_embeddings=LIMIT
+        **{**SMALL, "vocab_size": LIMIT},
+        intermediate_size=8,
+        max_position_embeddings=LIMIT,
     )
     model = transformers.LlamaForCausalLM(config)
     assert require_lengths(model) is None
@@ -77,9 +109,18 @@ def test_a_model_without_a_table_has_no_limit() -> None:
 
 def test_a_batch_is_refused_before_it_is_split() -> None:
     """A rank's part would fit."""
-    sequences = ContextParallel(ContextGroup(None, 0, (0, 1), 0), learned=learned_positions(MODELS["gpt2"]()))
+    sequences = ContextParallel(
+        ContextGroup(None, 0, (0, 1), 0), learned=learned_positions(MODELS["gpt2"]())
+    )
     assert sequences.split({"input_ids": ids(LIMIT)}, count=False).length == LIMIT
-    with pytest.raises(ValueError, match=f"sequences of {LIMIT + 1} tokens: GPT2LMHeadModel"):
+    with pytest.raises(
+        ValueError, match=f"sequences of {LIMIT + 1} tokens: GPT2LMHeadModel"
+    ):
         sequences.split({"input_ids": ids(LIMIT + 1)}, count=False)
     starts = torch.cat([torch.arange(LIMIT), torch.arange(4)])[None].expand(2, -1)
-    assert sequences.split({"input_ids": ids(LIMIT + 4), "position_ids": starts}, count=False).length == LIMIT + 4
+    assert (
+        sequences.split(
+            {"input_ids": ids(LIMIT + 4), "position_ids": starts}, count=False
+        ).length
+        == LIMIT + 4
+    )

@@ -1,4 +1,5 @@
-"""What a rank keeps for backward falls with the number of ranks that share a sequence."""
+"""What a rank keeps for backward falls with the number of ranks that share a
+sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ LENGTH = 512
 
 
 def kept_for_backward(degrees: list[int]) -> list[int]:
-    """Saved-tensor bytes of one forward of a Llama on 512-token sequences, for each context degree."""
+    """Saved-tensor bytes of one forward of a Llama on 512-token sequences, for each
+    context degree."""
     found = []
     for context in degrees:
         run = Run("llama", 4, context, length=LENGTH)
@@ -33,7 +35,8 @@ def kept_for_backward(degrees: list[int]) -> list[int]:
 
 @pytest.mark.slow
 def test_saved_bytes_fall_as_one_over_the_degree() -> None:
-    """Within 10 %: what is not per token (gathered weights, of 16 dims here) is small beside 512 tokens."""
+    """Within 10 %: what is not per token (gathered weights, of 16 dims here) is small
+    beside 512 tokens."""
     for one, two, four in run_ranks(kept_for_backward, 4, [1, 2, 4]):
         assert abs(two / (one / 2) - 1) <= 0.1, two / one
         assert abs(four / (one / 4) - 1) <= 0.1, four / one

@@ -1,4 +1,5 @@
-"""Transformers models over context ranks have the loss and gradients that one process has."""
+"""Transformers models over context ranks have the loss and gradients that one process
+has."""
 
 from __future__ import annotations
 
@@ -29,15 +30,21 @@ def check(runs: list[Run], timeout: float = 240.0, tolerance: float = 1e-10) -> 
 
 
 chooser = random.Random(4)
-ONCE = [chooser.choice([run for run in MATRIX if run.model == model and run.context > 1]) for model in MODELS]
+ONCE = [
+    chooser.choice([run for run in MATRIX if run.model == model and run.context > 1])
+    for model in MODELS
+]
 
 
 MORE = [run for place, run in enumerate(ONCE) if place % 4]
 
 
-@pytest.mark.parametrize("runs", [ONCE[::4], pytest.param(MORE, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "runs", [ONCE[::4], pytest.param(MORE, marks=pytest.mark.slow)], ids=len
+)
 def test_loss_and_gradients_equal_one_process(runs: list[Run]) -> None:
-    """Every model once, with other degrees and rows, checkpointed or not; in the normal run every fourth."""
+    """Every model once, with other degrees and rows, checkpointed or not; in the normal
+    run every fourth."""
     check(runs)
 
 
@@ -54,6 +61,10 @@ def test_layers_compile_as_one_graph_each() -> None:
 
 @pytest.mark.slow
 def test_layers_compile_with_inductor() -> None:
-    """1e-7: Llama's norms add up in float32 whatever the dtype, and Inductor in another order. Checkpointed or not."""
-    runs = [Run("llama", 4, 2, "packed", checkpointing, compiled="inductor") for checkpointing in (False, True)]
+    """1e-7: Llama's norms add up in float32 whatever the dtype, and Inductor in another
+    order. Checkpointed or not."""
+    runs = [
+        Run("llama", 4, 2, "packed", checkpointing, compiled="inductor")
+        for checkpointing in (False, True)
+    ]
     check(runs, timeout=600, tolerance=1e-7)

@@ -7,12 +7,19 @@ import torch
 
 from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.sequence_plan import SequencePlan
-from tests.core.context_parallel.attention_cases import Case, largest_errors, matrix, sample, squared_errors
+from tests.core.context_parallel.attention_cases import (
+    Case,
+    largest_errors,
+    matrix,
+    sample,
+    squared_errors,
+)
 from tests.harness import run_ranks
 
 
 def check_float64(cases: list[Case], ranks: int, timeout: float = 240.0) -> None:
-    """1e-12: some hundred rounding errors of sums over up to 64 keys in another order."""
+    """1e-12: some hundred rounding errors of sums over up to 64 keys in another
+    order."""
     for seen in run_ranks(largest_errors, ranks, cases, timeout=timeout):
         wrong = [result for result in seen if not result["worst"] <= 1e-12]
         assert not wrong, f"{len(wrong)} of {len(seen)}, first {wrong[0]}"
@@ -29,17 +36,35 @@ def test_output_and_gradients_equal_one_process_everywhere(ranks: int) -> None:
     check_float64(matrix() if ranks < 8 else matrix()[::3], ranks, timeout=600)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=str,
+)
 def test_lower_precision_adds_no_error_of_its_own(dtype: torch.dtype) -> None:
-    """RMS error against float64, over all ranks' tokens, at most twice that of torch's own attention in one process."""
-    cases = [Case(mask, length=128) for mask in ("causal", "window", "packed", "packed window", "bidirectional")]
-    cases += [Case("packed chunked", length=128), Case("causal", length=128, sinks=True)]
+    """RMS error against float64, over all ranks' tokens, at most twice that of torch's
+    own attention in one process."""
+    cases = [
+        Case(mask, length=128)
+        for mask in ("causal", "window", "packed", "packed window", "bidirectional")
+    ]
+    cases += [
+        Case("packed chunked", length=128),
+        Case("causal", length=128, sinks=True),
+    ]
     results = run_ranks(squared_errors, 4, cases, dtype)
     for number, case in enumerate(cases):
-        for part, name in enumerate(("out", "dq", "dk", "dv", "dsinks")[: 4 + case.sinks]):
-            ours, theirs = (sum(seen[number][part][whose] for seen in results) ** 0.5 for whose in (0, 1))
+        for part, name in enumerate(
+            ("out", "dq", "dk", "dv", "dsinks")[: 4 + case.sinks]
+        ):
+            ours, theirs = (
+                sum(seen[number][part][whose] for seen in results) ** 0.5
+                for whose in (0, 1)
+            )
             assert theirs > 0
-            assert ours <= 2 * theirs, f"{case} {name}: {ours / theirs:.2f} times the error"
+            assert ours <= 2 * theirs, (
+                f"{case} {name}: {ours / theirs:.2f} times the error"
+            )
 
 
 def test_sinks_are_one_per_query_head() -> None:

@@ -1,5 +1,6 @@
-"""Models of one's own over context ranks: what computes each token by itself has one process's numbers, and what looks
-along the tokens outside of attention is refused before training."""
+"""Models of one's own over context ranks: what computes each token by itself has one
+process's numbers, and what looks along the tokens outside of attention is refused
+before training."""
 
 from __future__ import annotations
 
@@ -11,16 +12,35 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.replaced_attention import enabled, part_of_mean, positions
+from smp_core.context_parallel.replaced_attention import (
+    enabled,
+    part_of_mean,
+    positions,
+)
 from smp_core.entry import parallelize
-from tests.core.context_parallel.own_models import LENGTH, VOCABULARY, Case, OwnModel, draw, loss_of
+from tests.core.context_parallel.own_models import (
+    LENGTH,
+    VOCABULARY,
+    Case,
+    OwnModel,
+    draw,
+    loss_of,
+)
 from tests.harness import run_ranks
 
 ROWS = 4
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"shard_degree": 4, "context_parallel_degree": 2},
-    {"shard_degree": 4, "context_parallel_degree": 4, "collectives": {"context_head_groups": 2}},
-    {"shard_degree": 2, "context_parallel_degree": 2, "collectives": {"context_head_groups": 2}},
+    {
+        "shard_degree": 4,
+        "context_parallel_degree": 4,
+        "collectives": {"context_head_groups": 2},
+    },
+    {
+        "shard_degree": 2,
+        "context_parallel_degree": 2,
+        "collectives": {"context_head_groups": 2},
+    },
 )
 
 
@@ -36,7 +56,9 @@ def alone(case: Case, seed: int) -> tuple[float, dict[str, torch.Tensor]]:
     tokens, targets = pairs(seed)
     loss = loss_of(model(tokens, targets), targets, case.step)
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
     return loss.item(), gradients
 
 
@@ -51,7 +73,9 @@ def together(case: Case, seed: int, knobs: dict[str, Any]) -> str:
         with enabled(split):
             tokens, targets = split.batch
             places = (positions(tokens),) if case.takes_positions else ()
-            loss = part_of_mean(loss_of(parallel.module(tokens, targets, *places), targets, case.step))
+            loss = part_of_mean(
+                loss_of(parallel.module(tokens, targets, *places), targets, case.step)
+            )
             loss.backward()
     except ValueError as error:
         return str(error)
@@ -62,13 +86,21 @@ def together(case: Case, seed: int, knobs: dict[str, Any]) -> str:
     for name, parameter in parallel.module.named_parameters():
         if name in expected:
             gradient = parameter.grad
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            errors.append(float("inf") if whole is None else (whole - expected[name]).abs().max().item())
+            whole = (
+                gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            )
+            errors.append(
+                float("inf")
+                if whole is None
+                else (whole - expected[name]).abs().max().item()
+            )
     return "exact" if max(errors) < 1e-10 else f"wrong by {max(errors):.3g}"
 
 
 def outcomes(seeds: list[int]) -> list[str]:
-    return [together(draw(seed), seed, LAYOUTS[seed // 2 % len(LAYOUTS)]) for seed in seeds]
+    return [
+        together(draw(seed), seed, LAYOUTS[seed // 2 % len(LAYOUTS)]) for seed in seeds
+    ]
 
 
 def check(seeds: list[int]) -> None:
@@ -78,7 +110,9 @@ def check(seeds: list[int]) -> None:
             if case.is_right:
                 assert result == "exact", f"{seed}: {case}: {result}"
             else:
-                assert "context_parallel_degree=1" in result, f"{seed}: {case}: {result}"
+                assert "context_parallel_degree=1" in result, (
+                    f"{seed}: {case}: {result}"
+                )
 
 
 def test_random_models_are_exact_or_refused() -> None:

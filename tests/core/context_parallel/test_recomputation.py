@@ -1,4 +1,5 @@
-"""Activation checkpointing, selective checkpointing and torch.compile: the same numbers, and no gather too many."""
+"""Activation checkpointing, selective checkpointing and torch.compile: the same
+numbers, and no gather too many."""
 
 from __future__ import annotations
 
@@ -52,7 +53,13 @@ def gradients(way: str, degree: int) -> tuple[list[torch.Tensor], int]:
             if way == "full":
                 x = checkpoint(layer, x, encoded, use_reentrant=False)
             elif way == "selective":
-                x = checkpoint(layer, x, encoded, use_reentrant=False, context_fn=selective_contexts)
+                x = checkpoint(
+                    layer,
+                    x,
+                    encoded,
+                    use_reentrant=False,
+                    context_fn=selective_contexts,
+                )
             else:
                 x = layer(x, encoded)
         return x
@@ -76,20 +83,33 @@ def errors_and_gathers(ways: list[str]) -> dict[str, tuple[float, int]]:
     seen = {}
     for way in ways:
         found, calls = gradients(way, 2)
-        seen[way] = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)), calls
+        seen[way] = (
+            max(
+                (a - b).abs().max().item() for a, b in zip(found, expected, strict=True)
+            ),
+            calls,
+        )
     return seen
 
 
-def test_checkpointing_and_compile_keep_the_numbers_and_gather_as_often_as_they_must() -> None:
-    """A gather per layer forward and one backward; full checkpointing gathers once more, selective does not."""
+def test_checkpointing_and_compile_keep_the_numbers_and_gather_as_often_as_they_must() -> (
+    None
+):
+    """A gather per layer forward and one backward; full checkpointing gathers once
+    more, selective does not."""
     for seen in run_ranks(errors_and_gathers, 2, ["plain", "full", "selective"]):
-        assert {way: calls for way, (_, calls) in seen.items()} == {"plain": 4, "full": 6, "selective": 4}
+        assert {way: calls for way, (_, calls) in seen.items()} == {
+            "plain": 4,
+            "full": 6,
+            "selective": 4,
+        }
         for way, (error, _) in seen.items():
             assert error <= 1e-12, f"{way}: {error}"
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow  # in the normal run: tests/core/context_parallel/test_models.py compiles layers
+# In the normal run: tests/core/context_parallel/test_models.py compiles layers.
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_whole_graph_compiles(backend: str) -> None:
     for seen in run_ranks(errors_and_gathers, 2, [backend], timeout=600):
@@ -101,7 +121,9 @@ def saved_lengths() -> tuple[set[int], int]:
     """The sequence lengths of the 4-d tensors that autograd keeps."""
     group = group_of(1)
     plan = SequencePlan(group.degree, 64, group=group.number)
-    q, k, v = (torch.randn(1, plan.local_length, 2, 8, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, plan.local_length, 2, 8, requires_grad=True) for _ in range(3)
+    )
     lengths: set[int] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,9 @@ class Block(nn.Module):
         super().__init__()
         self.way = way
         self.qkv = nn.Linear(WIDTH, 2 * WIDTH)
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 20, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            WIDTH, 2, 20, dropout=0.0, batch_first=True
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.way == "nn.TransformerEncoderLayer":
@@ -37,22 +39,35 @@ class Block(nn.Module):
             part.unflatten(-1, (-1, 4)).transpose(1, 2)
             for part in self.qkv(x).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
         )
-        attend = imported_by_name if self.way == "imported" else F.scaled_dot_product_attention
-        return x + attend(q, k, v, is_causal=self.way != "bidirectional", enable_gqa=True).transpose(1, 2).flatten(2)
+        attend = (
+            imported_by_name
+            if self.way == "imported"
+            else F.scaled_dot_product_attention
+        )
+        return x + attend(
+            q, k, v, is_causal=self.way != "bidirectional", enable_gqa=True
+        ).transpose(1, 2).flatten(2)
 
 
 class Model(nn.Module):
     def __init__(self, way: str, checkpointing: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
+        self.words, self.places = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(32, WIDTH),
+        )
         self.blocks = nn.ModuleList(Block(way) for _ in range(2))
         self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.places(positions(tokens))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.checkpointing
+                else block(x)
+            )
         return x @ self.words.weight.T
 
 
@@ -73,14 +88,21 @@ def gradient_errors(way: str, checkpointing: bool) -> float:
     local, local_target = split.batch
     with enabled(split):
         logits = mine(local)
-        loss = F.cross_entropy(logits.flatten(0, 1), local_target.flatten(), reduction="sum") / split.tokens_per_rank
+        loss = (
+            F.cross_entropy(
+                logits.flatten(0, 1), local_target.flatten(), reduction="sum"
+            )
+            / split.tokens_per_rank
+        )
         loss.backward()
     worst = 0.0
     for one, other in zip(mine.parameters(), whole.parameters(), strict=True):
         if other.grad is None:
             continue
         dist.all_reduce(one.grad)
-        worst = max(worst, (one.grad / dist.get_world_size() - other.grad).abs().max().item())
+        worst = max(
+            worst, (one.grad / dist.get_world_size() - other.grad).abs().max().item()
+        )
     return worst
 
 
@@ -89,8 +111,9 @@ WAYS = ["F", "imported", "bidirectional", "nn.TransformerEncoderLayer"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plain_module_has_the_gradients_of_one_process(way: str) -> None:
-    """Padded from 13 to 16 tokens, uneven targets, checkpointed. A bidirectional model sees padding only if the plan
-    does not know it is there; it does. 1e-12: float64 rounding."""
+    """Padded from 13 to 16 tokens, uneven targets, checkpointed. A bidirectional model
+    sees padding only if the plan does not know it is there; it does. 1e-12: float64
+    rounding."""
     for error in run_ranks(gradient_errors, 4, way, True):
         assert error <= 1e-12
 
@@ -112,7 +135,9 @@ def split_of_one() -> SplitBatch:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_has_no_form_over_ranks_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_has_no_form_over_ranks_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
     options = dict(options)
     length, heads = options.pop("length", 8), options.pop("heads", 4)
     kv_heads = options.pop("kv_heads", heads if heads != 3 else 2)
@@ -147,7 +172,10 @@ def test_outside_nothing_is_changed() -> None:
 def test_autocast_reaches_attention() -> None:
     q = torch.randn(1, 2, 8, 4)
     with enabled(split_of_one()), torch.autocast("cpu", torch.bfloat16):
-        assert F.scaled_dot_product_attention(q, q, q, is_causal=True).dtype == torch.bfloat16
+        assert (
+            F.scaled_dot_product_attention(q, q, q, is_causal=True).dtype
+            == torch.bfloat16
+        )
 
 
 def compiled_errors(backend: str) -> float:
@@ -161,13 +189,18 @@ def compiled_errors(backend: str) -> float:
         for call in (model, compiled):
             with torch.compiler.set_stance(stance), enabled(split):
                 call(split.batch[0]).square().sum().backward()
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+            found.append(
+                torch.cat(
+                    [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+                )
+            )
             model.zero_grad()
         worst = max(worst, (found[0] - found[1]).abs().max().item())
     return worst
 
 
-@pytest.mark.slow  # in the normal run: tests/core/context_parallel/test_models.py compiles layers
+# In the normal run: tests/core/context_parallel/test_models.py compiles layers.
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_plain_module_compiles_as_one_graph(backend: str) -> None:
     for error in run_ranks(compiled_errors, 2, backend, timeout=600):

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from smp_core.context_parallel.kernels import visible_pairs
-from smp_core.context_parallel.sequence_plan import SequencePlan, decode, document_starts, padded_length
+from smp_core.context_parallel.sequence_plan import (
+    SequencePlan,
+    decode,
+    document_starts,
+    padded_length,
+)
 
 PLANS = [
     SequencePlan(4, 64),
@@ -32,14 +37,21 @@ def test_every_token_is_held_once_and_finds_its_place_again(plan: SequencePlan) 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 7), (False, None)])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_the_rectangles_are_the_mask(plan: SequencePlan, causal: bool, window: int | None) -> None:
-    """Every pair that a mask of S x S elements shows is in exactly one rectangle, and no other."""
+def test_the_rectangles_are_the_mask(
+    plan: SequencePlan, causal: bool, window: int | None
+) -> None:
+    """Every pair that a mask of S x S elements shows is in exactly one rectangle, and
+    no other."""
     rows = max(len(plan.documents), 2)
     seen = torch.zeros(rows, plan.length, plan.length, dtype=torch.int)
     for rank in range(plan.degree):
         positions = plan.positions(rank)
         for call in plan.calls(rank, causal, window):
-            q, k, row = call.queries[0], call.keys[0], slice(None) if call.row is None else call.row
+            q, k, row = (
+                call.queries[0],
+                call.keys[0],
+                slice(None) if call.row is None else call.row,
+            )
             for n_q, n_k in call.segments:
                 rectangle = torch.ones(n_q, n_k, dtype=torch.int)
                 if causal:
@@ -56,7 +68,9 @@ def test_the_rectangles_are_the_mask(plan: SequencePlan, causal: bool, window: i
         starts = plan.documents[row % len(plan.documents)]
         for start, end in zip(starts, [*starts[1:], plan.length], strict=True):
             size = end - start
-            expected[row, start:end, start:end] = torch.ones(size, size).tril(0 if causal else size).int()
+            expected[row, start:end, start:end] = (
+                torch.ones(size, size).tril(0 if causal else size).int()
+            )
     if window is not None:
         expected = expected.triu(1 - window)
     assert torch.equal(seen, expected)
@@ -66,7 +80,10 @@ def test_the_rectangles_are_the_mask(plan: SequencePlan, causal: bool, window: i
 @pytest.mark.parametrize("size", [1, 4, 7, 64])
 def test_chunks_end_at_multiples_of_their_size(plan: SequencePlan, size: int) -> None:
     """Counted from each document's first position, whatever that is."""
-    first = [[3 * row + 5 * i for i in range(len(plan.documents[row % len(plan.documents)]))] for row in range(3)]
+    first = [
+        [3 * row + 5 * i for i in range(len(plan.documents[row % len(plan.documents)]))]
+        for row in range(3)
+    ]
     for given in ([], first):
         pieces = plan.in_chunks(size, given).documents
         for row in range(3):
@@ -85,12 +102,20 @@ def test_chunks_end_at_multiples_of_their_size(plan: SequencePlan, size: int) ->
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_zigzag_gives_every_rank_the_same_work(degree: int) -> None:
-    """Exactly the same for one document; contiguous pieces would differ up to (2R - 1)-fold."""
+    """Exactly the same for one document; contiguous pieces would differ up to (2R -
+    1)-fold."""
 
     def work(order: str) -> list[int]:
         plan = SequencePlan(degree, 256, order=order)
         calls = ([*plan.calls(rank, True, None)] for rank in range(degree))
-        return [sum(visible_pairs(q, k, True, None) for call in one for q, k in call.segments) for one in calls]
+        return [
+            sum(
+                visible_pairs(q, k, True, None)
+                for call in one
+                for q, k in call.segments
+            )
+            for one in calls
+        ]
 
     assert len(set(work("zigzag"))) == 1
     assert sum(work("zigzag")) == sum(work("contiguous")) == 256 * 257 // 2
@@ -98,7 +123,10 @@ def test_zigzag_gives_every_rank_the_same_work(degree: int) -> None:
 
 
 def test_documents_are_runs_of_one_number() -> None:
-    assert document_starts(torch.tensor([[4, 4, 7, 4], [1, 1, 1, 1]])) == ((0, 2, 3), (0,))
+    assert document_starts(torch.tensor([[4, 4, 7, 4], [1, 1, 1, 1]])) == (
+        (0, 2, 3),
+        (0,),
+    )
     assert document_starts(torch.tensor([[4, 4], [9, 9]])) == ((0,),)
     assert [padded_length(n, 4) for n in (1, 8, 9)] == [8, 8, 16]
 
@@ -106,7 +134,10 @@ def test_documents_are_runs_of_one_number() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"length": 60}, "a sequence of 60 tokens is not a multiple of 2 x 4 ranks; pad it to 64"),
+        (
+            {"length": 60},
+            "a sequence of 60 tokens is not a multiple of 2 x 4 ranks; pad it to 64",
+        ),
         ({"documents": ((0, 9, 9),)}, "do not rise"),
         ({"documents": ((1,),)}, "do not rise"),
         ({"documents": ((0, 64),)}, "do not rise"),

@@ -1,5 +1,5 @@
-"""Ranks that built a model in other ways: refused on all of them before anything is sharded, by the first parameter or
-buffer that differs."""
+"""Ranks that built a model in other ways: refused on all of them before anything is
+sharded, by the first parameter or buffer that differs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def refused(cases: list[str], came_sharded: bool) -> list[str]:
         if came_sharded:
             fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(ValueError) as caught:
-            parallelize(model, SmpConfig(shard_degree="world"), topology=Topology.discover())
+            parallelize(
+                model, SmpConfig(shard_degree="world"), topology=Topology.discover()
+            )
         found.append(str(caught.value))
     return found
 
@@ -64,7 +66,9 @@ def refused(cases: list[str], came_sharded: bool) -> list[str]:
 def test_models_that_ranks_built_otherwise_are_refused_on_all_of_them() -> None:
     for said in run_ranks(refused, 2, list(DIFFERENT), False):
         for text, words in zip(said, DIFFERENT.values(), strict=True):
-            assert words in text and "build the model in the same way on all ranks" in text, text
+            assert (
+                words in text and "build the model in the same way on all ranks" in text
+            ), text
 
 
 def test_a_model_that_came_sharded_is_compared_too() -> None:

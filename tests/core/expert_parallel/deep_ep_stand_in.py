@@ -1,5 +1,6 @@
-"""A stand-in for DeepEP, which runs on CUDA only: the signatures and return values of ``deep_ep.Buffer`` of release
-1.2.1, over gloo's all-to-alls. It checks what it is given as DeepEP's own code does."""
+"""A stand-in for DeepEP, which runs on CUDA only: the signatures and return values of
+``deep_ep.Buffer`` of release 1.2.1, over gloo's all-to-alls. It checks what it is given
+as DeepEP's own code does."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ class Config:
 class Buffer:
     calls: tuple[str, ...] = ()
 
-    def __init__(self, group: dist.ProcessGroup | None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+    ) -> None:
         assert group is not None and num_rdma_bytes == 0
         self.group, self.size, self.num_nvl_bytes = group, group.size(), num_nvl_bytes
 
@@ -35,11 +41,19 @@ class Buffer:
 
     get_combine_config = get_dispatch_config
 
-    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, None, Tensor, Tensor, None]:
-        assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.ndim == 2
+    def get_dispatch_layout(
+        self, topk_idx: Tensor, num_experts: int
+    ) -> tuple[Tensor, None, Tensor, Tensor, None]:
+        assert (
+            topk_idx.dtype == torch.int64
+            and topk_idx.is_contiguous()
+            and topk_idx.ndim == 2
+        )
         assert topk_idx.min() >= -1 and topk_idx.max() < num_experts
         rank = topk_idx // (num_experts // self.size)
-        is_in_rank = torch.stack([(rank == each).any(1) for each in range(self.size)], 1)
+        is_in_rank = torch.stack(
+            [(rank == each).any(1) for each in range(self.size)], 1
+        )
         of_experts = topk_idx[topk_idx >= 0].bincount(minlength=num_experts)
         return is_in_rank.sum(0).int(), None, of_experts.int(), is_in_rank, None
 
@@ -58,8 +72,16 @@ class Buffer:
         if handle is not None:
             assert topk_idx is None and topk_weights is None
             return self._to_ranks(x, *handle), None, None, None, None, None
-        assert num_tokens_per_rank is not None and is_token_in_rank is not None and num_tokens_per_expert is not None
-        assert topk_idx is not None and topk_weights is not None and topk_weights.is_contiguous()
+        assert (
+            num_tokens_per_rank is not None
+            and is_token_in_rank is not None
+            and num_tokens_per_expert is not None
+        )
+        assert (
+            topk_idx is not None
+            and topk_weights is not None
+            and topk_weights.is_contiguous()
+        )
         assert topk_weights.dtype in (torch.float32, torch.float64)
         arriving = torch.empty_like(num_tokens_per_rank)
         dist.all_to_all_single(arriving, num_tokens_per_rank, group=self.group)
@@ -69,15 +91,30 @@ class Buffer:
         is_here = (experts >= 0) & (experts < n_here)
         weights = self._to_ranks(topk_weights, *new).where(is_here, 0)
         counts = experts[is_here].bincount(minlength=n_here).tolist()
-        return self._to_ranks(x, *new), experts.where(is_here, -1), weights, counts, new, None
+        return (
+            self._to_ranks(x, *new),
+            experts.where(is_here, -1),
+            weights,
+            counts,
+            new,
+            None,
+        )
 
-    def combine(self, x: Tensor, handle: tuple[Tensor, ...], topk_weights: Tensor | None = None) -> tuple[Any, ...]:
+    def combine(
+        self, x: Tensor, handle: tuple[Tensor, ...], topk_weights: Tensor | None = None
+    ) -> tuple[Any, ...]:
         self._called("combine", x)
-        weights = None if topk_weights is None else self._from_ranks(topk_weights, *handle)
+        weights = (
+            None if topk_weights is None else self._from_ranks(topk_weights, *handle)
+        )
         return self._from_ranks(x, *handle), weights, None
 
     def _called(self, call: str, x: Tensor) -> None:
-        assert x.ndim == 2 and x.is_contiguous() and x.shape[1] * x.element_size() * self.size <= self.num_nvl_bytes
+        assert (
+            x.ndim == 2
+            and x.is_contiguous()
+            and x.shape[1] * x.element_size() * self.size <= self.num_nvl_bytes
+        )
         Buffer.calls += (call,)
 
     def _to_ranks(self, rows: Tensor, is_in_rank: Tensor, arriving: Tensor) -> Tensor:
@@ -106,7 +143,11 @@ def importable(buffer: Any = Buffer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(dtype: torch.dtype = torch.float64) -> Iterator[type[Buffer]]:
-    """The same, and this dtype on CPUs, on nodes of any size, passes for what its kernels are for."""
+    """The same, and this dtype on CPUs, on nodes of any size, passes for what its
+    kernels are for."""
     Buffer.calls = ()
-    with importable(), mock.patch.multiple(deep_ep, DTYPES=(dtype,), unfit=lambda draft, degree: ""):
+    with (
+        importable(),
+        mock.patch.multiple(deep_ep, DTYPES=(dtype,), unfit=lambda draft, degree: ""),
+    ):
         yield Buffer

@@ -1,6 +1,6 @@
-"""Random trainings of mixtures of experts, drawn from a seed: a family with something unusual, a layout with expert
-ranks, knobs, an optimizer, uneven batches, events between steps. Each trains as one process does, or is refused on all
-ranks before training."""
+"""Random trainings of mixtures of experts, drawn from a seed: a family with something
+unusual, a layout with expert ranks, knobs, an optimizer, uneven batches, events between
+steps. Each trains as one process does, or is refused on all ranks before training."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ BATCHES = ("even", "even", "ragged", "idle rank")
 
 @dataclass(frozen=True)
 class Drawn(layouts.Run):
-    """One training. ``kind``: a family and its features; ``batches``: "ragged" ones have another length on each rank,
-    "idle rank" counts the last rank's loss nothing."""
+    """One training. ``kind``: a family and its features; ``batches``: "ragged" ones
+    have another length on each rank, "idle rank" counts the last rank's loss
+    nothing."""
 
     optimizer: str = "adamw"
     clipped: str = "norm"
@@ -81,19 +82,32 @@ def draw(seed: int) -> Drawn:
     seeded = random.Random(seed)
     # The model.
     family = seeded.choice(DRAWN)
-    features = seeded.sample(features_of(family), min(seeded.choice((0, 1, 1, 2)), len(features_of(family))))
+    features = seeded.sample(
+        features_of(family), min(seeded.choice((0, 1, 1, 2)), len(features_of(family)))
+    )
     if "frozen others" in features:
-        features = [each for each in features if each != "frozen experts"]  # something has to train
+        # Something has to train.
+        features = [each for each in features if each != "frozen experts"]
     optimizer = seeded.choice(OPTIMIZERS)
-    # Layouts, of before and after a checkpoint; routers' biases are updated in both, as they are one training.
+    # Layouts, of before and after a checkpoint; routers' biases are updated in both, as
+    # they are one training.
     world = seeded.choice((2, 2, 4, 4, 4, 4, 4, 4, 8))
-    rate = {"router_bias_update_rate": RATE} if family in WITH_BIASES and seeded.random() < 0.5 else {}
-    count = 1 if "auxiliary" in features else seeded.choice((1, 1, 1, 1, 2))  # which is of one layout's micro-batches
-    both = [_layout(seeded, world, family, features, rate, optimizer) for _ in range(count)]
+    rate = (
+        {"router_bias_update_rate": RATE}
+        if family in WITH_BIASES and seeded.random() < 0.5
+        else {}
+    )
+    # Which is of one layout's micro-batches.
+    count = 1 if "auxiliary" in features else seeded.choice((1, 1, 1, 1, 2))
+    both = [
+        _layout(seeded, world, family, features, rate, optimizer) for _ in range(count)
+    ]
     if any(each.schedule.startswith("interleaved") for each in both):
         features.append("4 layers")
     tensor = max(each.tensor for each in both)
-    per_node = seeded.choice([size for size in (1, 2, 2, 4, 8) if tensor <= size <= world])
+    per_node = seeded.choice(
+        [size for size in (1, 2, 2, 4, 8) if tensor <= size <= world]
+    )
     # Batches.
     some = (2, 4) if "4 layers" in features else (1, 2, 4)
     if some[0] * _data_size(world, both) > layouts.SAMPLES:
@@ -122,9 +136,15 @@ def _data_size(world: int, both: Sequence[Layout]) -> int:
 
 
 def _layout(
-    seeded: random.Random, world: int, family: str, features: Sequence[str], knobs: Mapping[str, Any], optimizer: str
+    seeded: random.Random,
+    world: int,
+    family: str,
+    features: Sequence[str],
+    knobs: Mapping[str, Any],
+    optimizer: str,
 ) -> Layout:
-    """Degrees whose product divides the world, most of them with expert ranks, and two to four knobs more."""
+    """Degrees whose product divides the world, most of them with expert ranks, and two
+    to four knobs more."""
     sizes = [size for size in (2, 4, 8) if size <= world]
     while True:
         stages, tensor, context = (seeded.choice((1, 1, 1, 2)) for _ in range(3))
@@ -141,20 +161,28 @@ def _layout(
         name = seeded.choice(sorted(RARE))
         asked[name] = seeded.choice(RARE[name])
     if optimizer == "muon":  # refused of others' parts, and of the host's
-        asked = {name: value for name, value in asked.items() if name not in ("optimizer_shard", "state_offload")}
+        asked = {
+            name: value
+            for name, value in asked.items()
+            if name not in ("optimizer_shard", "state_offload")
+        }
     if asked.get("optimizer_shard") == "world" and asked.get("state_offload") == "all":
         asked["state_offload"] = "optimizer"
     has_hooks = any(each.startswith("to ") for each in features)  # which see all tokens
     if tensor > 1 and (has_hooks or seeded.random() < 0.3):
         asked["tensor_parallel"] = {"sequence_parallel": False}
-    schedule = seeded.choice(("1f1b", "gpipe", "interleaved:2")) if stages == 2 else "1f1b"
+    schedule = (
+        seeded.choice(("1f1b", "gpipe", "interleaved:2")) if stages == 2 else "1f1b"
+    )
     return Layout(stages, tensor, context, shard, schedule, tuple(asked.items()))
 
 
 def optimizer_of(run: Drawn, model: nn.Module) -> torch.optim.Optimizer:
     # A large eps: gradients of key biases are zero but for rounding errors.
     if run.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        return torch.optim.SGD(
+            model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1
+        )
     if run.optimizer == "muon":
         groups = muon_groups(model, adamw={"lr": 1e-2, "eps": 1e-4})
         return Muon(groups, lr=0.01, ns_dtype=torch.float64)
@@ -173,7 +201,11 @@ def clipping(run: Drawn, model: nn.Module) -> dict[str, Any]:
     """How gradients are clipped: the arguments of both sides' functions."""
     most = math.inf if run.clipped == "nothing" else 0.5
     kinds = {"sum": 1.0, "largest": math.inf}
-    of_experts = [p for name, p in model.named_parameters() if "experts" in name and p.requires_grad]
+    of_experts = [
+        p
+        for name, p in model.named_parameters()
+        if "experts" in name and p.requires_grad
+    ]
     only = {"parameters": of_experts} if run.clipped == "experts" and of_experts else {}
     return {"max_norm": most, "norm_type": kinds.get(run.clipped, 2.0), **only}
 
@@ -210,14 +242,23 @@ class Together(layouts.Trainer):
             found |= {name: of_all[name] for name in biases}
         if self.average is not None:
             named = dict(self.model.named_parameters())
-            averages = {name: each for name, each in self.average.weights().items() if name in named}
-            whole = of_all_stages(self.parallel, averages) if self.parallel.pipeline else averages
+            averages = {
+                name: each
+                for name, each in self.average.weights().items()
+                if name in named
+            }
+            whole = (
+                of_all_stages(self.parallel, averages)
+                if self.parallel.pipeline
+                else averages
+            )
             found |= {f"average of {name}": full(each) for name, each in whole.items()}
         return found
 
 
 class Alone(layouts.Alone):
-    """The same in one process, with the micro-batches of all ranks where a loss is not the mean of their parts'."""
+    """The same in one process, with the micro-batches of all ranks where a loss is not
+    the mean of their parts'."""
 
     run: Drawn
     average: AveragedModel | None = None
@@ -232,7 +273,9 @@ class Alone(layouts.Alone):
             blocks: list[Any] = list(self.model.modules())
             for block in blocks:
                 if hasattr(getattr(block, "gate", None), BIAS):
-                    block.experts.register_forward_pre_hook(functools.partial(self._note, block.gate))
+                    block.experts.register_forward_pre_hook(
+                        functools.partial(self._note, block.gate)
+                    )
 
     def _note(self, gate: Any, _: Any, args: tuple[torch.Tensor, ...]) -> None:
         if torch.is_grad_enabled():
@@ -245,7 +288,9 @@ class Alone(layouts.Alone):
             # All ranks' tokens in one pass, or each rank's in its own.
             passes = [(torch.cat(micro_batch), 1.0)]
             if run.batches != "even":
-                passes = [part_of(run, own, rank) for rank, own in enumerate(micro_batch)]
+                passes = [
+                    part_of(run, own, rank) for rank, own in enumerate(micro_batch)
+                ]
             for own, factor in passes:
                 loss = loss_of(self.model, own) * factor / len(passes) / run.parts
                 (loss / run.windows).backward()
@@ -262,22 +307,33 @@ class Alone(layouts.Alone):
             self.average.update_parameters(self.model)
         for gate, chosen in self.chosen.items():
             bias = getattr(gate, BIAS)
-            counts = torch.cat([each.flatten() for each in chosen]).bincount(minlength=bias.numel()).double()
+            counts = (
+                torch.cat([each.flatten() for each in chosen])
+                .bincount(minlength=bias.numel())
+                .double()
+            )
             bias.add_(RATE * (counts.mean() - counts).sign().view(bias.shape))
             chosen.clear()
         return norm
 
     def weights(self) -> dict[str, torch.Tensor]:
         found = super().weights()
-        found |= {name: each for name, each in self.model.named_buffers() if name.endswith(BIAS)}
+        found |= {
+            name: each
+            for name, each in self.model.named_buffers()
+            if name.endswith(BIAS)
+        }
         if self.average is not None:
             averages = dict(self.average.module.named_parameters())
-            found |= {f"average of {name}": each.detach() for name, each in averages.items()}
+            found |= {
+                f"average of {name}": each.detach() for name, each in averages.items()
+            }
         return found
 
 
 def outcome(run: Drawn, folder: Path) -> str:
-    """What a training came to on this rank: "exact", "refused: ..." or what is wrong; run by each rank."""
+    """What a training came to on this rank: "exact", "refused: ..." or what is wrong;
+    run by each rank."""
     MODELS.setdefault(run.kind, functools.partial(featured, run.kind))
     try:
         trainer = Together(run, run.layout)
@@ -285,11 +341,27 @@ def outcome(run: Drawn, folder: Path) -> str:
             Together(run, run.goes_on_as)
     except ValueError as error:
         said = str(error)
-        asked = [name for each in (run.layout, run.goes_on_as) if each is not None for name, _ in each.knobs]
-        names = any(name in said for name in (*asked, "shard_degree", "tensor_parallel", "pipeline", *DEGREES.values()))
+        asked = [
+            name
+            for each in (run.layout, run.goes_on_as)
+            if each is not None
+            for name, _ in each.knobs
+        ]
+        names = any(
+            name in said
+            for name in (
+                *asked,
+                "shard_degree",
+                "tensor_parallel",
+                "pipeline",
+                *DEGREES.values(),
+            )
+        )
         return f"refused: {said}" if names else f"refused without a knob: {said}"
     seen = layouts.train(trainer, run, folder)
-    expected: list[Training | None] = [layouts.train(Alone(run), run) if dist.get_rank() == 0 else None]
+    expected: list[Training | None] = [
+        layouts.train(Alone(run), run) if dist.get_rank() == 0 else None
+    ]
     dist.broadcast_object_list(expected)
     assert expected[0] is not None
     wrong = list(layouts.problems(seen, expected[0]))

@@ -31,7 +31,12 @@ _GLM = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": EXPERTS},
-    "Qwen3Moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "Qwen3Moe": {
+        "head_dim": 8,
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
     "Olmoe": {"num_experts": EXPERTS},
     "DeepseekV3": _DEEPSEEK,
     "GptOss": {
@@ -43,7 +48,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteMoe": {"num_local_experts": EXPERTS},
     "Glm4Moe": _GLM,
     "Jamba": _JAMBA,
-    "Phimoe": {"num_local_experts": EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "Phimoe": {
+        "num_local_experts": EXPERTS,
+        "router_jitter_noise": 0.0,
+        "input_jitter_noise": 0.0,
+    },
     "MiniMax": {
         "head_dim": 8,
         "num_local_experts": EXPERTS,
@@ -54,7 +63,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def _family(kind: str, **sizes: Any) -> nn.Module:
-    known = {**_COMMON, "num_experts_per_tok": 2, "attention_dropout": 0.0, **EAGER_EXPERTS}
+    known = {
+        **_COMMON,
+        "num_experts_per_tok": 2,
+        "attention_dropout": 0.0,
+        **EAGER_EXPERTS,
+    }
     known |= {**{**FAMILIES, **FURTHER}[kind], **sizes}
     config = getattr(transformers, f"{kind}Config")(**known)
     config._attn_implementation = "eager"
@@ -67,14 +81,19 @@ def _family(kind: str, **sizes: Any) -> nn.Module:
 
 
 def _to_few(model: nn.Module, chosen: list[int]) -> nn.Module:
-    """A model whose tokens all go to these experts, so that the ranks of others get none."""
+    """A model whose tokens all go to these experts, so that the ranks of others get
+    none."""
     for module in model.modules():
-        if hasattr(module, "num_experts") and any(True for _ in module.parameters(recurse=False)):
+        if hasattr(module, "num_experts") and any(
+            True for _ in module.parameters(recurse=False)
+        ):
             module.register_forward_pre_hook(functools.partial(_choose, chosen))
     return model
 
 
-def _choose(few: list[int], _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+def _choose(
+    few: list[int], _: nn.Module, args: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...] | None:
     if len(args) != 3:  # a router
         return None
     hidden, chosen, weights = args
@@ -91,7 +110,9 @@ class OwnExperts(nn.Module):
         self.num_experts = EXPERTS
         self.matrices = nn.Parameter(torch.randn(EXPERTS, 16, 16) / 4)
 
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         total = torch.zeros_like(hidden)
         for expert in range(self.num_experts):
             share = (weights * (chosen == expert)).sum(-1, keepdim=True)
@@ -102,14 +123,20 @@ class OwnExperts(nn.Module):
 class OwnBlock(nn.Module):
     def __init__(self, to_one: bool) -> None:
         super().__init__()
-        self.router, self.experts, self.to_one = nn.Linear(16, EXPERTS), OwnExperts(), to_one
+        self.router, self.experts, self.to_one = (
+            nn.Linear(16, EXPERTS),
+            OwnExperts(),
+            to_one,
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores = self.router(hidden).softmax(-1)
         weights, chosen = scores.topk(1 if self.to_one else 2, dim=-1)
         if self.to_one:  # one expert takes all: the other ranks get no token
             weights, chosen = scores[..., 1:2], torch.ones_like(chosen)
-        flat = self.experts(hidden.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1))
+        flat = self.experts(
+            hidden.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)
+        )
         return hidden + flat.view(hidden.shape)
 
 
@@ -136,13 +163,24 @@ def _frozen_words() -> nn.Module:
     return model
 
 
-def written_out(gate_logits: Any, num_experts: int, top_k: int = 2, attention_mask: Any = None) -> torch.Tensor:
-    """The loss of all tokens in the dtype of its input; Transformers' own counts in float32."""
+def written_out(
+    gate_logits: Any, num_experts: int, top_k: int = 2, attention_mask: Any = None
+) -> torch.Tensor:
+    """The loss of all tokens in the dtype of its input; Transformers' own counts in
+    float32."""
     shares = torch.cat([layer.softmax(-1) for layer in gate_logits])
-    mask = torch.ones(len(shares)) if attention_mask is None else attention_mask.reshape(-1).repeat(len(gate_logits))
+    mask = (
+        torch.ones(len(shares))
+        if attention_mask is None
+        else attention_mask.reshape(-1).repeat(len(gate_logits))
+    )
     chosen = F.one_hot(shares.topk(top_k, -1).indices, num_experts).sum(1).to(shares)
     weights = mask.to(shares)[:, None]
-    return num_experts * ((chosen * weights).sum(0) * (shares * weights).sum(0)).sum() / weights.sum() ** 2
+    return (
+        num_experts
+        * ((chosen * weights).sum(0) * (shares * weights).sum(0)).sum()
+        / weights.sum() ** 2
+    )
 
 
 def balanced(kind: str = "Mixtral", exact: bool = True, **sizes: Any) -> nn.Module:
@@ -159,7 +197,11 @@ def adapted(targets: list[str], parameters: list[str]) -> nn.Module:
     import peft
 
     config = peft.LoraConfig(
-        r=4, lora_alpha=8, init_lora_weights=False, target_modules=targets, target_parameters=parameters
+        r=4,
+        lora_alpha=8,
+        init_lora_weights=False,
+        target_modules=targets,
+        target_parameters=parameters,
     )
     return peft.get_peft_model(_family("Mixtral"), config)
 
@@ -168,7 +210,12 @@ def _one_adapted() -> nn.Module:
     """Adapters of experts of which one takes all."""
     import peft
 
-    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=[], target_parameters=["experts.matrices"])
+    config = peft.LoraConfig(
+        r=2,
+        init_lora_weights=False,
+        target_modules=[],
+        target_parameters=["experts.matrices"],
+    )
     return peft.get_peft_model(OwnModel(to_one=True), config)  # type: ignore[arg-type]
 
 
@@ -178,7 +225,11 @@ def _wide() -> nn.Module:
 
 
 # What is drawn: families besides those above, and what is unusual about a model.
-_QWEN2 = {"num_experts": EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+_QWEN2 = {
+    "num_experts": EXPERTS,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 _DOTS = {**_GLM, "first_k_dense_replace": 0}
 _ERNIE = {
     "moe_num_experts": EXPERTS, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
@@ -193,7 +244,17 @@ FURTHER: dict[str, dict[str, Any]] = {
     "MiniMaxM2": {"num_local_experts": EXPERTS, "head_dim": 8, "rotary_dim": 8},
 }
 DRAWN = (*FAMILIES, *FURTHER, "own experts")
-WITH_LOSS = ("Mixtral", "Qwen3Moe", "Olmoe", "GptOss", "GraniteMoe", "Phimoe", "Qwen2Moe", "FlexOlmo", "MiniMaxM2")
+WITH_LOSS = (
+    "Mixtral",
+    "Qwen3Moe",
+    "Olmoe",
+    "GptOss",
+    "GraniteMoe",
+    "Phimoe",
+    "Qwen2Moe",
+    "FlexOlmo",
+    "MiniMaxM2",
+)
 WITH_BIASES = ("DeepseekV3", "Glm4Moe", "Dots1")
 WITH_ADAPTERS = ("Mixtral", "Qwen3Moe", "Olmoe", "DeepseekV3", "Qwen2Moe", "Dots1")
 
@@ -201,8 +262,23 @@ WITH_ADAPTERS = ("Mixtral", "Qwen3Moe", "Olmoe", "DeepseekV3", "Qwen2Moe", "Dots
 def features_of(family: str) -> list[str]:
     """What may be unusual about a model of a family."""
     if family == "own experts":
-        return ["to one", "frozen router", "frozen experts", "shared module", "shared matrices"]
-    found = ["to one", "to two", "frozen router", "frozen experts", "frozen others", "tied", "one choice", "8 experts"]
+        return [
+            "to one",
+            "frozen router",
+            "frozen experts",
+            "shared module",
+            "shared matrices",
+        ]
+    found = [
+        "to one",
+        "to two",
+        "frozen router",
+        "frozen experts",
+        "frozen others",
+        "tied",
+        "one choice",
+        "8 experts",
+    ]
     if family in WITH_LOSS:
         found.append("auxiliary")
     if family in WITH_ADAPTERS:
@@ -213,19 +289,35 @@ def features_of(family: str) -> list[str]:
 def featured(kind: str) -> nn.Module:
     """A family's model with the features behind its name: "Mixtral, tied, to one"."""
     family, *features = kind.split(", ")
-    model: Any = _own_with(features) if family == "own experts" else _family_with(family, features)
+    model: Any = (
+        _own_with(features)
+        if family == "own experts"
+        else _family_with(family, features)
+    )
     for name, parameter in model.named_parameters():
         is_expert = ".experts." in name and "shared_expert" not in name
         is_router = any(part in name for part in ("gate.weight", "router"))
-        of_feature = {"frozen experts": is_expert, "frozen router": is_router, "frozen others": not is_expert}
+        of_feature = {
+            "frozen experts": is_expert,
+            "frozen router": is_router,
+            "frozen others": not is_expert,
+        }
         if any(of_feature.get(feature, False) for feature in features):
             parameter.requires_grad_(False)
     if "adapted" in features or "adapted experts" in features:
         import peft
 
-        targets = ["experts.gate_up_proj", "experts.down_proj"] if "adapted experts" in features else []
+        targets = (
+            ["experts.gate_up_proj", "experts.down_proj"]
+            if "adapted experts" in features
+            else []
+        )
         config = peft.LoraConfig(
-            r=4, lora_alpha=8, init_lora_weights=False, target_modules=["o_proj"], target_parameters=targets
+            r=4,
+            lora_alpha=8,
+            init_lora_weights=False,
+            target_modules=["o_proj"],
+            target_parameters=targets,
         )
         model = peft.get_peft_model(model, config)
     return model
@@ -245,13 +337,23 @@ def _family_with(family: str, features: list[str]) -> nn.Module:
     sizes: dict[str, Any] = {"tie_word_embeddings": "tied" in features}
     known = {**FAMILIES, **FURTHER}[family]
     if "8 experts" in features:
-        sizes |= {name: 2 * EXPERTS for name, value in known.items() if value == EXPERTS and "experts" in name}
+        sizes |= {
+            name: 2 * EXPERTS
+            for name, value in known.items()
+            if value == EXPERTS and "experts" in name
+        }
     if "one choice" in features:
         sizes["moe_k" if "moe_k" in known else "num_experts_per_tok"] = 1
     if "4 layers" in features:
-        kinds = {"layer_types": 2 * known["layer_types"]} if "layer_types" in known else {}
+        kinds = (
+            {"layer_types": 2 * known["layer_types"]} if "layer_types" in known else {}
+        )
         sizes |= {"num_hidden_layers": 4, **kinds}
-    model: Any = balanced(family, **sizes) if "auxiliary" in features else _family(family, **sizes)
+    model: Any = (
+        balanced(family, **sizes)
+        if "auxiliary" in features
+        else _family(family, **sizes)
+    )
     few = [FEW[name] for name in ("one", "two") if f"to {name}" in features]
     return _to_few(model, few[0]) if few else model
 
@@ -263,7 +365,11 @@ OWN: dict[str, Callable[[], nn.Module]] = {
 }
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FEW = {"one": [0, 0], "two": [0, 1]}
-SKEWED = {f"{kind}, to {name}": functools.partial(featured, f"{kind}, to {name}") for name in FEW for kind in FAMILIES}
+SKEWED = {
+    f"{kind}, to {name}": functools.partial(featured, f"{kind}, to {name}")
+    for name in FEW
+    for kind in FAMILIES
+}
 ADAPTED = {
     "adapted": functools.partial(adapted, ["q_proj", "v_proj"], []),
     "adapted experts": functools.partial(adapted, ["q_proj"], FUSED),
@@ -273,14 +379,26 @@ ADAPTED = {
 LONG_GPT_OSS = {"layer_types": ["full_attention", "sliding_attention"] * 2}
 BALANCED = {
     "balanced on 4 stages": functools.partial(balanced, num_hidden_layers=4),
-    "balanced Qwen3Moe": functools.partial(balanced, "Qwen3Moe", num_hidden_layers=4, decoder_sparse_step=1),
+    "balanced Qwen3Moe": functools.partial(
+        balanced, "Qwen3Moe", num_hidden_layers=4, decoder_sparse_step=1
+    ),
     "Qwen3Moe whose last layers are dense": functools.partial(
         balanced, "Qwen3Moe", num_hidden_layers=4, mlp_only_layers=[2, 3]
     ),
     "balanced Olmoe": functools.partial(balanced, "Olmoe", num_hidden_layers=4),
-    "balanced GptOss": functools.partial(balanced, "GptOss", num_hidden_layers=4, **LONG_GPT_OSS),
+    "balanced GptOss": functools.partial(
+        balanced, "GptOss", num_hidden_layers=4, **LONG_GPT_OSS
+    ),
     "wide experts": _wide,
     "balanced": balanced,
     "balanced in float32": functools.partial(balanced, exact=False),
 }
-MODELS.update({**ADAPTED, **SKEWED, **BALANCED, **{kind: functools.partial(_family, kind) for kind in FAMILIES}, **OWN})
+MODELS.update(
+    {
+        **ADAPTED,
+        **SKEWED,
+        **BALANCED,
+        **{kind: functools.partial(_family, kind) for kind in FAMILIES},
+        **OWN,
+    }
+)

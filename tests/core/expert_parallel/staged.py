@@ -1,4 +1,5 @@
-"""Trainings through pipeline stages whose ranks divide experts, beside those of one process."""
+"""Trainings through pipeline stages whose ranks divide experts, beside those of one
+process."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ def assert_like_one_process(cases: list[Case], world: int = 4) -> None:
 
 
 def in_micro_batches(case: Case, data_size: int) -> Training:
-    """The training of one process that accumulates over the micro-batches of all ranks together: an auxiliary loss is
-    of one of them, and is not the mean of those of its parts."""
+    """The training of one process that accumulates over the micro-batches of all ranks
+    together: an auxiliary loss is of one of them, and is not the mean of those of its
+    parts."""
     seen = Training()
     model: Any = build(case.kind)
     model.loss_function = own_loss
@@ -47,7 +49,9 @@ def in_micro_batches(case: Case, data_size: int) -> Training:
     for step, windows in enumerate(batches(case.windows)):
         total, count = 0.0, case.windows * case.micro_batches
         for window in windows:
-            parts_of_ranks = [each.chunk(case.micro_batches) for each in window.chunk(data_size)]
+            parts_of_ranks = [
+                each.chunk(case.micro_batches) for each in window.chunk(data_size)
+            ]
             for parts in zip(*parts_of_ranks, strict=True):
                 with Wide():
                     loss = loss_of(model, torch.cat(parts)) / count

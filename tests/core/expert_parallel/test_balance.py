@@ -1,4 +1,5 @@
-"""Routers learn from all ranks' tokens: auxiliary losses and biases of one process, to 1e-12 in float64."""
+"""Routers learn from all ranks' tokens: auxiliary losses and biases of one process, to
+1e-12 in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.expert_parallel import Sums, auxiliary_loss
 from smp_core.topology import Topology
-from tests.core.expert_parallel.cases import BIAS, RATE, Case, assert_like_one_process, with_biases
+from tests.core.expert_parallel.cases import (
+    BIAS,
+    RATE,
+    Case,
+    assert_like_one_process,
+    with_biases,
+)
 from tests.core.expert_parallel.models import EXPERTS, written_out
 from tests.core.tensor_parallel.model_cases import (
     alone,
@@ -24,18 +31,27 @@ from tests.core.tensor_parallel.model_cases import (
 from tests.harness import run_ranks
 
 CONTEXT = (("context_parallel_degree", 2),)
-BALANCED = [Case("balanced", 2, 1, micro_batches=2), Case("balanced", 4, 2, knobs=CONTEXT)]
+BALANCED = [
+    Case("balanced", 2, 1, micro_batches=2),
+    Case("balanced", 4, 2, knobs=CONTEXT),
+]
 MORE_BALANCED = [Case("balanced", shard, 2, micro_batches=3) for shard in (4, 2)]
 
 
-@pytest.mark.parametrize("cases", [BALANCED, pytest.param(MORE_BALANCED, marks=pytest.mark.slow)], ids=["some", "more"])
+@pytest.mark.parametrize(
+    "cases",
+    [BALANCED, pytest.param(MORE_BALANCED, marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
 def test_auxiliary_losses_are_those_of_one_process(cases: list[Case]) -> None:
-    """1e-12: sums in another order, in float64. Of all ranks, also where experts are gathered."""
+    """1e-12: sums in another order, in float64. Of all ranks, also where experts are
+    gathered."""
     assert_like_one_process(cases)
 
 
 def with_transformers_own() -> list[list[str]]:
-    """What is further off than 1e-6 from Transformers' own function, and than 1e-3 with each rank's own loss."""
+    """What is further off than 1e-6 from Transformers' own function, and than 1e-3 with
+    each rank's own loss."""
     expected = alone("balanced in float32", 1)
     found = [differences(together(Case("balanced in float32", 2, 2)), expected, 1e-6)]  # type: ignore[arg-type]
     own = Case("balanced in float32", 2, 2, knobs=(("router_balance", "rank"),))
@@ -50,7 +66,8 @@ def test_ranks_own_losses_are_others() -> None:
 
 
 def masked() -> tuple[float, torch.Tensor, bytes]:
-    """The mean over ranks of a loss with padding, unevenly much on each, its gradient, and what was sent."""
+    """The mean over ranks of a loss with padding, unevenly much on each, its gradient,
+    and what was sent."""
     meter = CommMeter(Topology.uniform(4, 2), dist.get_rank(), "cpu")
     logits, mask = case_of(dist.get_rank())
     loss = auxiliary_loss(list(logits), EXPERTS, 2, mask, Sums(dist.group.WORLD, meter))
@@ -63,7 +80,9 @@ def masked() -> tuple[float, torch.Tensor, bytes]:
 
 def case_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    logits = torch.randn(3, 10, EXPERTS, dtype=torch.float64, generator=generator, requires_grad=True)
+    logits = torch.randn(
+        3, 10, EXPERTS, dtype=torch.float64, generator=generator, requires_grad=True
+    )
     return logits, torch.arange(10).view(2, 5) <= 2 * rank
 
 
@@ -72,10 +91,19 @@ def test_padding_counts_nowhere() -> None:
     logits, masks = zip(*map(case_of, range(4)), strict=True)
     expected = written_out(torch.cat(logits, 1), EXPERTS, 2, torch.cat(masks))
     expected.backward()
-    for rank, (loss, gradient, sent) in enumerate(run_ranks(masked, 4, ranks_per_node=2)):
+    for rank, (loss, gradient, sent) in enumerate(
+        run_ranks(masked, 4, ranks_per_node=2)
+    ):
         assert loss == pytest.approx(float(expected.detach()), abs=1e-12)
         assert (gradient - logits[rank].grad).abs().max() < 1e-12
-        assert sum(value for name, value in sent.items() if name.startswith("router_all_reduce")) > 0
+        assert (
+            sum(
+                value
+                for name, value in sent.items()
+                if name.startswith("router_all_reduce")
+            )
+            > 0
+        )
 
 
 def biased(cases: list[Case]) -> list[list[str]]:
@@ -86,22 +114,39 @@ def biased(cases: list[Case]) -> list[list[str]]:
         assert seen.weights.keys() == expected.keys()
         biases = [value for name, value in expected.items() if name.endswith(BIAS)]
         assert biases and all(value.abs().max() > 0 for value in biases)
-        worst = {name: (value - expected[name]).abs().max() for name, value in seen.weights.items()}
-        found.append([f"{case}: {name} is {value:.3g} off" for name, value in worst.items() if not value <= 1e-12])
+        worst = {
+            name: (value - expected[name]).abs().max()
+            for name, value in seen.weights.items()
+        }
+        found.append(
+            [
+                f"{case}: {name} is {value:.3g} off"
+                for name, value in worst.items()
+                if not value <= 1e-12
+            ]
+        )
     return found
 
 
 RATED = ("router_bias_update_rate", RATE)
-RECOMPUTED = Case("DeepseekV3", 4, 1, micro_batches=2, knobs=(RATED, ("activations", "full")), steps=3)
+RECOMPUTED = Case(
+    "DeepseekV3", 4, 1, micro_batches=2, knobs=(RATED, ("activations", "full")), steps=3
+)
 
 
 @pytest.mark.parametrize(
     "case",
-    [RECOMPUTED, pytest.param(Case("DeepseekV3", 2, 2, knobs=(RATED,), steps=3), marks=pytest.mark.slow)],
+    [
+        RECOMPUTED,
+        pytest.param(
+            Case("DeepseekV3", 2, 2, knobs=(RATED,), steps=3), marks=pytest.mark.slow
+        ),
+    ],
     ids=["gathered, recomputed", "dealt out"],
 )
 def test_biases_move_by_the_choices_of_all_ranks(case: Case) -> None:
-    """1e-12: sums in another order. Recomputation sends tokens through routers twice."""
+    """1e-12: sums in another order. Recomputation sends tokens through routers
+    twice."""
     for found in run_ranks(biased, 4, [case], ranks_per_node=2, timeout=600):
         assert [line for lines in found for line in lines] == []
 
@@ -122,7 +167,9 @@ def refusals() -> list[str]:
     with pytest.raises(ValueError) as error:
         parallelize(half, SmpConfig(shard_degree=2, router_bias_update_rate=RATE))
     told.append(str(error.value))
-    model = Case("DeepseekV3", 2, 1, knobs=(("router_bias_update_rate", RATE),)).parallel()
+    model = Case(
+        "DeepseekV3", 2, 1, knobs=(("router_bias_update_rate", RATE),)
+    ).parallel()
     return [
         *told,
         model.describe(),
@@ -133,8 +180,14 @@ def refusals() -> list[str]:
 
 def test_what_has_no_effect_is_refused_and_what_has_is_said() -> None:
     no_loss, no_bias, half, biases, losses, neither = run_ranks(refusals, 2)[0]
-    assert "router_balance='global': OwnModel holds no Transformers model whose auxiliary loss" in no_loss
-    assert f"router_bias_update_rate={RATE}: no router of MixtralForCausalLM has a bias" in no_bias
+    assert (
+        "router_balance='global': OwnModel holds no Transformers model whose auxiliary loss"
+        in no_loss
+    )
+    assert (
+        f"router_bias_update_rate={RATE}: no router of MixtralForCausalLM has a bias"
+        in no_bias
+    )
     assert (
         f"router_bias_update_rate={RATE}: " in half
         and f"{BIAS} is torch.bfloat16, in which small steps are lost" in half

@@ -17,7 +17,8 @@ LOST, STATUS = 1, 7
 
 
 def lose_a_rank(in_backward: bool, kind: str) -> None:
-    """Two steps, in the second of which a rank ends without a word, when it would take part in an exchange."""
+    """Two steps, in the second of which a rank ends without a word, when it would take
+    part in an exchange."""
     parallel = Case("own experts", 4, 2).parallel()
     dies, send = [False], Exchange.run
 
@@ -29,7 +30,9 @@ def lose_a_rank(in_backward: bool, kind: str) -> None:
     Exchange.run = run  # type: ignore[method-assign,assignment]
     try:
         for step in range(2):
-            own = batches(1, 2)[step, 0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+            own = batches(1, 2)[step, 0].chunk(parallel.mesh.data_size)[
+                parallel.mesh.data_rank
+            ]
             dies[0] = step == 1 and not in_backward
             loss = loss_of(parallel.module, own)
             dies[0] = step == 1
@@ -47,8 +50,11 @@ def lose_a_rank(in_backward: bool, kind: str) -> None:
         pytest.param(True, DISPATCH, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_dies_among_tokens_ends_the_others(in_backward: bool, kind: str) -> None:
-    """The others raise by themselves within the harness's grace; those that hang it would have to kill."""
+def test_a_rank_that_dies_among_tokens_ends_the_others(
+    in_backward: bool, kind: str
+) -> None:
+    """The others raise by themselves within the harness's grace; those that hang it
+    would have to kill."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(lose_a_rank, 4, in_backward, kind, ranks_per_node=4, timeout=300)
     said = str(failed.value)

@@ -33,21 +33,28 @@ class Recomputing(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def build(*, dtype: torch.dtype = torch.float32, recompute: bool = False, **knobs) -> ParallelModel:
+def build(
+    *, dtype: torch.dtype = torch.float32, recompute: bool = False, **knobs
+) -> ParallelModel:
     torch.manual_seed(dist.get_rank())  # the others take rank 0's weights
-    model = SmallGpt(vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, length=LENGTH - 1).to(dtype)
+    model = SmallGpt(
+        vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, length=LENGTH - 1
+    ).to(dtype)
     if recompute:
         model.blocks = nn.ModuleList(Recomputing(block) for block in model.blocks)
     return parallelize(model, SmpConfig(**knobs))
 
 
 def batches(steps: int, samples: int = 4) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (steps, samples, LENGTH), generator=torch.Generator().manual_seed(7))
+    return torch.randint(
+        VOCABULARY, (steps, samples, LENGTH), generator=torch.Generator().manual_seed(7)
+    )
 
 
 @dataclass
 class Run:
-    """What a run showed: losses are the mean over data ranks; histories are those of the last step."""
+    """What a run showed: losses are the mean over data ranks; histories are those of
+    the last step."""
 
     losses: list[float] = field(default_factory=list)
     histories: list[torch.Tensor] = field(default_factory=list)
@@ -58,7 +65,12 @@ class Run:
     kinds: set[str] = field(default_factory=set)
 
 
-def train(parallel: ParallelModel, tokens: torch.Tensor, micro_batches: int = 1, lr: float = 1e-2) -> Run:
+def train(
+    parallel: ParallelModel,
+    tokens: torch.Tensor,
+    micro_batches: int = 1,
+    lr: float = 1e-2,
+) -> Run:
     model, mesh = parallel.module, parallel.mesh
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     parallel.prepare_optimizer(optimizer)
@@ -76,10 +88,15 @@ def train(parallel: ParallelModel, tokens: torch.Tensor, micro_batches: int = 1,
         parallel.meter.close_step()
         figures = parallel.meter.per_step()
         run.amax_calls.append(figures.get("amax_all_reduce/calls", 0.0))
-        run.gathered.append(figures.get("all_gather/intra_bytes", 0.0) + figures.get("all_gather/inter_bytes", 0.0))
+        run.gathered.append(
+            figures.get("all_gather/intra_bytes", 0.0)
+            + figures.get("all_gather/inter_bytes", 0.0)
+        )
         dist.all_reduce(total)
         run.losses.append(total.item() / mesh.data_size)
-        run.histories.append(parallel.fp8.state.history[0].clone() if parallel.fp8 else torch.zeros(0))
+        run.histories.append(
+            parallel.fp8.state.history[0].clone() if parallel.fp8 else torch.zeros(0)
+        )
     run.weights = whole(model)
     run.scales = parallel.fp8.state.scale.clone() if parallel.fp8 else None
     run.kinds = {type(value).__name__ for value in model.state_dict().values()}
@@ -88,13 +105,18 @@ def train(parallel: ParallelModel, tokens: torch.Tensor, micro_batches: int = 1,
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name.replace("block.", ""): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        name.replace("block.", ""): (
+            value.full_tensor() if isinstance(value, DTensor) else value
+        )
+        .detach()
+        .clone()
         for name, value in model.state_dict().items()
     }
 
 
 def runs_of(variants: list[dict], steps: int = 4, samples: int = 4) -> list[Run]:
-    """One run for each set of knobs (and ``micro_batches``), on the ranks of one case."""
+    """One run for each set of knobs (and ``micro_batches``), on the ranks of one
+    case."""
     found = []
     for variant in variants:
         knobs = {"fp8": RECIPE, **variant}

@@ -1,4 +1,5 @@
-"""FP8 casts and products: against torch._scaled_mm, against high precision, and where values leave the range."""
+"""FP8 casts and products: against torch._scaled_mm, against high precision, and where
+values leave the range."""
 
 from __future__ import annotations
 
@@ -11,8 +12,22 @@ from torch import nn
 from smp_core.fp8 import Fp8Recipe, convert_to_fp8
 from smp_core.fp8.casting import Quantized, amax_of, cast_eager, quantize, transposed
 from smp_core.fp8.monitoring import Fp8Probe
-from smp_core.fp8.products import forward_product, input_gradient, scaled_mm, weight_gradient
-from smp_core.fp8.scaling import E4M3, E5M2, GRADIENT, INPUT, LARGEST, WEIGHT, Fp8State, scale_for
+from smp_core.fp8.products import (
+    forward_product,
+    input_gradient,
+    scaled_mm,
+    weight_gradient,
+)
+from smp_core.fp8.scaling import (
+    E4M3,
+    E5M2,
+    GRADIENT,
+    INPUT,
+    LARGEST,
+    WEIGHT,
+    Fp8State,
+    scale_for,
+)
 from tests.core.fp8.fp8_runs import decibels
 
 ROWS, INPUTS, OUTPUTS = 32, 48, 16
@@ -21,21 +36,30 @@ ROWS, INPUTS, OUTPUTS = 32, 48, 16
 def ulps(expected: torch.Tensor, seen: torch.Tensor) -> float:
     """The largest difference in units of the last place of ``expected``'s dtype."""
     eps = torch.finfo(expected.dtype).eps
-    _, exponent = torch.frexp(torch.maximum(expected.double().abs(), seen.double().abs()))
-    unit = torch.ldexp(torch.full_like(exponent, eps, dtype=torch.float64), exponent - 1)
+    _, exponent = torch.frexp(
+        torch.maximum(expected.double().abs(), seen.double().abs())
+    )
+    unit = torch.ldexp(
+        torch.full_like(exponent, eps, dtype=torch.float64), exponent - 1
+    )
     return ((expected.double() - seen.double()).abs() / unit).max().item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_emulated_products_equal_scaled_mm(dtype: torch.dtype, fp8_format: str) -> None:
-    """All three, with the layouts the device wants, within one unit in the last place: the only freedom is the order
-    of sums, and the operands have 4 significant bits, so few of them round at all."""
+    """All three, with the layouts the device wants, within one unit in the last place:
+    the only freedom is the order of sums, and the operands have 4 significant bits, so
+    few of them round at all."""
     torch.manual_seed(0)
     state = Fp8State(Fp8Recipe(fp8_format=fp8_format), ["layer"])
-    x = quantize(torch.randn(ROWS, INPUTS).to(dtype) * 3e-3, state, 0, INPUT, columns=True)
+    x = quantize(
+        torch.randn(ROWS, INPUTS).to(dtype) * 3e-3, state, 0, INPUT, columns=True
+    )
     w = quantize(torch.randn(OUTPUTS, INPUTS).to(dtype) * 20, state, 0, WEIGHT)
-    g = quantize(torch.randn(ROWS, OUTPUTS).to(dtype) * 1e-5, state, 0, GRADIENT, columns=True)
+    g = quantize(
+        torch.randn(ROWS, OUTPUTS).to(dtype) * 1e-5, state, 0, GRADIENT, columns=True
+    )
     bias = torch.randn(OUTPUTS).to(dtype)
     rows = [Quantized(q.rows, None, q.inverse_scale) for q in (x, g)]
 
@@ -45,7 +69,9 @@ def test_emulated_products_equal_scaled_mm(dtype: torch.dtype, fp8_format: str) 
     assert ulps(device_dx, input_gradient(g, w, dtype)) <= 1
     device_dw = weight_gradient(g, x, dtype)
     assert ulps(device_dw, weight_gradient(rows[1], rows[0], dtype)) <= 1
-    assert torch.equal(forward_product(x, w, dtype, bias), forward_product(x, w, dtype, None) + bias)
+    assert torch.equal(
+        forward_product(x, w, dtype, bias), forward_product(x, w, dtype, None) + bias
+    )
 
 
 def test_rows_that_are_no_multiple_of_16_are_padded_for_the_weight_gradient() -> None:
@@ -54,7 +80,9 @@ def test_rows_that_are_no_multiple_of_16_are_padded_for_the_weight_gradient() ->
     x = quantize(torch.randn(21, INPUTS), state, 0, INPUT, columns=True)
     g = quantize(torch.randn(21, OUTPUTS), state, 0, GRADIENT, columns=True)
     emulated = weight_gradient(
-        Quantized(g.rows, None, g.inverse_scale), Quantized(x.rows, None, x.inverse_scale), torch.bfloat16
+        Quantized(g.rows, None, g.inverse_scale),
+        Quantized(x.rows, None, x.inverse_scale),
+        torch.bfloat16,
     )
     assert ulps(weight_gradient(g, x, torch.bfloat16), emulated) <= 1
 
@@ -67,12 +95,20 @@ def test_rows_that_are_no_multiple_of_16_are_padded_for_the_weight_gradient() ->
         (torch.zeros(16, 32), torch.zeros(32, 16).t(), "column-major"),
     ],
 )
-def test_the_rules_of_hopper_are_checked_on_every_device(a: torch.Tensor, b: torch.Tensor, words: str) -> None:
+def test_the_rules_of_hopper_are_checked_on_every_device(
+    a: torch.Tensor, b: torch.Tensor, words: str
+) -> None:
     one = Quantized(None, None, torch.ones(()))
     with pytest.raises(ValueError, match=words):
         scaled_mm(a.to(E4M3), b.to(E4M3).t(), one, one, torch.bfloat16)
     with pytest.raises(ValueError, match="two E5M2"):
-        scaled_mm(torch.zeros(16, 16).to(E5M2), torch.zeros(16, 16).to(E5M2).t(), one, one, torch.bfloat16)
+        scaled_mm(
+            torch.zeros(16, 16).to(E5M2),
+            torch.zeros(16, 16).to(E5M2).t(),
+            one,
+            one,
+            torch.bfloat16,
+        )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -94,7 +130,11 @@ def test_scales_are_the_largest_power_of_two_that_fits(amax: float) -> None:
 
 
 def test_scales_of_nothing_and_of_everything_are_one() -> None:
-    assert scale_for(torch.tensor([0.0, math.inf, math.nan]), 448.0).tolist() == [1.0, 1.0, 1.0]
+    assert scale_for(torch.tensor([0.0, math.inf, math.nan]), 448.0).tolist() == [
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_an_amax_sees_nan_and_inf() -> None:
@@ -103,8 +143,11 @@ def test_an_amax_sees_nan_and_inf() -> None:
     assert amax_of(torch.empty(0, 4)) == 0
 
 
-def one_step(net: nn.Module, plain: nn.Module, size: float) -> tuple[float, float, float]:
-    """Output, input gradient and weight gradient of one step, in dB against ``plain``."""
+def one_step(
+    net: nn.Module, plain: nn.Module, size: float
+) -> tuple[float, float, float]:
+    """Output, input gradient and weight gradient of one step, in dB against
+    ``plain``."""
     x = (torch.randn(64, 128) * size).requires_grad_()
     x_plain = x.detach().clone().requires_grad_()
     y, y_plain = net(x), plain(x_plain)
@@ -145,11 +188,15 @@ def test_a_scale_of_one_fails_the_noise_floor() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_a_batch_a_thousand_times_larger_leaves_no_nan_and_recovers(algorithm: str) -> None:
+def test_a_batch_a_thousand_times_larger_leaves_no_nan_and_recovers(
+    algorithm: str,
+) -> None:
     torch.manual_seed(0)
     net, plain = nn.Linear(128, 256, bias=False), nn.Linear(128, 256, bias=False)
     plain.load_state_dict(net.state_dict())
-    fp8 = convert_to_fp8(net, Fp8Recipe(amax_history_len=3, amax_compute_algo=algorithm))
+    fp8 = convert_to_fp8(
+        net, Fp8Recipe(amax_history_len=3, amax_compute_algo=algorithm)
+    )
     for _ in range(2):
         one_step(net, plain, 1.0)
         fp8.step()
@@ -173,7 +220,9 @@ def test_a_probe_counts_what_left_the_range() -> None:
     fp8.state.calibrated = [[True] * 3]
     probe = Fp8Probe(fp8)
     probe.begin()
-    x = torch.tensor([449.0, -1e9, 448.0, 2.0**-10, 1e-9, 0.0, 2.0**-9, 1.0]).repeat(2)[None]
+    x = torch.tensor([449.0, -1e9, 448.0, 2.0**-10, 1e-9, 0.0, 2.0**-9, 1.0]).repeat(2)[
+        None
+    ]
     net(x).sum().backward()
     with torch.no_grad():
         net(x)  # evaluation does not count
@@ -198,11 +247,14 @@ def test_margin_leaves_room() -> None:
 
 
 def test_scales_of_products_lie_where_cublas_takes_them() -> None:
-    """At addresses that 16 divides, whatever the state went through: elsewhere an H100's products are refused."""
+    """At addresses that 16 divides, whatever the state went through: elsewhere an
+    H100's products are refused."""
     state = Fp8State(Fp8Recipe(), ["a", "b", "c"])
 
     def addresses() -> set[int]:
-        places = [(site, role) for site in range(3) for role in (INPUT, WEIGHT, GRADIENT)]
+        places = [
+            (site, role) for site in range(3) for role in (INPUT, WEIGHT, GRADIENT)
+        ]
         return {state.scales(*place)[1].data_ptr() % 16 for place in places}
 
     assert addresses() == {0}

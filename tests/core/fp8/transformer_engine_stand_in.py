@@ -1,6 +1,7 @@
-"""A stand-in for Transformer Engine, which runs on CUDA only: its signatures (2.2 to 2.20), and as much behaviour as
-our backend relies on. Linear layers cast inputs and weights to E4M3 inside a region and compute plainly outside; amaxes
-of a pass are agreed on once, at the end of the outermost region.
+"""A stand-in for Transformer Engine, which runs on CUDA only: its signatures (2.2 to
+2.20), and as much behaviour as our backend relies on. Linear layers cast inputs and
+weights to E4M3 inside a region and compute plainly outside; amaxes of a pass are agreed
+on once, at the end of the outermost region.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Float8CurrentScaling:
 
 
 class Regions:
-    """What happened: depth, amaxes of the pass, and the recipe and group size of every outermost region."""
+    """What happened: depth, amaxes of the pass, and the recipe and group size of every
+    outermost region."""
 
     def __init__(self) -> None:
         self.depth, self.amaxes = 0, []
@@ -68,7 +70,9 @@ class Regions:
 
 def _in_fp8(x: torch.Tensor) -> torch.Tensor:
     scale = 448 / x.detach().abs().amax()
-    return x + ((x.detach() * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale - x.detach())
+    return x + (
+        (x.detach() * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale - x.detach()
+    )
 
 
 def _linear(regions: Regions) -> type[nn.Module]:
@@ -92,11 +96,21 @@ def _linear(regions: Regions) -> type[nn.Module]:
             device: torch.device | str = "cuda",
         ) -> None:
             super().__init__()
-            self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-            self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=params_dtype))
+            self.in_features, self.out_features, self.use_bias = (
+                in_features,
+                out_features,
+                bias,
+            )
+            self.weight = nn.Parameter(
+                torch.empty(
+                    out_features, in_features, device=device, dtype=params_dtype
+                )
+            )
             self.bias: Any
             if bias:
-                self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype))
+                self.bias = nn.Parameter(
+                    torch.empty(out_features, device=device, dtype=params_dtype)
+                )
             else:
                 self.bias = torch.Tensor().to(dtype=params_dtype, device=device)
             self.reset_parameters(defer_init=device == "meta")
@@ -110,7 +124,9 @@ def _linear(regions: Regions) -> type[nn.Module]:
         def set_extra_state(self, state: torch.Tensor) -> None:
             raise AssertionError("no checkpoint has any")
 
-        def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        def forward(
+            self, inp: torch.Tensor, is_first_microbatch: bool | None = None
+        ) -> torch.Tensor:
             weight, bias = self.weight, self.bias if self.use_bias else None
             if regions.depth == 0:
                 regions.outside += 1
@@ -123,22 +139,36 @@ def _linear(regions: Regions) -> type[nn.Module]:
 
 @contextlib.contextmanager
 def installed(*, before_2_9: bool = False) -> Iterator[Regions]:
-    """While it lasts, ``import transformer_engine`` finds this, and the backend takes a CPU for a device it runs on."""
+    """While it lasts, ``import transformer_engine`` finds this, and the backend takes a
+    CPU for a device it runs on."""
     regions = Regions()
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common")
-    modules = {name: types.ModuleType(name) for name in (*names, "transformer_engine.common.recipe")}
+    names = (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.common",
+    )
+    modules = {
+        name: types.ModuleType(name)
+        for name in (*names, "transformer_engine.common.recipe")
+    }
     modules["transformer_engine"].__spec__ = mock.Mock()
     te: Any = modules["transformer_engine.pytorch"]
     modules["transformer_engine"].pytorch = te  # type: ignore[attr-defined]
     te.Linear = _linear(regions)
 
     def fp8_autocast(
-        enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
+        enabled: bool = True,
+        calibrating: bool = False,
+        fp8_recipe: Any = None,
+        fp8_group: Any = None,
     ) -> Any:
         return regions.region(enabled, fp8_recipe, fp8_group)
 
     def autocast(
-        enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Any = None,
+        amax_reduction_group: Any = None,
     ) -> Any:
         return regions.region(enabled, recipe, amax_reduction_group)
 
@@ -146,6 +176,13 @@ def installed(*, before_2_9: bool = False) -> Iterator[Regions]:
     if not before_2_9:
         te.autocast = autocast
     recipes: Any = modules["transformer_engine.common.recipe"]
-    recipes.Format, recipes.DelayedScaling, recipes.Float8CurrentScaling = Format, DelayedScaling, Float8CurrentScaling
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(backend, "_DEVICES", ("cpu",)):
+    recipes.Format, recipes.DelayedScaling, recipes.Float8CurrentScaling = (
+        Format,
+        DelayedScaling,
+        Float8CurrentScaling,
+    )
+    with (
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.object(backend, "_DEVICES", ("cpu",)),
+    ):
         yield regions

@@ -1,1 +1,2 @@
-"""Random runs: knobs, models and training procedures drawn from seeds, compared with one process in float64."""
+"""Random runs: knobs, models and training procedures drawn from seeds, compared with
+one process in float64."""

@@ -1,8 +1,10 @@
-"""A case: one small JSON value that says everything about a random run, and what it may not say.
+"""A case: one small JSON value that says everything about a random run, and what it may
+not say.
 
-`KNOBS` has the values that are drawn for every setting of SmpConfig; what is not drawn is in `NOT_DRAWN` with the
-reason. `objection` names the documented limit that a case breaks: it keeps the drawing and the shrinking inside of what
-is promised. A new limit: a line in `_limits`.
+`KNOBS` has the values that are drawn for every setting of SmpConfig; what is not drawn
+is in `NOT_DRAWN` with the reason. `objection` names the documented limit that a case
+breaks: it keeps the drawing and the shrinking inside of what is promised. A new limit:
+a line in `_limits`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ from smp_core.plan.units import plan_units
 from smp_core.topology import Topology
 from tests.core.fuzz.families import FAMILIES, Family
 from tests.core.fuzz.models import IN_HALF_PRECISION, WITH_SHARED_LAYERS
-from tests.core.fuzz.optimizers import IN_STEP_WITH_ROUNDING, WITH_FUSED_KERNELS, WITH_TENSOR_LR
+from tests.core.fuzz.optimizers import (
+    IN_STEP_WITH_ROUNDING,
+    WITH_FUSED_KERNELS,
+    WITH_TENSOR_LR,
+)
 
-# Setting -> kinds of values, the default first; `value_of` makes values of them that depend on the model.
+# Setting -> kinds of values, the default first; `value_of` makes values of them that
+# depend on the model.
 KNOBS: dict[str, tuple[Any, ...]] = {
     "shard_degree": (2, 1, 4, "node", "world"),
     "collectives.hierarchical": ("auto", True, False),
@@ -103,7 +110,8 @@ NOT_DRAWN: dict[str, str] = {
 
 
 def linears(name: str, module: nn.Module) -> bool:
-    """A rule for ``units``: every linear layer that torch's own modules do not reach into."""
+    """A rule for ``units``: every linear layer that torch's own modules do not reach
+    into."""
     return type(module) is nn.Linear and not name.startswith("leave")
 
 
@@ -153,7 +161,8 @@ class Case:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples; parallelisms that share samples divide it."""
+        """Ranks that read different samples; parallelisms that share samples divide
+        it."""
         return self.world
 
     @property
@@ -171,18 +180,27 @@ class Case:
 def config_of(knobs: Mapping[str, Any]) -> SmpConfig:
     """The knobs with a function in the place of its name."""
     rule = knobs.get("units.modules")
-    given = {**knobs, "units.modules": RULES[rule["function"]]} if isinstance(rule, dict) else knobs
+    given = (
+        {**knobs, "units.modules": RULES[rule["function"]]}
+        if isinstance(rule, dict)
+        else knobs
+    )
     return SmpConfig(**nested(given))
 
 
 def every_knobs(case: Case) -> Iterator[dict[str, Any]]:
     """The knobs of each model that the case makes, one after the other."""
     yield case.knobs
-    yield from (op["knobs"] for op in case.script if op["do"] == "load" and op["knobs"] is not None)
+    yield from (
+        op["knobs"]
+        for op in case.script
+        if op["do"] == "load" and op["knobs"] is not None
+    )
 
 
 def objection(case: Case) -> str | None:
-    """The first documented limit that the case breaks; None: it has to run, and to come out the same."""
+    """The first documented limit that the case breaks; None: it has to run, and to come
+    out the same."""
     return next(_limits(case), None)
 
 
@@ -194,7 +212,9 @@ def _limits(case: Case) -> Iterator[str]:
     yield from _limits_of_script(case, family)
 
 
-def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> Iterator[str]:
+def _limits_of_knobs(
+    case: Case, family: Family, knobs: Mapping[str, Any]
+) -> Iterator[str]:
     topology = Topology.uniform(case.world, case.ranks_per_node)
     try:
         config = config_of(knobs)
@@ -217,8 +237,17 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     exact = config.compression.gather_after_steps or config.compression.gather_exclude
     if config.compression.gather is not None and not exact:
         yield "quantized gathers round"
-    relevant = ("units.modules", "units.min_parameters", "units.optional", "activations.checkpoint")
-    units = _units(case.model, case.entry, json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}))
+    relevant = (
+        "units.modules",
+        "units.min_parameters",
+        "units.optional",
+        "activations.checkpoint",
+    )
+    units = _units(
+        case.model,
+        case.entry,
+        json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}),
+    )
     if isinstance(units, str):
         yield f"refused: {units}"
         return
@@ -228,22 +257,30 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     owners = [method.rpartition(".")[0] for method in config.forward_methods]
     if any(owner not in units for owner in owners):
         yield "forward_methods of a module that is no unit"
-    if config.optimizer_shard == "world" and any(op.get("how") == "parameters" for op in case.script):
+    if config.optimizer_shard == "world" and any(
+        op.get("how") == "parameters" for op in case.script
+    ):
         yield "optimizer_shard='world': parameters have no gradients that could be dropped one by one"
     if config.optimizer_shard == "world" and _trains_later(case, family):
         yield "optimizer_shard='world': what was frozen when the optimizer was made cannot be trained"
-    if any(op["do"] == "overflow" for op in case.script) and config.on_nonfinite_grad_norm == "ignore":
+    if (
+        any(op["do"] == "overflow" for op in case.script)
+        and config.on_nonfinite_grad_norm == "ignore"
+    ):
         yield "weights become nan"
     yield from _limits_of_paths(case, family, degree, units)
     if config.param_dtype == "bfloat16":
         yield from _limits_of_half_precision(case, config)
-    freezes_meanwhile = any(op.get("meanwhile", "nothing") != "nothing" for op in case.script)
+    freezes_meanwhile = any(
+        op.get("meanwhile", "nothing") != "nothing" for op in case.script
+    )
     if config.activations.checkpoint != "none" and freezes_meanwhile:
         yield "torch's checkpointing recomputes with what is frozen then"
 
 
 def _limits_of_half_precision(case: Case, config: SmpConfig) -> Iterator[str]:
-    """What one process cannot do with the same roundings (`tests.core.fuzz.procedure.OneProcess`)."""
+    """What one process cannot do with the same roundings
+    (`tests.core.fuzz.procedure.OneProcess`)."""
     if FAMILIES[case.model].build not in IN_HALF_PRECISION:
         yield "the model mixes dtypes in half precision"
     in_one_call = case.entry == "forward" and config.activations.checkpoint == "none"
@@ -257,22 +294,37 @@ def _limits_of_half_precision(case: Case, config: SmpConfig) -> Iterator[str]:
         yield "an optimizer that makes much of a rounding error"
 
 
-def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -> Iterator[str]:
-    """Inside a partition group all ranks have to use the same units; parameters of one unit may be used or not."""
+def _limits_of_paths(
+    case: Case, family: Family, degree: int, units: set[str]
+) -> Iterator[str]:
+    """Inside a partition group all ranks have to use the same units; parameters of one
+    unit may be used or not."""
     are_optional = all("units.optional" in knobs for knobs in every_knobs(case))
-    ways_inside_units = not any(name.startswith("cells.") and name.count(".") > 1 for name in units)
-    methods = {method for knobs in every_knobs(case) for method in knobs.get("forward_methods", ())}
+    ways_inside_units = not any(
+        name.startswith("cells.") and name.count(".") > 1 for name in units
+    )
+    methods = {
+        method
+        for knobs in every_knobs(case)
+        for method in knobs.get("forward_methods", ())
+    }
     for op in case.script:
         paths = op.get("paths", [])
         if op["do"] == "fail" and not op["hold"] and len(set(paths)) > 1:
             yield "a window's last pass fails on all ranks: where one does not use the module, it waits for the others"
         for path in paths:
             if case.model == "cells" and any(
-                f"cells.{s[0]}.encode" not in methods for s in path.split() if s[1:] == "e"
+                f"cells.{s[0]}.encode" not in methods
+                for s in path.split()
+                if s[1:] == "e"
             ):
                 yield "a method that forward_methods does not name"
         for first in range(0, case.data_ranks, degree):
-            members = {paths[rank % len(paths)] for rank in range(first, first + degree)} if paths else set()
+            members = (
+                {paths[rank % len(paths)] for rank in range(first, first + degree)}
+                if paths
+                else set()
+            )
             if len(members) > 1 and op["do"] == "fail":
                 yield "a pass fails on all ranks of a partition group: the others wait for those where it does"
             if len(members) <= 1 or are_optional:
@@ -290,7 +342,11 @@ def _limits_of_optimizers(case: Case) -> Iterator[str]:
             yield "no fused kernel for shards"
         if spec["kernels"] == "tensor lr" and spec["kind"] not in WITH_TENSOR_LR:
             yield "the optimizer takes no tensor as its learning rate"
-        if spec["late"] and spec["kind"] == "Adagrad" and not adagrad_steps_late_groups():
+        if (
+            spec["late"]
+            and spec["kind"] == "Adagrad"
+            and not adagrad_steps_late_groups()
+        ):
             yield "torch's Adagrad has no states for parameters that are added later"
 
 
@@ -321,7 +377,12 @@ def _limits_of_script(case: Case, family: Family) -> Iterator[str]:
                 yield "nothing was saved yet"
             elif saved[op["name"]] != has_late_group:
                 yield "the optimizer was saved with other parameter groups"
-        if case.entry == "apart" and op["do"] == "clip" and op["of"] is None and op["how"] != "value":
+        if (
+            case.entry == "apart"
+            and op["do"] == "clip"
+            and op["of"] is None
+            and op["how"] != "value"
+        ):
             yield "models that are parallelized apart have norms of their own"
         if case.entry == "apart" and op["do"] == "overflow":
             yield "models that are parallelized apart have norms of their own"
@@ -329,7 +390,11 @@ def _limits_of_script(case: Case, family: Family) -> Iterator[str]:
 
 def _trains_later(case: Case, family: Family) -> bool:
     frozen = family.frozen_to_begin_with()
-    thaws = (op for op in case.script if op.get("trainable") or op.get("meanwhile", "").startswith("thaw"))
+    thaws = (
+        op
+        for op in case.script
+        if op.get("trainable") or op.get("meanwhile", "").startswith("thaw")
+    )
     patterns = [op["what"] for op in thaws]
     return any(pattern in name for pattern in patterns for name in frozen)
 
@@ -341,8 +406,12 @@ def _units(model: str, entry: str, knobs: str) -> set[str] | str:
     config = config_of(json.loads(knobs))
     units: set[str] = set()
     try:
-        for part, module in built.named_children() if entry == "apart" else [("", built)]:
-            plan = plan_units(module, config, entry="forward" if entry == "apart" else entry)  # type: ignore[arg-type]
+        for part, module in (
+            built.named_children() if entry == "apart" else [("", built)]
+        ):
+            plan = plan_units(
+                module, config, entry="forward" if entry == "apart" else entry
+            )  # type: ignore[arg-type]
             plan_checkpointing(module, plan.blocks, config.activations.checkpoint)
             units |= {f"{part}.{unit.name}".strip(".") for unit in plan.units}
     except ValueError as error:

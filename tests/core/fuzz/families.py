@@ -36,15 +36,18 @@ def one_path(rng: random.Random, methods: bool) -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """How a model is built, wrapped, called and cut into patterns (parts of parameter names).
+    """How a model is built, wrapped, called and cut into patterns (parts of parameter
+    names).
 
     Args:
         classes: class names for ``units``; of its blocks.
         globs: over module names, for ``units`` and ``activations.checkpoint``.
         patterns: what is frozen, edited, or put into parameter groups.
-        paths: draws a path; (generator, whether it may use methods that ``forward_methods`` names).
+        paths: draws a path; (generator, whether it may use methods that
+            ``forward_methods`` names).
         differs: whether replicas may take other paths.
-        other_ways: draws a path through the same units, which may differ inside a partition group.
+        other_ways: draws a path through the same units, which may differ inside a
+            partition group.
         branches: globs over the modules that paths leave out, for ``units.optional``.
         methods: for ``forward_methods``.
         entries: what a step calls; ``"apart"``: each child is parallelized by itself.
@@ -64,7 +67,11 @@ class Family:
     parts: tuple[str, ...] = ("",)
 
     def frozen_to_begin_with(self) -> set[str]:
-        return {name for name, parameter in self.on_meta().named_parameters() if not parameter.requires_grad}
+        return {
+            name
+            for name, parameter in self.on_meta().named_parameters()
+            if not parameter.requires_grad
+        }
 
     def on_meta(self) -> nn.Module:
         with torch.device("meta"):
@@ -76,7 +83,10 @@ def cell_path(rng: random.Random, methods: bool) -> str:
     cells = [cell for cell in range(3) if rng.random() < 0.8]
     if cells and rng.random() < 0.15:
         cells.append(rng.choice(cells))
-    return " ".join(f"{cell}{rng.choice(['lr', 'lr', 'l', 'r', *(['e'] if methods else [])])}" for cell in cells)
+    return " ".join(
+        f"{cell}{rng.choice(['lr', 'lr', 'l', 'r', *(['e'] if methods else [])])}"
+        for cell in cells
+    )
 
 
 def other_ways(rng: random.Random, path: str) -> str:
@@ -137,7 +147,9 @@ FAMILIES: dict[str, Family] = {
         branches=("blocks",),
     ),
     "recurrent": Family(Recurrent, ("GRU",), ("second",), ("enter", "second", "bias")),
-    "conv": Family(Conv, ("Residual",), ("wide.*", "narrow.?"), ("wide", "body.0", "norm", "down")),
+    "conv": Family(
+        Conv, ("Residual",), ("wide.*", "narrow.?"), ("wide", "body.0", "norm", "down")
+    ),
     "odd": Family(
         Odd,
         ("OddBlock",),
@@ -185,7 +197,11 @@ FAMILIES: dict[str, Family] = {
         entries=("forward", "steps", "children"),
     ),
     "stepping": Family(
-        Stepping, ("Pair",), ("first.*",), ("first", "shift", "gate", "bias"), entries=("steps", "children")
+        Stepping,
+        ("Pair",),
+        ("first.*",),
+        ("first", "shift", "gate", "bias"),
+        entries=("steps", "children"),
     ),
     "adversaries": Family(
         Adversaries,
@@ -202,9 +218,13 @@ FAMILIES: dict[str, Family] = {
 WITH_ADAPTERS = ("adapters", "ways")
 
 
-def matching(model: nn.Module, patterns: Sequence[str] | str) -> Iterator[tuple[str, nn.Parameter]]:
+def matching(
+    model: nn.Module, patterns: Sequence[str] | str
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters with one of the patterns in their names, without ``leave``."""
     patterns = [patterns] if isinstance(patterns, str) else patterns
     for name, parameter in model.named_parameters():
-        if any(pattern in name for pattern in patterns) and not name.startswith("leave."):
+        if any(pattern in name for pattern in patterns) and not name.startswith(
+            "leave."
+        ):
             yield name, parameter

@@ -1,7 +1,9 @@
-"""Random hooks on random parameters, registered before or after sharding, in windows of random length.
+"""Random hooks on random parameters, registered before or after sharding, in windows of
+random length.
 
-A hook is written once. :func:`alone` runs it in one process, where each micro-batch's loss is the mean over the samples
-of all ranks; :func:`together` on ranks that each have their own. Everything is float64.
+A hook is written once. :func:`alone` runs it in one process, where each micro-batch's
+loss is the mean over the samples of all ranks; :func:`together` on ranks that each have
+their own. Everything is float64.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Cell(nn.Module):
 
 
 class Net(nn.Module):
-    """Cells that are units, one of which some micro-batches leave out; a 0-d parameter, and a weight used twice."""
+    """Cells that are units, one of which some micro-batches leave out; a 0-d parameter,
+    and a weight used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,10 +69,11 @@ class Hooks:
     """What is drawn for one run.
 
     Attributes:
-        hooks: (parameter, kind, whether it is registered before sharding, the step behind which it is removed).
+        hooks: (parameter, kind, whether it is registered before sharding, the step
+            behind which it is removed).
         micro_batches: of each step.
-        leaves_out: micro-batches, counted through all steps, that leave a cell out; only every second rank's with
-            replicas of one rank.
+        leaves_out: micro-batches, counted through all steps, that leave a cell out;
+            only every second rank's with replicas of one rank.
         penalty: whether a term of the loss is made of the parameters.
     """
 
@@ -97,7 +101,9 @@ def draw(seed: int) -> Hooks:
         knobs["reshard_after_forward"] = False
     if rng.random() < 0.4:
         knobs["keep_between_micro_batches"] = rng.choice(("parameters", "gradients"))
-        knobs["reshard_after_forward"] = knobs["keep_between_micro_batches"] == "gradients"
+        knobs["reshard_after_forward"] = (
+            knobs["keep_between_micro_batches"] == "gradients"
+        )
     over_world = rng.random() < 0.3
     if over_world:
         knobs["optimizer_shard"] = "world"
@@ -105,20 +111,32 @@ def draw(seed: int) -> Hooks:
     hooks = []
     for _ in range(rng.randint(1, 4)):
         removed = rng.choice((0, STEPS, STEPS))
-        hooks.append((rng.choice(NAMES), rng.choice(kinds), rng.random() < 0.5, removed))
+        hooks.append(
+            (rng.choice(NAMES), rng.choice(kinds), rng.random() < 0.5, removed)
+        )
     micro_batches = tuple(rng.randint(1, 3) for _ in range(STEPS))
-    leaves_out = frozenset(number for number in range(sum(micro_batches)) if rng.random() < 0.25)
+    leaves_out = frozenset(
+        number for number in range(sum(micro_batches)) if rng.random() < 0.25
+    )
     penalty, at_once = rng.random() < 0.25, rng.random() < 0.2
-    return Hooks(seed, world, knobs, tuple(hooks), micro_batches, leaves_out, penalty, at_once)
+    return Hooks(
+        seed, world, knobs, tuple(hooks), micro_batches, leaves_out, penalty, at_once
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .clone()
+    )
 
 
 def register(parameter: nn.Parameter, kind: str, seen: list[torch.Tensor]) -> Any:
     """Register a hook; what it notes goes to ``seen``."""
-    mask = (torch.arange(float(parameter.numel())) % 3 != 0).double().view(parameter.shape)
+    mask = (
+        (torch.arange(float(parameter.numel())) % 3 != 0).double().view(parameter.shape)
+    )
 
     def zero_rows(gradient: torch.Tensor) -> None:
         gradient[..., :1] = 0
@@ -131,7 +149,9 @@ def register(parameter: nn.Parameter, kind: str, seen: list[torch.Tensor]) -> An
     of_gradients: dict[str, Callable[[torch.Tensor], Any]] = {
         "scale": lambda gradient: gradient * 0.5,
         "mask": lambda gradient: gradient * mask,
-        "zero rows": lambda gradient: gradient * 0 if gradient.ndim == 0 else zero_rows(gradient),
+        "zero rows": lambda gradient: (
+            gradient * 0 if gradient.ndim == 0 else zero_rows(gradient)
+        ),
         "clamp": lambda gradient: gradient.clamp(-0.01, 0.01),
         "add": lambda gradient: gradient + 0.01,
         "normalize": lambda gradient: gradient / (0.1 + gradient.norm()),
@@ -148,34 +168,54 @@ def register(parameter: nn.Parameter, kind: str, seen: list[torch.Tensor]) -> An
     return parameter.register_hook(of_gradients[kind])
 
 
-def _train(run: Hooks, parallel: ParallelModel | None, model: nn.Module, ranks: range, handles: Any) -> list[Any]:
-    """Train; return what hooks and losses showed, by hook and for the losses, and the weights."""
+def _train(
+    run: Hooks,
+    parallel: ParallelModel | None,
+    model: nn.Module,
+    ranks: range,
+    handles: Any,
+) -> list[Any]:
+    """Train; return what hooks and losses showed, by hook and for the losses, and the
+    weights."""
     by_hook: list[list[torch.Tensor]] = [[] for _ in run.hooks]
 
     def registers(before: bool) -> None:
         for place, (name, kind, is_before, _) in enumerate(run.hooks):
             if is_before is before:
-                handles[place] = register(model.get_parameter(name), kind, by_hook[place])
+                handles[place] = register(
+                    model.get_parameter(name), kind, by_hook[place]
+                )
 
     registers(True)
     if parallel is None and len(ranks) == 1:
         parallel = parallel_model(model, units=("Cell",), **run.knobs)
     registers(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01
+    )
     if parallel is not None:
         parallel.prepare_optimizer(optimizer)
     number, losses = 0, []
     for step, micro_batches in enumerate(run.micro_batches):
         for micro in range(micro_batches):
             last = micro == micro_batches - 1 and not run.at_once
-            held = contextlib.nullcontext() if parallel is None or last else parallel.window.accumulate()
+            held = (
+                contextlib.nullcontext()
+                if parallel is None or last
+                else parallel.window.accumulate()
+            )
             with held:
                 loss: Any = sum(
-                    model(_samples(number, rank), not run.left_out(number, rank)).square().mean() for rank in ranks
+                    model(_samples(number, rank), not run.left_out(number, rank))
+                    .square()
+                    .mean()
+                    for rank in ranks
                 ) / len(ranks)
                 if run.penalty:
                     terms = [p.square().sum() for p in model.parameters()]
-                    loss = loss + 0.1 * sum(t.full_tensor() if isinstance(t, DTensor) else t for t in terms)
+                    loss = loss + 0.1 * sum(
+                        t.full_tensor() if isinstance(t, DTensor) else t for t in terms
+                    )
                 loss.backward()
             losses.append(loss.detach().clone())
             number += 1
@@ -184,7 +224,11 @@ def _train(run: Hooks, parallel: ParallelModel | None, model: nn.Module, ranks: 
         for place, (*_, removed) in enumerate(run.hooks):
             if removed == step:
                 handles[place].remove()
-    return [*by_hook, torch.stack(losses), {name: whole(p) for name, p in model.named_parameters()}]
+    return [
+        *by_hook,
+        torch.stack(losses),
+        {name: whole(p) for name, p in model.named_parameters()},
+    ]
 
 
 def _done(_: torch.Tensor) -> None:
@@ -227,7 +271,12 @@ def problems(run: Hooks, ranks: list[list[Any]], expected: list[Any]) -> list[st
                 found.append(f"rank {rank}: {name} is {off:.3g} off")
         for hook, own, theirs in zip(run.hooks, seen, expected, strict=False):
             if len(own) != len(theirs):
-                found.append(f"rank {rank}: {hook} saw {len(own)} instead of {len(theirs)}")
-            elif any(not torch.allclose(a, b, rtol=0, atol=1e-11) for a, b in zip(own, theirs, strict=True)):
+                found.append(
+                    f"rank {rank}: {hook} saw {len(own)} instead of {len(theirs)}"
+                )
+            elif any(
+                not torch.allclose(a, b, rtol=0, atol=1e-11)
+                for a, b in zip(own, theirs, strict=True)
+            ):
                 found.append(f"rank {rank}: {hook} saw other gradients")
     return found

@@ -1,5 +1,6 @@
-"""Random layouts: pipeline stages, tensor and context ranks, partition groups and replicas with random knobs, trained
-with random events between their steps, beside the same training in one process."""
+"""Random layouts: pipeline stages, tensor and context ranks, partition groups and
+replicas with random knobs, trained with random events between their steps, beside the
+same training in one process."""
 
 from __future__ import annotations
 
@@ -43,12 +44,19 @@ KINDS = (
     "gpt2_deep", "llama_deep", "llama", "opt", "plain", "bloom", "qwen3", "gpt_neox", "bert", "mixtral", "gemma2",
     "phi3", "falcon", "olmo2", "llama_lora", "glm", "strange",
 )  # fmt: skip
-# Their blocks cast to float32, which compiled and recomputed ones do out of the reach of `Wide`.
+# Their blocks cast to float32, which compiled and recomputed ones do out of the reach
+# of `Wide`.
 WITHOUT_CASTS = ("gpt2_deep", "opt", "plain", "bert", "strange")
 STEPS = 4
 # Each with its default first.
 KNOBS: dict[str, tuple[Any, ...]] = {
-    "activations": ("none", "full", "selective", "every:2", {"checkpoint": "full", "offload": True}),
+    "activations": (
+        "none",
+        "full",
+        "selective",
+        "every:2",
+        {"checkpoint": "full", "offload": True},
+    ),
     "reshard_after_forward": (True, False, "node"),
     "keep_between_micro_batches": ("shards", "parameters", "gradients"),
     "optimizer_shard": ("partition", "world"),
@@ -75,7 +83,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Run:
-    """One training; ``parts``: micro-batches of each of a step's ``windows`` batches."""
+    """One training; ``parts``: micro-batches of each of a step's ``windows``
+    batches."""
 
     kind: str
     world: int
@@ -97,21 +106,30 @@ def draw(seed: int) -> Run:
     both = (layout, other or layout)
     data = max(world // (each.stages * each.tensor * each.context) for each in both)
     together = max(each.tensor for each in both)
-    per_node = seeded.choice([size for size in (1, 2, 4, 8) if together <= size <= world])
+    per_node = seeded.choice(
+        [size for size in (1, 2, 4, 8) if together <= size <= world]
+    )
     parts = seeded.choice([size for size in (1, 2, 4) if size * data <= SAMPLES])
     events = tuple(seeded.choice(("", "", *EVENTS)) for _ in range(STEPS))
-    return Run(kind, world, per_node, layout, parts, seeded.choice((1, 1, 2)), events, other)
+    return Run(
+        kind, world, per_node, layout, parts, seeded.choice((1, 1, 2)), events, other
+    )
 
 
 def _layout(seeded: random.Random, world: int, kind: str) -> Layout:
     while True:
         sizes = [seeded.choice((1, 1, 2, 2, 4)) for _ in range(4)]
         stages, tensor, context, shard = sizes
-        # Context ranks of a model with a Transformers loss are tested with the trainers.
+        # Context ranks of a model with a Transformers loss are tested with the
+        # trainers.
         fits = world % math.prod(sizes) == 0 and stages <= (4 if "deep" in kind else 2)
         if fits and (context == 1 or kind == "plain") and stages * tensor * context > 1:
             break
-    changed = {name: seeded.choice(values[1:]) for name, values in KNOBS.items() if seeded.random() < 0.2}
+    changed = {
+        name: seeded.choice(values[1:])
+        for name, values in KNOBS.items()
+        if seeded.random() < 0.2
+    }
     if kind not in WITHOUT_CASTS and "activations" in changed:
         changed.pop("compile", None)
         changed.pop("delayed_init", None)
@@ -121,8 +139,14 @@ def _layout(seeded: random.Random, world: int, kind: str) -> Layout:
         changed.pop("delayed_init", None)
     if tensor > 1 and seeded.random() < 0.3:
         changed["tensor_parallel"] = {"sequence_parallel": False}
-    schedules = ("1f1b", "gpipe", "interleaved:2") if "deep" in kind and stages == 2 else ("1f1b", "gpipe")
-    return Layout(stages, tensor, context, shard, seeded.choice(schedules), tuple(changed.items()))
+    schedules = (
+        ("1f1b", "gpipe", "interleaved:2")
+        if "deep" in kind and stages == 2
+        else ("1f1b", "gpipe")
+    )
+    return Layout(
+        stages, tensor, context, shard, seeded.choice(schedules), tuple(changed.items())
+    )
 
 
 def config_of(run: Run, layout: Layout) -> SmpConfig:
@@ -149,7 +173,9 @@ class Trainer:
 
     def __init__(self, run: Run, layout: Layout) -> None:
         self.run, knobs = run, dict(layout.knobs)
-        model = build(run.kind, seed=dist.get_rank(), delayed=bool(knobs.get("delayed_init")))
+        model = build(
+            run.kind, seed=dist.get_rank(), delayed=bool(knobs.get("delayed_init"))
+        )
         if "activations" in knobs and "compile" not in knobs:
             model = wide_when_computed_again(model)
         keeps_loss = "chunked_cross_entropy" in knobs or layout.tensor > 1
@@ -168,19 +194,36 @@ class Trainer:
     def backward(self, tokens: torch.Tensor) -> float:
         """Take one batch forward and backward; the window stays open."""
         own, parallel, parts = self._own(tokens), self.parallel, self.run.parts
-        scale, made = 1 / parts / self.run.windows, list(split_batch(self._own(tokens), parts))
+        scale, made = (
+            1 / parts / self.run.windows,
+            list(split_batch(self._own(tokens), parts)),
+        )
         if parallel.context is not None:
-            splits = [parallel.context.split((part, next_tokens(part))) for part in made]
-            calls = [lambda split=split: parallel.run_as_forward(pair_loss, self.model, split) for split in splits]
+            splits = [
+                parallel.context.split((part, next_tokens(part))) for part in made
+            ]
+            calls = [
+                lambda split=split: parallel.run_as_forward(
+                    pair_loss, self.model, split
+                )
+                for split in splits
+            ]
         else:
-            calls = [lambda part=part: parallel.run_as_forward(self.loss, self.model, part) for part in made]
+            calls = [
+                lambda part=part: parallel.run_as_forward(self.loss, self.model, part)
+                for part in made
+            ]
 
         def within(number: int) -> Any:
-            return nullcontext() if parallel.context is None else enabled(splits[number])
+            return (
+                nullcontext() if parallel.context is None else enabled(splits[number])
+            )
 
         with parallel.window.accumulate():
             if parallel.pipeline is not None:
-                losses = parallel.pipeline.train(calls, part_of_mean, scale, own, within)
+                losses = parallel.pipeline.train(
+                    calls, part_of_mean, scale, own, within
+                )
             else:
                 losses = []
                 for number, call in enumerate(calls):
@@ -190,8 +233,12 @@ class Trainer:
                     losses.append(loss)
         if parallel.context is not None:
             pairs = zip(losses, splits, strict=False)
-            losses = [loss if split.weighted else loss * split.weight for loss, split in pairs]
-        return self._mean(torch.stack([loss.detach() for loss in losses]).mean() if losses else None)
+            losses = [
+                loss if split.weighted else loss * split.weight for loss, split in pairs
+            ]
+        return self._mean(
+            torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+        )
 
     def evaluate(self, tokens: torch.Tensor) -> float:
         parallel, own = self.parallel, self._own(tokens)
@@ -200,7 +247,11 @@ class Trainer:
             return parallel.run_as_forward(loss_of, self.model, own)
 
         with torch.no_grad():
-            found = call() if parallel.pipeline is None else parallel.pipeline.evaluate(call, own)
+            found = (
+                call()
+                if parallel.pipeline is None
+                else parallel.pipeline.evaluate(call, own)
+            )
         return self._mean(found)
 
     def _own(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -231,10 +282,17 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         named = dict(self.model.named_parameters())
-        return of_all_stages(self.parallel, named) if self.parallel.pipeline else {n: full(p) for n, p in named.items()}
+        return (
+            of_all_stages(self.parallel, named)
+            if self.parallel.pipeline
+            else {n: full(p) for n, p in named.items()}
+        )
 
     def save(self, folder: Path) -> None:
-        state = {"state_dict": self.parallel.model_state(), "optimizer": self.parallel.optimizer_state(self.optimizer)}
+        state = {
+            "state_dict": self.parallel.model_state(),
+            "optimizer": self.parallel.optimizer_state(self.optimizer),
+        }
         save_checkpoint(folder, state, metadata={"module_prefix": ""})
 
     def load(self, folder: Path) -> None:
@@ -297,15 +355,26 @@ def train(trainer: Any, run: Run, folder: Path | None = None) -> Training:
             freeze(trainer.model, event == "thaw")
         with Wide():
             if event == "evaluate" and run.layout.context == 1:
-                seen.losses.append(trainer.evaluate(micro[0, :, : 11 - number].contiguous()))  # of odd and even lengths
+                # Of odd and even lengths.
+                seen.losses.append(
+                    trainer.evaluate(micro[0, :, : 11 - number].contiguous())
+                )
             if event == "abandon":
                 trainer.backward(micro[-1])
                 trainer.abandon()
             seen.losses += [trainer.backward(tokens) for tokens in micro]
         seen.norms.append(trainer.step())
-        if folder is not None and run.goes_on_as is not None and number == steps // 2 - 1:
+        if (
+            folder is not None
+            and run.goes_on_as is not None
+            and number == steps // 2 - 1
+        ):
             trainer.save(folder)
-            frozen = {name for name, p in trainer.model.named_parameters() if not p.requires_grad}
+            frozen = {
+                name
+                for name, p in trainer.model.named_parameters()
+                if not p.requires_grad
+            }
             trainer = type(trainer)(run, run.goes_on_as)
             trainer.load(folder)
             for name, parameter in trainer.model.named_parameters():
@@ -315,7 +384,8 @@ def train(trainer: Any, run: Run, folder: Path | None = None) -> Training:
 
 
 def together(run: Run, folder: Path) -> Training | str:
-    """Return the training over the ranks of the default group, or why it was refused."""
+    """Return the training over the ranks of the default group, or why it was
+    refused."""
     try:
         trainer = Trainer(run, run.layout)
         if run.goes_on_as is not None:
@@ -325,10 +395,14 @@ def together(run: Run, folder: Path) -> Training | str:
     return train(trainer, run, folder)
 
 
-def problems(seen: Training, expected: Training, tolerance: float = 1e-12) -> Iterator[str]:
+def problems(
+    seen: Training, expected: Training, tolerance: float = 1e-12
+) -> Iterator[str]:
     """Yield what differs from one process."""
     for what in ("losses", "norms"):
-        for number, (ours, theirs) in enumerate(zip(getattr(seen, what), getattr(expected, what), strict=True)):
+        for number, (ours, theirs) in enumerate(
+            zip(getattr(seen, what), getattr(expected, what), strict=True)
+        ):
             if not abs(ours - theirs) <= tolerance:
                 yield f"{what} {number}: {ours} against {theirs}"
     for name, ours in seen.weights.items():

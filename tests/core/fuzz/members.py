@@ -1,4 +1,5 @@
-"""What is in the blocks of random models: maps of (samples, length, WIDTH) to the same."""
+"""What is in the blocks of random models: maps of (samples, length, WIDTH) to the
+same."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ class ParameterLists(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(2))
         self.named = nn.ParameterDict(
-            {"a": torch.randn(WIDTH), "b": nn.Parameter(torch.randn(WIDTH), requires_grad=False)}
+            {
+                "a": torch.randn(WIDTH),
+                "b": nn.Parameter(torch.randn(WIDTH), requires_grad=False),
+            }
         )
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -80,10 +84,14 @@ class Spectral(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) / 4)
+        self.weight = nn.Parameter(
+            torch.randn(WIDTH, WIDTH, dtype=torch.complex128) / 4
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
-        return torch.fft.irfft(torch.fft.rfft(x, dim=1) @ self.weight, n=x.shape[1], dim=1)
+        return torch.fft.irfft(
+            torch.fft.rfft(x, dim=1) @ self.weight, n=x.shape[1], dim=1
+        )
 
 
 class Buffers(nn.Module):
@@ -139,7 +147,10 @@ class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.down, self.up = (
+            nn.Linear(WIDTH, 2, bias=False),
+            nn.Linear(2, WIDTH, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.base(x) + self.up(self.down(x))
@@ -189,12 +200,16 @@ class Inside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.energy = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         with torch.enable_grad():
             x = x if x.requires_grad else x.detach().requires_grad_()
-            (forces,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=torch.is_grad_enabled())
+            (forces,) = torch.autograd.grad(
+                self.energy(x).sum(), x, create_graph=torch.is_grad_enabled()
+            )
         return x + forces
 
 
@@ -222,18 +237,24 @@ class ReadsInner(nn.Module):
 class Traced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        self.graph = torch.fx.symbolic_trace(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.graph(x)
 
 
 class Clone(nn.Module):
-    """Parameters by a registered name that is no attribute's usual one, and non-contiguous ones."""
+    """Parameters by a registered name that is no attribute's usual one, and
+    non-contiguous ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_parameter("weight-of-it".replace("-", "_"), nn.Parameter((torch.randn(WIDTH, WIDTH) / 4).t()))
+        self.register_parameter(
+            "weight-of-it".replace("-", "_"),
+            nn.Parameter((torch.randn(WIDTH, WIDTH) / 4).t()),
+        )
         self.register_parameter("nothing", None)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -262,7 +283,9 @@ class OwnFunction(nn.Module):
 
 
 def _pruned() -> nn.Module:
-    return nn.Sequential(prune.random_unstructured(nn.Linear(WIDTH, WIDTH), "weight", 0.3))
+    return nn.Sequential(
+        prune.random_unstructured(nn.Linear(WIDTH, WIDTH), "weight", 0.3)
+    )
 
 
 def _old_weight_norm() -> nn.Module:
@@ -278,19 +301,31 @@ def _lazy() -> nn.Module:
 MEMBERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "no bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
-    "perceptron": lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)),
-    "ordered": lambda: nn.Sequential(collections.OrderedDict(up=nn.Linear(WIDTH, 16), down=nn.Linear(16, WIDTH))),
+    "perceptron": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)
+    ),
+    "ordered": lambda: nn.Sequential(
+        collections.OrderedDict(up=nn.Linear(WIDTH, 16), down=nn.Linear(16, WIDTH))
+    ),
     "layer norm": lambda: nn.LayerNorm(WIDTH),
     "rms norm": lambda: nn.RMSNorm(WIDTH),
     "own scale": OwnScale,
     "parameter lists": ParameterLists,
     "conv": Convolved,
     "lstm": lambda: Recurrent(nn.LSTM),
-    "two-way gru": lambda: nn.Sequential(Recurrent(nn.GRU, bidirectional=True), nn.Linear(2 * WIDTH, WIDTH)),
+    "two-way gru": lambda: nn.Sequential(
+        Recurrent(nn.GRU, bidirectional=True), nn.Linear(2 * WIDTH, WIDTH)
+    ),
     "attention": Attends,
-    "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(
+        WIDTH, 2, 16, 0.0, batch_first=True
+    ),
     "encoder": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True, norm_first=True), 2, enable_nested_tensor=False
+        nn.TransformerEncoderLayer(
+            WIDTH, 2, 16, 0.0, batch_first=True, norm_first=True
+        ),
+        2,
+        enable_nested_tensor=False,
     ),
     "embedding": LooksUp,
     "complex": Spectral,
@@ -313,6 +348,8 @@ MEMBERS: dict[str, Callable[[], nn.Module]] = {
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
     "lazy": _lazy,
     "prelu": lambda: nn.PReLU(),
-    "relu in place": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
+    "relu in place": lambda: nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+    ),
     "identity": nn.Identity,
 }

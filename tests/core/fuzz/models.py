@@ -1,12 +1,14 @@
 """Families of small models for random runs.
 
-Every model maps ``x`` [n, LENGTH, WIDTH] float64 to a tensor of which the loss is a smooth function: kinks (ReLU, max)
-would turn a rounding error into another gradient. ``path`` says which ways through the model a call takes, so that what
-is used may depend on the micro-batch and the rank. What custom parameters begin with is written by
+Every model maps ``x`` [n, LENGTH, WIDTH] float64 to a tensor of which the loss is a
+smooth function: kinks (ReLU, max) would turn a rounding error into another gradient.
+``path`` says which ways through the model a call takes, so that what is used may depend
+on the micro-batch and the rank. What custom parameters begin with is written by
 ``reset_parameters``, so that every family can be initialised on the meta device too.
 
-``leave`` is used by every call and is never frozen: a backward pass has something to do on every rank. Blocks of a list
-are called as the path says: ``"0 2"`` leaves the second one out.
+``leave`` is used by every call and is never frozen: a backward pass has something to do
+on every rank. Blocks of a list are called as the path says: ``"0 2"`` leaves the second
+one out.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 3), nn.Tanh(), nn.Linear(3, 5))
+        self.enter = nn.Sequential(
+            nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 3), nn.Tanh(), nn.Linear(3, 5)
+        )
         self.leave = nn.Linear(5, 1)
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
@@ -41,7 +45,8 @@ class Mlp(nn.Module):
 
 
 class Cell(nn.Module):
-    """A unit with two ways through it, a part that nobody uses, and another way in than forward."""
+    """A unit with two ways through it, a part that nobody uses, and another way in than
+    forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,14 +65,18 @@ class Cell(nn.Module):
 
 
 class Cells(nn.Module):
-    """Cells, called as the path says: ``"0l 1lr 2e"`` is cell 0 by its left way, cell 1 by both, cell 2 by encode."""
+    """Cells, called as the path says: ``"0l 1lr 2e"`` is cell 0 by its left way, cell 1
+    by both, cell 2 by encode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
         self.cells = nn.ModuleList(Cell() for _ in range(3))
         self.leave = nn.Linear(WIDTH, 2)
-        self.gain, self.shift = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(3, WIDTH))
+        self.gain, self.shift = (
+            nn.Parameter(torch.empty(())),
+            nn.Parameter(torch.empty(3, WIDTH)),
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,12 +92,16 @@ class Cells(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's own MultiheadAttention, which reads the weight of a layer that it never calls."""
+    """torch's own MultiheadAttention, which reads the weight of a layer that it never
+    calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
-        layers = (nn.TransformerEncoderLayer(WIDTH, 2, 7, 0.0, F.gelu, batch_first=True) for _ in range(2))
+        layers = (
+            nn.TransformerEncoderLayer(WIDTH, 2, 7, 0.0, F.gelu, batch_first=True)
+            for _ in range(2)
+        )
         self.layers, self.leave = nn.ModuleList(layers), nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
@@ -101,8 +114,15 @@ class Attention(nn.Module):
 class GptBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+        self.norm, self.qkv = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+        )
+        self.out, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 13),
+            nn.Linear(13, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -116,9 +136,15 @@ class Gpt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.embed, self.places = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(LENGTH, WIDTH),
+        )
         self.blocks = nn.ModuleList(GptBlock() for _ in range(3))
-        self.norm, self.leave = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm, self.leave = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
         self.leave.weight = self.embed.weight
         self.register_buffer("mask", torch.empty(LENGTH, LENGTH))
         self.reset_parameters()
@@ -138,7 +164,10 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.second = nn.GRU(WIDTH, 5, batch_first=True), nn.LSTM(5, 3, batch_first=True)
+        self.enter, self.second = (
+            nn.GRU(WIDTH, 5, batch_first=True),
+            nn.LSTM(5, 3, batch_first=True),
+        )
         self.leave = nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
@@ -149,12 +178,16 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv1d(6, 6, 3, padding=1, bias=False), nn.GroupNorm(2, 6), nn.SiLU(), nn.Conv1d(6, 6, 1)
+            nn.Conv1d(6, 6, 3, padding=1, bias=False),
+            nn.GroupNorm(2, 6),
+            nn.SiLU(),
+            nn.Conv1d(6, 6, 1),
         )
         self.norm = nn.BatchNorm1d(6).eval()
 
     def train(self, mode: bool = True) -> Residual:
-        """Statistics of batches differ from rank to rank: they stay as they are, as in fine-tuning."""
+        """Statistics of batches differ from rank to rank: they stay as they are, as in
+        fine-tuning."""
         super().train(mode)
         self.norm.eval()
         return self
@@ -164,12 +197,16 @@ class Residual(nn.Module):
 
 
 class Conv(nn.Module):
-    """Convolutions, norms with and without statistics, and a resolution that changes on the way."""
+    """Convolutions, norms with and without statistics, and a resolution that changes on
+    the way."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Conv1d(LENGTH, 6, 3, padding=1)
-        self.wide, self.down = nn.Sequential(Residual(), Residual()), nn.Conv1d(6, 6, 2, stride=2)
+        self.wide, self.down = (
+            nn.Sequential(Residual(), Residual()),
+            nn.Conv1d(6, 6, 2, stride=2),
+        )
         self.narrow, self.leave = nn.Sequential(Residual(), Residual()), nn.Linear(6, 2)
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
@@ -177,23 +214,31 @@ class Conv(nn.Module):
 
 
 class OddBlock(nn.Module):
-    """Parameters of no elements, of one row, in column order, and without dimensions."""
+    """Parameters of no elements, of one row, in column order, and without
+    dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.nothing, self.row = nn.Parameter(torch.empty(0, WIDTH)), nn.Parameter(torch.empty(1, WIDTH))
+        self.nothing, self.row = (
+            nn.Parameter(torch.empty(0, WIDTH)),
+            nn.Parameter(torch.empty(1, WIDTH)),
+        )
         self.columns = nn.Parameter(torch.empty(5, WIDTH).t())
         self.gate = nn.Parameter(torch.empty(()))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for number, parameter in enumerate((self.nothing, self.row, self.columns, self.gate)):
+        for number, parameter in enumerate(
+            (self.nothing, self.row, self.columns, self.gate)
+        ):
             nn.init.uniform_(parameter, -0.1 * number, 0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + torch.tanh(self.layer(x) * self.gate + self.row)
-        return x + torch.sin(x @ self.columns).sum(-1, keepdim=True) + self.nothing.sum()
+        return (
+            x + torch.sin(x @ self.columns).sum(-1, keepdim=True) + self.nothing.sum()
+        )
 
 
 class Odd(nn.Module):
@@ -202,9 +247,14 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(OddBlock() for _ in range(2))
-        self.directions = nn.ParameterList(nn.Parameter(torch.empty(WIDTH)) for _ in range(3))
+        self.directions = nn.ParameterList(
+            nn.Parameter(torch.empty(WIDTH)) for _ in range(3)
+        )
         self.named = nn.ParameterDict(
-            {"shift": nn.Parameter(torch.empty(WIDTH)), "gain": nn.Parameter(torch.empty(()))}
+            {
+                "shift": nn.Parameter(torch.empty(WIDTH)),
+                "gain": nn.Parameter(torch.empty(())),
+            }
         )
         self.leave = nn.Linear(3, 2)
         self.reset_parameters()
@@ -217,7 +267,9 @@ class Odd(nn.Module):
         for block in taken(self.blocks, path):
             x = block(x)
         x = x * self.named["gain"] + self.named["shift"]
-        return self.leave(torch.stack([x @ direction for direction in self.directions], -1))
+        return self.leave(
+            torch.stack([x @ direction for direction in self.directions], -1)
+        )
 
 
 class Half(nn.Module):
@@ -241,15 +293,19 @@ class Pair(nn.Module):
 
 
 class Shared(nn.Module):
-    """An encoder and a decoder that share an embedding and a block; a block that is two layers; a weight of one block
-    that is the head's too. In the path ``e`` is the encoder, ``d`` the decoder."""
+    """An encoder and a decoder that share an embedding and a block; a block that is two
+    layers; a weight of one block that is the head's too. In the path ``e`` is the
+    encoder, ``d`` the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
         embedding, pair = nn.Embedding(VOCABULARY, WIDTH), Pair()
         self.encoder, self.decoder = Half(embedding, pair), Half(embedding, pair)
         twice = Pair()
-        self.layers, self.leave = nn.ModuleList([twice, Pair(), twice]), nn.Linear(WIDTH, 7)
+        self.layers, self.leave = (
+            nn.ModuleList([twice, Pair(), twice]),
+            nn.Linear(WIDTH, 7),
+        )
         self.leave.weight = self.layers[1].up.weight
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
@@ -262,49 +318,66 @@ class Shared(nn.Module):
 
 
 class Experts(nn.Module):
-    """Branches, of which a call takes those in its path; some blocks in them and around them."""
+    """Branches, of which a call takes those in its path; some blocks in them and around
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleDict({name: nn.Sequential(Pair(), nn.Tanh(), Pair()) for name in "abc"})
+        self.experts = nn.ModuleDict(
+            {name: nn.Sequential(Pair(), nn.Tanh(), Pair()) for name in "abc"}
+        )
         self.leave = nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
         x = torch.tanh(self.enter(x))
         weights = self.gate(x).softmax(-1)
         for step in path.split():
-            x = x + weights[..., "abc".index(step)].unsqueeze(-1) * self.experts[step](x)
+            x = x + weights[..., "abc".index(step)].unsqueeze(-1) * self.experts[step](
+                x
+            )
         return self.leave(x)
 
 
 class Adapted(nn.Module):
-    """A frozen layer and what is trained beside it (LoRA), or was added to it (``merge``)."""
+    """A frozen layer and what is trained beside it (LoRA), or was added to it
+    (``merge``)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.down, self.up = (
+            nn.Linear(WIDTH, 2, bias=False),
+            nn.Linear(2, WIDTH, bias=False),
+        )
         self.is_merged = False
 
     @torch.no_grad()
     def merge(self, enabled: bool) -> None:
         if enabled != self.is_merged:
             self.is_merged = enabled
-            self.base.weight.data += (self.up.weight @ self.down.weight) * (1 if enabled else -1)
+            self.base.weight.data += (self.up.weight @ self.down.weight) * (
+                1 if enabled else -1
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) if self.is_merged else self.base(x) + self.up(self.down(x)))
+        return torch.tanh(
+            self.base(x) if self.is_merged else self.base(x) + self.up(self.down(x))
+        )
 
 
 class Adapters(nn.Module):
-    """Little that is trainable among much that is not; blocks that are frozen as a whole."""
+    """Little that is trainable among much that is not; blocks that are frozen as a
+    whole."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.frozen = nn.ModuleList(Pair().requires_grad_(False) for _ in range(2))
-        self.blocks, self.leave = nn.ModuleList(Adapted() for _ in range(2)), nn.Linear(WIDTH, 2)
+        self.blocks, self.leave = (
+            nn.ModuleList(Adapted() for _ in range(2)),
+            nn.Linear(WIDTH, 2),
+        )
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
         x = self.enter(x)
@@ -325,13 +398,17 @@ class Turn(nn.Module):
 
 
 class Ways(nn.Module):
-    """Branches that share a layer, one with an adapter: ``l``, ``r`` and ``a`` in the path. Each can be called as a
-    root."""
+    """Branches that share a layer, one with an adapter: ``l``, ``r`` and ``a`` in the
+    path. Each can be called as a root."""
 
     def __init__(self) -> None:
         super().__init__()
         common = nn.Linear(WIDTH, WIDTH)
-        self.enter, self.left, self.right = nn.Linear(WIDTH, WIDTH), Turn(common), Turn(common)
+        self.enter, self.left, self.right = (
+            nn.Linear(WIDTH, WIDTH),
+            Turn(common),
+            Turn(common),
+        )
         self.adapted, self.leave = Adapted(), nn.Linear(WIDTH, 2, bias=False)
 
     def step(self, x: torch.Tensor, path: str) -> torch.Tensor:
@@ -344,13 +421,20 @@ class Ways(nn.Module):
 
 
 class Stepping(nn.Module):
-    """Steps like a LightningModule: no forward of its own, roots inside, and parameters that it owns itself."""
+    """Steps like a LightningModule: no forward of its own, roots inside, and parameters
+    that it owns itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature, self.shift = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(5, WIDTH))
+        self.temperature, self.shift = (
+            nn.Parameter(torch.empty(1)),
+            nn.Parameter(torch.empty(5, WIDTH)),
+        )
         self.gate = nn.Parameter(torch.empty(()))
-        self.first, self.leave = nn.Sequential(Pair(), Pair()), nn.Sequential(Pair(), nn.Linear(WIDTH, 2))
+        self.first, self.leave = (
+            nn.Sequential(Pair(), Pair()),
+            nn.Sequential(Pair(), nn.Linear(WIDTH, 2)),
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -363,8 +447,8 @@ class Stepping(nn.Module):
 
 
 class Adversaries(nn.Module):
-    """A generator and a critic, two roots with an optimizer each. The path: ``d`` trains the critic (what is generated
-    has no gradient), ``g`` goes through both."""
+    """A generator and a critic, two roots with an optimizer each. The path: ``d``
+    trains the critic (what is generated has no gradient), ``g`` goes through both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,10 +457,15 @@ class Adversaries(nn.Module):
 
     def step(self, x: torch.Tensor, path: str) -> torch.Tensor:
         made = self.generator(x)
-        return self.critic(x) - self.critic(made.detach()) if path == "d" else self.critic(made)
+        return (
+            self.critic(x) - self.critic(made.detach())
+            if path == "d"
+            else self.critic(made)
+        )
 
 
-# Those whose inputs, parameters and buffers meet in one dtype, and whose gradients are sums of two terms at most: sums
-# of more would be rounded in the order in which autograd comes by.
+# Those whose inputs, parameters and buffers meet in one dtype, and whose gradients are
+# sums of two terms at most: sums of more would be rounded in the order in which
+# autograd comes by.
 IN_HALF_PRECISION = (Mlp, Cells, Shared, Adapters, Ways)
 WITH_SHARED_LAYERS = (Shared, Ways)

@@ -1,10 +1,14 @@
-"""What a random training procedure is made of: one function per operation, on one process and on ranks alike.
+"""What a random training procedure is made of: one function per operation, on one
+process and on ranks alike.
 
-An operation is a dict, ``{"do": "clip", "how": "norm 2", "max": 0.1}``. `OPERATIONS` has for each its function and the
-choices that the drawing has for its fields, all of which have to occur in the cases of the normal run. The functions
-are written as a user's loop is; where one process and ranks do something in other words, they ask the `Run`.
+An operation is a dict, ``{"do": "clip", "how": "norm 2", "max": 0.1}``. `OPERATIONS`
+has for each its function and the choices that the drawing has for its fields, all of
+which have to occur in the cases of the normal run. The functions are written as a
+user's loop is; where one process and ranks do something in other words, they ask the
+`Run`.
 
-A new operation: a function here, a line in `OPERATIONS`, and a place in the script (`tests.core.fuzz.drawing`).
+A new operation: a function here, a line in `OPERATIONS`, and a place in the script
+(`tests.core.fuzz.drawing`).
 """
 
 from __future__ import annotations
@@ -31,8 +35,13 @@ def losses(run: Run, op: Op, *, call: int = 0) -> dict[int, torch.Tensor]:
     found = {}
     for rank in run.data_ranks:
         generator = torch.Generator().manual_seed(1000 * op["data"] + 100 * call + rank)
-        rows, path = op["rows"][rank % len(op["rows"])], op["paths"][rank % len(op["paths"])]
-        x = torch.randn(rows, *run.sample_shape, generator=generator, dtype=torch.float64)
+        rows, path = (
+            op["rows"][rank % len(op["rows"])],
+            op["paths"][rank % len(op["paths"])],
+        )
+        x = torch.randn(
+            rows, *run.sample_shape, generator=generator, dtype=torch.float64
+        )
         output = run.call(x, path)
         found[rank] = output.square().mean() + output.sin().mean()
     run.end_call()
@@ -45,8 +54,9 @@ def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def micro(run: Run, op: Op) -> None:
-    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or (``twice``) again. Between them
-    parameters with ``what`` in their names are frozen or trained again (``meanwhile``), or inside of each call."""
+    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or
+    (``twice``) again. Between them parameters with ``what`` in their names are frozen
+    or trained again (``meanwhile``), or inside of each call."""
     wanted = op["meanwhile"].startswith("thaw")
     with run.holding(op["hold"] and op["around"] == "pass"):
         if op["meanwhile"].endswith("inside"):
@@ -59,7 +69,8 @@ def micro(run: Run, op: Op) -> None:
         total = mean([loss for each in every for loss in each.values()])
         if op["meanwhile"] in ("freeze", "thaw"):
             set_trainable(run, op["what"], wanted)
-        if total.requires_grad:  # with all that was used frozen there is no backward pass, on any rank
+        # With all that was used frozen there is no backward pass, on any rank.
+        if total.requires_grad:
             with run.holding(op["hold"]):
                 total.backward(retain_graph=op["twice"])
                 if op["twice"]:
@@ -67,7 +78,8 @@ def micro(run: Run, op: Op) -> None:
 
 
 def overflow(run: Run, op: Op) -> None:
-    """A micro-batch in which one rank's loss is infinite, and the clipping that finds out."""
+    """A micro-batch in which one rank's loss is infinite, and the clipping that finds
+    out."""
     found = losses(run, op)
     for rank in found:
         if rank == op["rank"]:
@@ -106,7 +118,8 @@ def set_trainable(run: Run, what: str, trainable: bool) -> None:
 
 
 def merge(run: Run, op: Op) -> None:
-    """Add what adapters have learnt to the layers beside them, or take it away again; then as after any edit."""
+    """Add what adapters have learnt to the layers beside them, or take it away again;
+    then as after any edit."""
     for module in run.model.modules():
         if isinstance(module, Adapted):
             module.merge(op["enabled"])
@@ -119,7 +132,12 @@ def clip(run: Run, op: Op) -> None:
         run.close()
         run.clip_grad_value(op["max"], parameters)
     else:
-        run.record("norm", run.clip_grad_norm(op["max"], float(op["how"].removeprefix("norm ")), parameters))
+        run.record(
+            "norm",
+            run.clip_grad_norm(
+                op["max"], float(op["how"].removeprefix("norm ")), parameters
+            ),
+        )
 
 
 def norm(run: Run, op: Op) -> None:
@@ -128,8 +146,13 @@ def norm(run: Run, op: Op) -> None:
 
 
 def evaluate(run: Run, op: Op) -> None:
-    """A look at losses without training on them; ``mode`` "grad": their graph is dropped."""
-    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": contextlib.nullcontext}
+    """A look at losses without training on them; ``mode`` "grad": their graph is
+    dropped."""
+    modes = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "grad": contextlib.nullcontext,
+    }
     run.model.train(not op["eval"])
     with modes[op["mode"]]():
         found = losses(run, op)
@@ -177,11 +200,15 @@ def failing(module: nn.Module, where: str) -> Iterator[None]:
 
 
 def fail(run: Run, op: Op) -> None:
-    """A pass that fails in the middle, on all ranks, and is given up with all of its window."""
+    """A pass that fails in the middle, on all ranks, and is given up with all of its
+    window."""
     if run.alone:
         run.abandon()
         return
-    with failing(run.model.get_submodule(op["module"]), op["where"]), run.holding(op["hold"]):
+    with (
+        failing(run.model.get_submodule(op["module"]), op["where"]),
+        run.holding(op["hold"]),
+    ):
         total = mean(list(losses(run, op).values()))
         if total.requires_grad:
             total.backward()
@@ -245,13 +272,15 @@ def save(run: Run, op: Op) -> None:
 
 
 def load(run: Run, op: Op) -> None:
-    """Go on from a checkpoint, in the same objects or (``knobs``) in new ones that may be sharded in another way."""
+    """Go on from a checkpoint, in the same objects or (``knobs``) in new ones that may
+    be sharded in another way."""
     run.load(op["name"], op["knobs"])
 
 
 @dataclass(frozen=True)
 class Operation:
-    """``choices``: what the drawing chooses from for fields of the operation, all of which have to occur."""
+    """``choices``: what the drawing chooses from for fields of the operation, all of
+    which have to occur."""
 
     run: Callable[[Run, Op], None]
     choices: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -269,12 +298,25 @@ OPERATIONS: dict[str, Operation] = {
         },
     ),
     "overflow": Operation(overflow),
-    "zero": Operation(zero, {"how": ("optimizer", "optimizer zeros", "module", "module zeros", "parameters")}),
+    "zero": Operation(
+        zero,
+        {
+            "how": (
+                "optimizer",
+                "optimizer zeros",
+                "module",
+                "module zeros",
+                "parameters",
+            )
+        },
+    ),
     "freeze": Operation(freeze, {"trainable": (False, True)}),
     "merge": Operation(merge, {"enabled": (True, False)}),
     "clip": Operation(clip, {"how": ("norm 2", "norm 1", "norm inf", "value")}),
     "norm": Operation(norm, {"type": ("2", "1", "inf")}),
-    "evaluate": Operation(evaluate, {"mode": ("no_grad", "inference_mode", "grad"), "eval": (True, False)}),
+    "evaluate": Operation(
+        evaluate, {"mode": ("no_grad", "inference_mode", "grad"), "eval": (True, False)}
+    ),
     "edit": Operation(edit, {"how": ("in place", "data", "copy")}),
     "fail": Operation(fail, {"where": ("forward", "backward"), "hold": (False, True)}),
     "abandon": Operation(abandon),

@@ -1,7 +1,9 @@
-"""Runs of one random case: `OneProcess`, plain torch over all ranks' batches, and `OnRanks`, torch-smp over its own.
+"""Runs of one random case: `OneProcess`, plain torch over all ranks' batches, and
+`OnRanks`, torch-smp over its own.
 
-Both go through the same script (`tests.core.fuzz.operations`) and record what a user sees on the way: losses, norms,
-gradients before each step, and at the end weights, gradients and optimizer states, whole.
+Both go through the same script (`tests.core.fuzz.operations`) and record what a user
+sees on the way: losses, norms, gradients before each step, and at the end weights,
+gradients and optimizer states, whole.
 """
 
 from __future__ import annotations
@@ -20,13 +22,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
-from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.checkpoint.optimizers import (
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
 from smp_core.cluster.mesh import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import build_mesh, parallelize
 from smp_core.sharding.gradients.accumulation import AccumulationWindow
-from smp_core.sharding.optimizer.grad_norm import NonfiniteGradNormError, clip_grad_value_
+from smp_core.sharding.optimizer.grad_norm import (
+    NonfiniteGradNormError,
+    clip_grad_value_,
+)
 from smp_core.sharding.weights.delayed_init import materialize
 from smp_core.topology import Topology
 from tests.core.fuzz.cases import Case, config_of
@@ -41,7 +49,8 @@ FIRST_WEIGHTS, OTHER_WEIGHTS = 0, 17
 
 
 class Run:
-    """What operations ask of a run; the parts that one process and ranks do in the same words are here.
+    """What operations ask of a run; the parts that one process and ranks do in the same
+    words are here.
 
     Attributes:
         model: the model, or the container of several that are parallelized apart.
@@ -71,7 +80,8 @@ class Run:
             self._ends_with = None
 
     def end_call(self) -> None:
-        """End the call of all ranks; what its end is inside of the call is done there."""
+        """End the call of all ranks; what its end is inside of the call is done
+        there."""
         if self._ends_with is not None:
             self._ends_with()
 
@@ -81,7 +91,9 @@ class Run:
     @property
     def models(self) -> list[nn.Module]:
         """What is parallelized: the model, or each of several."""
-        return list(self.model.children()) if self.case.entry == "apart" else [self.model]
+        return (
+            list(self.model.children()) if self.case.entry == "apart" else [self.model]
+        )
 
     def chosen(self, number: int | None) -> list[torch.optim.Optimizer]:
         return self.optimizers if number is None else [self.optimizers[number]]
@@ -89,12 +101,18 @@ class Run:
     def parameters_of(self, number: int) -> Iterator[nn.Parameter]:
         """Those of the part of the model that the optimizer is for."""
         prefix = self.case.optimizers[number]["part"]
-        return (parameter for name, parameter in self.model.named_parameters() if name.startswith(prefix))
+        return (
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if name.startswith(prefix)
+        )
 
     def add_late_parameters(self) -> None:
         if not self.has_late_group:
             self.has_late_group = True
-            for spec, optimizer in zip(self.case.optimizers, self.optimizers, strict=True):
+            for spec, optimizer in zip(
+                self.case.optimizers, self.optimizers, strict=True
+            ):
                 group = late_group(spec, self.model)
                 if group is not None:
                     optimizer.add_param_group(group)
@@ -109,7 +127,9 @@ class Run:
         """What is left when the script is over."""
         self.close()
         self.record("gradients", self.gradients())
-        self.record("weights", {name: whole(p) for name, p in self.model.named_parameters()})
+        self.record(
+            "weights", {name: whole(p) for name, p in self.model.named_parameters()}
+        )
         for number in range(len(self.optimizers)):
             self.record(f"states of optimizer {number}", self.states(number))
         return self.records
@@ -131,10 +151,14 @@ class Run:
     def weights_changed(self) -> None:
         raise NotImplementedError
 
-    def clip_grad_norm(self, most: float, kind: float, parameters: Sequence[nn.Parameter] | None) -> torch.Tensor:
+    def clip_grad_norm(
+        self, most: float, kind: float, parameters: Sequence[nn.Parameter] | None
+    ) -> torch.Tensor:
         raise NotImplementedError
 
-    def clip_grad_value(self, most: float, parameters: Sequence[nn.Parameter] | None) -> None:
+    def clip_grad_value(
+        self, most: float, parameters: Sequence[nn.Parameter] | None
+    ) -> None:
         raise NotImplementedError
 
     def grad_norm(self, kind: float) -> torch.Tensor:
@@ -171,13 +195,18 @@ class OneProcess(Run):
 
     def _take(self, knobs: Mapping[str, Any]) -> None:
         self.nonfinite = knobs.get("on_nonfinite_grad_norm", "ignore")
-        self._computes_in = torch.bfloat16 if knobs.get("param_dtype") == "bfloat16" else None
+        self._computes_in = (
+            torch.bfloat16 if knobs.get("param_dtype") == "bfloat16" else None
+        )
 
     def call(self, x: torch.Tensor, path: str) -> torch.Tensor:
-        if self._computes_in is not None:  # each rank rounds its own gradients, and adds up in more digits
+        # Each rank rounds its own gradients, and adds up in more digits.
+        if self._computes_in is not None:
             with rounded(self.model, self._computes_in):
                 return self.model(x.to(self._computes_in), path)
-        return (self.model if self.case.entry == "forward" else self.model.step)(x, path)  # type: ignore[operator]
+        return (self.model if self.case.entry == "forward" else self.model.step)(
+            x, path
+        )  # type: ignore[operator]
 
     def holding(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -192,7 +221,9 @@ class OneProcess(Run):
     def weights_changed(self) -> None:
         pass
 
-    def clip_grad_norm(self, most: float, kind: float, parameters: Sequence[nn.Parameter] | None) -> torch.Tensor:
+    def clip_grad_norm(
+        self, most: float, kind: float, parameters: Sequence[nn.Parameter] | None
+    ) -> torch.Tensor:
         parameters = list(self.model.parameters()) if parameters is None else parameters
         total = self.grad_norm(kind, parameters)
         if not total.isfinite() and self.nonfinite == "raise":
@@ -201,24 +232,37 @@ class OneProcess(Run):
             for parameter in parameters:
                 parameter.grad = None
             return total
-        for parameter in parameters:  # torch's own finds no largest element where there is none
+        # Torch's own finds no largest element where there is none.
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad *= torch.clamp(most / (total + 1e-6), max=1.0)
         return total
 
-    def clip_grad_value(self, most: float, parameters: Sequence[nn.Parameter] | None) -> None:
+    def clip_grad_value(
+        self, most: float, parameters: Sequence[nn.Parameter] | None
+    ) -> None:
         for parameter in self.model.parameters() if parameters is None else parameters:
-            if parameter.grad is not None:  # torch's own fails where there is no gradient at all
+            # Torch's own fails where there is no gradient at all.
+            if parameter.grad is not None:
                 parameter.grad.clamp_(-most, most)
 
-    def grad_norm(self, kind: float, parameters: Sequence[nn.Parameter] | None = None) -> torch.Tensor:
+    def grad_norm(
+        self, kind: float, parameters: Sequence[nn.Parameter] | None = None
+    ) -> torch.Tensor:
         members = self.model.parameters() if parameters is None else parameters
-        given = [parameter.grad.reshape(-1) for parameter in members if parameter.grad is not None]
+        given = [
+            parameter.grad.reshape(-1)
+            for parameter in members
+            if parameter.grad is not None
+        ]
         flat = torch.cat([torch.zeros(1, dtype=torch.float64), *given])
         return torch.linalg.vector_norm(flat, kind)
 
     def gradients(self) -> Tensors:
-        return {name: None if p.grad is None else p.grad.clone() for name, p in self.model.named_parameters()}
+        return {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in self.model.named_parameters()
+        }
 
     def states(self, number: int) -> dict[str, Any]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -227,7 +271,10 @@ class OneProcess(Run):
 
     def save(self, name: str) -> None:
         groups = [
-            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
             for optimizer in self.optimizers
         ]
         states = [self.states(number) for number in range(len(self.optimizers))]
@@ -237,11 +284,15 @@ class OneProcess(Run):
         weights, every_groups, every_states = copy.deepcopy(self._saved[name])
         self.model.load_state_dict(weights)
         by_name = dict(self.model.named_parameters())
-        for optimizer, groups, states in zip(self.optimizers, every_groups, every_states, strict=True):
+        for optimizer, groups, states in zip(
+            self.optimizers, every_groups, every_states, strict=True
+        ):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update(saved)
             optimizer.state.clear()
-            optimizer.state.update({by_name[name]: entry for name, entry in states.items()})
+            optimizer.state.update(
+                {by_name[name]: entry for name, entry in states.items()}
+            )
         if knobs is not None:  # new objects
             self._take(knobs)
             self.abandon()
@@ -252,16 +303,21 @@ class OnRanks(Run):
 
     Args:
         folder: where checkpoints may be written, the same on all ranks.
-        meshes: made so far in this process group; making groups takes longer than most of what is done with them.
+        meshes: made so far in this process group; making groups takes longer than most
+            of what is done with them.
     """
 
     alone = False
 
-    def __init__(self, case: Case, folder: Path, meshes: dict[Any, tuple[SmpMesh, SmpConfig]]) -> None:
+    def __init__(
+        self, case: Case, folder: Path, meshes: dict[Any, tuple[SmpMesh, SmpConfig]]
+    ) -> None:
         self._folder, self._meshes = folder, meshes
         self.handles: list[ParallelModel] = []
         super().__init__(case, [])
-        self._start(case.knobs, FIRST_WEIGHTS if dist.get_rank() == 0 else OTHER_WEIGHTS)
+        self._start(
+            case.knobs, FIRST_WEIGHTS if dist.get_rank() == 0 else OTHER_WEIGHTS
+        )
         self.data_ranks = [self.handles[0].mesh.data_rank]
 
     def _start(self, knobs: Mapping[str, Any], draw: int) -> None:
@@ -270,20 +326,34 @@ class OnRanks(Run):
             mesh, config = self._mesh(config_of(knobs))
             entry: Any = "forward" if self.case.entry == "apart" else self.case.entry
             self.handles.append(parallelize(module, config, mesh=mesh, entry=entry))
-        self.optimizers = [make_optimizer(spec, self.model) for spec in self.case.optimizers]
+        self.optimizers = [
+            make_optimizer(spec, self.model) for spec in self.case.optimizers
+        ]
         for number, optimizer in enumerate(self.optimizers):
             self._handle_of(number).prepare_optimizer(optimizer)
 
     def _mesh(self, config: SmpConfig) -> tuple[SmpMesh, SmpConfig]:
-        """A mesh that was made for the same layout, and the config with what was resolved then."""
-        decisive = ("shard_degree", "collectives.hierarchical", "reshard_after_forward", "keep_between_micro_batches")
-        key = tuple((knob, type(value), value) for knob in decisive for value in [attrgetter(knob)(config)])
+        """A mesh that was made for the same layout, and the config with what was
+        resolved then."""
+        decisive = (
+            "shard_degree",
+            "collectives.hierarchical",
+            "reshard_after_forward",
+            "keep_between_micro_batches",
+        )
+        key = tuple(
+            (knob, type(value), value)
+            for knob in decisive
+            for value in [attrgetter(knob)(config)]
+        )
         if key not in self._meshes:
             self._meshes[key] = build_mesh(config, Topology.discover(), "cpu")
         mesh, resolved = self._meshes[key]
         for knob in decisive:
             if attrgetter(knob)(resolved) != attrgetter(knob)(config):
-                config = config.with_resolved(knob, attrgetter(knob)(resolved), "as for this layout before")
+                config = config.with_resolved(
+                    knob, attrgetter(knob)(resolved), "as for this layout before"
+                )
         return mesh, config
 
     def _handle_of(self, number: int) -> ParallelModel:
@@ -323,25 +393,40 @@ class OnRanks(Run):
             if handle.window.is_open:
                 handle.reshard()
 
-    def clip_grad_norm(self, most: float, kind: float, parameters: Sequence[nn.Parameter] | None) -> torch.Tensor:
+    def clip_grad_norm(
+        self, most: float, kind: float, parameters: Sequence[nn.Parameter] | None
+    ) -> torch.Tensor:
         return self._handle_with(parameters).clip_grad_norm_(most, kind, parameters)
 
-    def clip_grad_value(self, most: float, parameters: Sequence[nn.Parameter] | None) -> None:
-        for handle in self.handles if parameters is None else [self._handle_with(parameters)]:
+    def clip_grad_value(
+        self, most: float, parameters: Sequence[nn.Parameter] | None
+    ) -> None:
+        for handle in (
+            self.handles if parameters is None else [self._handle_with(parameters)]
+        ):
             clip_grad_value_(handle.stepped(parameters), most)
 
     def grad_norm(self, kind: float) -> torch.Tensor:
         parts = torch.stack([handle.grad_norm(kind) for handle in self.handles])
-        return parts.max() if math.isinf(kind) else torch.linalg.vector_norm(parts, kind)
+        return (
+            parts.max() if math.isinf(kind) else torch.linalg.vector_norm(parts, kind)
+        )
 
     def _handle_with(self, parameters: Sequence[nn.Parameter] | None) -> ParallelModel:
         if parameters is None:
             return self.handles[0]
         wanted = {id(parameter) for parameter in parameters}
-        return next(handle for handle in self.handles if wanted & {id(p) for p in handle.module.parameters()})
+        return next(
+            handle
+            for handle in self.handles
+            if wanted & {id(p) for p in handle.module.parameters()}
+        )
 
     def gradients(self) -> Tensors:
-        found = {name: None if p.grad is None else whole(p.grad) for name, p in self.model.named_parameters()}
+        found = {
+            name: None if p.grad is None else whole(p.grad)
+            for name, p in self.model.named_parameters()
+        }
         for handle in self.handles:
             found.update(self._gradients_of_masters(handle))
         return found
@@ -349,10 +434,16 @@ class OnRanks(Run):
     def _gradients_of_masters(self, handle: ParallelModel) -> Tensors:
         window = handle.window
         assert isinstance(window, AccumulationWindow)
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = {
+            id(parameter): name for name, parameter in self.model.named_parameters()
+        }
         found: Tensors = {}
         for shard in [] if window.world is None else window.world.shards:
-            given = {i: master.grad for i, master in enumerate(shard.masters) if master.grad is not None}
+            given = {
+                i: master.grad
+                for i, master in enumerate(shard.masters)
+                if master.grad is not None
+            }
             for i, gradient in shard.put_together(given).items():
                 found[names[id(shard.parameters[i])]] = whole(gradient)
         return found
@@ -360,23 +451,40 @@ class OnRanks(Run):
     def states(self, number: int) -> dict[str, Any]:
         state = named_optimizer_state(self.model, self.optimizers[number])["state"]
         return {
-            name: {key: whole(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+            name: {
+                key: whole(value) if isinstance(value, torch.Tensor) else value
+                for key, value in entry.items()
+            }
             for name, entry in state.items()
             if entry
         }
 
     def save(self, name: str) -> None:
         optimizers = {
-            str(number): named_optimizer_state(self._handle_of(number).module, optimizer)
+            str(number): named_optimizer_state(
+                self._handle_of(number).module, optimizer
+            )
             for number, optimizer in enumerate(self.optimizers)
         }
-        models = {str(number): handle.model_state() for number, handle in enumerate(self.handles)}
-        save_checkpoint(self._folder / name, {"models": models, "optimizers": optimizers})
+        models = {
+            str(number): handle.model_state()
+            for number, handle in enumerate(self.handles)
+        }
+        save_checkpoint(
+            self._folder / name, {"models": models, "optimizers": optimizers}
+        )
 
     def load(self, name: str, knobs: Mapping[str, Any] | None) -> None:
         if knobs is not None:
-            flags = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
-            merged = [module.is_merged for module in self.model.modules() if isinstance(module, Adapted)]
+            flags = {
+                name: parameter.requires_grad
+                for name, parameter in self.model.named_parameters()
+            }
+            merged = [
+                module.is_merged
+                for module in self.model.modules()
+                if isinstance(module, Adapted)
+            ]
             self._start(knobs, OTHER_WEIGHTS + 1)
             if self.has_late_group:
                 self.has_late_group = False
@@ -389,25 +497,38 @@ class OnRanks(Run):
         verify = self.handles[0].config.checkpoint.verify
         for handle in self.handles:
             handle.reshard()
-        state: dict[str, Any] = {str(number): handle.model_state() for number, handle in enumerate(self.handles)}
+        state: dict[str, Any] = {
+            str(number): handle.model_state()
+            for number, handle in enumerate(self.handles)
+        }
         load_checkpoint(self._folder / name, {"models": state}, verify=verify)
         for number, handle in enumerate(self.handles):
             handle.take_model_state(state[str(number)])
         for number, optimizer in enumerate(self.optimizers):
             module = self._handle_of(number).module
             load_named_optimizer_state(
-                self._folder / name, ("optimizers", str(number)), module, optimizer, verify=verify
+                self._folder / name,
+                ("optimizers", str(number)),
+                module,
+                optimizer,
+                verify=verify,
             )
 
 
 @contextlib.contextmanager
 def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let modules compute with rounded parameters. (functional_call of torch 2.13 leaves them in modules that several
-    others share.)"""
-    made = {parameter: parameter.to(dtype) for parameter in model.parameters() if parameter.numel()}
+    """Let modules compute with rounded parameters. (functional_call of torch 2.13
+    leaves them in modules that several others share.)"""
+    made = {
+        parameter: parameter.to(dtype)
+        for parameter in model.parameters()
+        if parameter.numel()
+    }
     before = [(module, dict(module._parameters)) for module in model.modules()]
     for module, parameters in before:
-        module._parameters.update({name: made.get(p, p) for name, p in parameters.items() if p is not None})  # type: ignore[arg-type, misc]
+        module._parameters.update(
+            {name: made.get(p, p) for name, p in parameters.items() if p is not None}
+        )  # type: ignore[arg-type, misc]
     try:
         yield
     finally:
@@ -417,4 +538,8 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A plain copy of all of it. Collective where it is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .clone()
+    )

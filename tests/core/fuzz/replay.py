@@ -28,7 +28,9 @@ def smaller(case: Case) -> Iterator[Case]:
     size = max(len(script) // 2, 1)
     while size:
         for first in range(0, len(script), size):
-            yield dataclasses.replace(case, script=script[:first] + script[first + size :])
+            yield dataclasses.replace(
+                case, script=script[:first] + script[first + size :]
+            )
         size //= 2
     if case.world > 1:
         for world, per_node in ((1, 1), (2, 2), (2, 1), (4, 2)):
@@ -36,9 +38,19 @@ def smaller(case: Case) -> Iterator[Case]:
                 yield dataclasses.replace(case, world=world, ranks_per_node=per_node)
     for knob in case.knobs:
         if knob != "shard_degree":
-            yield dataclasses.replace(case, knobs={key: value for key, value in case.knobs.items() if key != knob})
+            yield dataclasses.replace(
+                case,
+                knobs={key: value for key, value in case.knobs.items() if key != knob},
+            )
     for number, spec in enumerate(case.optimizers):
-        plain = {**spec, "kind": "SGD", "kernels": "default", "groups": [], "late": None, "frozen": True}
+        plain = {
+            **spec,
+            "kind": "SGD",
+            "kernels": "default",
+            "groups": [],
+            "late": None,
+            "frozen": True,
+        }
         for key, value in plain.items():
             if spec[key] != value:
                 changed = [*case.optimizers]
@@ -46,24 +58,46 @@ def smaller(case: Case) -> Iterator[Case]:
                 yield dataclasses.replace(case, optimizers=changed)
     for number, op in enumerate(script):
         for changed_op in _smaller_operations(op):
-            yield dataclasses.replace(case, script=[*script[:number], changed_op, *script[number + 1 :]])
+            yield dataclasses.replace(
+                case, script=[*script[:number], changed_op, *script[number + 1 :]]
+            )
 
 
 def _smaller_operations(op: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    plain = {"hold": False, "calls": 1, "twice": False, "around": "pass", "rows": [1], "of": None, "eval": False}
+    plain = {
+        "hold": False,
+        "calls": 1,
+        "twice": False,
+        "around": "pass",
+        "rows": [1],
+        "of": None,
+        "eval": False,
+    }
     plain |= {"meanwhile": "nothing"}
     for field, value in plain.items():
-        if field in op and op[field] != value and (op["do"], field) != ("step_with_closure", "of"):
+        if (
+            field in op
+            and op[field] != value
+            and (op["do"], field) != ("step_with_closure", "of")
+        ):
             yield {**op, field: value}
     if len(op.get("paths", ())) > 1:
         yield {**op, "paths": op["paths"][:1], "vary": "same"}
     for path in op.get("paths", ()):
         for step in path.split():
-            yield {**op, "paths": [each.replace(step, "").strip() for each in op["paths"]]}
+            yield {
+                **op,
+                "paths": [each.replace(step, "").strip() for each in op["paths"]],
+            }
     if op.get("knobs"):
         for knob in op["knobs"]:
             if knob != "shard_degree":
-                yield {**op, "knobs": {key: value for key, value in op["knobs"].items() if key != knob}}
+                yield {
+                    **op,
+                    "knobs": {
+                        key: value for key, value in op["knobs"].items() if key != knob
+                    },
+                }
 
 
 def shrink(outcome: Outcome) -> Outcome:
@@ -80,20 +114,31 @@ def shrink(outcome: Outcome) -> Outcome:
                 continue
             if tried.problem:
                 outcome, found = tried, True
-                print(f"{len(case.script)} operations, {len(case.knobs)} knobs: {_last(tried)}", flush=True)
+                print(
+                    f"{len(case.script)} operations, {len(case.knobs)} knobs: {_last(tried)}",
+                    flush=True,
+                )
                 break
     return outcome
 
 
 def _last(outcome: Outcome) -> str:
     """The line of a problem that says most."""
-    lines = [line for line in (outcome.problem or "").splitlines() if "Error" in line or "operation" in line]
+    lines = [
+        line
+        for line in (outcome.problem or "").splitlines()
+        if "Error" in line or "operation" in line
+    ]
     return (lines[-1] if lines else (outcome.problem or ""))[:300]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", help="a seed, a file with a case, or its JSON")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "case", nargs="?", help="a seed, a file with a case, or its JSON"
+    )
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--from", dest="first", type=int)
     parser.add_argument("--to", dest="end", type=int)
@@ -103,7 +148,9 @@ def main() -> int:
     if given.case.isdigit():
         case = draw(int(given.case))
     else:
-        case = Case.from_json(given.case if given.case.startswith("{") else Path(given.case).read_text())
+        case = Case.from_json(
+            given.case if given.case.startswith("{") else Path(given.case).read_text()
+        )
     print(json.dumps(dataclasses.asdict(case), indent=1))
     reason = objection(case)
     if reason is not None:
@@ -118,12 +165,20 @@ def main() -> int:
 def _many(first: int, end: int) -> int:
     failed = refused = 0
     for start in range(first, end, 50):
-        for outcome in play_all(draw(seed) for seed in range(start, min(start + 50, end))):
+        for outcome in play_all(
+            draw(seed) for seed in range(start, min(start + 50, end))
+        ):
             failed += outcome.problem is not None
             refused += outcome.refused is not None
             if outcome.problem or outcome.refused:
-                print(f"seed {outcome.case.seed}: {_last(outcome) or outcome.refused}", flush=True)
-        print(f"-- seeds {first} to {min(start + 50, end) - 1}: {failed} failed, {refused} refused", flush=True)
+                print(
+                    f"seed {outcome.case.seed}: {_last(outcome) or outcome.refused}",
+                    flush=True,
+                )
+        print(
+            f"-- seeds {first} to {min(start + 50, end) - 1}: {failed} failed, {refused} refused",
+            flush=True,
+        )
     return int(failed > 0)
 
 

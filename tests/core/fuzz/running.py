@@ -1,8 +1,9 @@
 """Cases on ranks, many in one call, and what they show beside one process.
 
-The tolerance: float64 sums in another order differ by a few 1e-16 of their largest term, and some ten steps of smooth
-functions with eps 1e-3 make at most 1e-13 of that; 1e-11 of the largest value leaves room. A wrong divisor, a lost
-micro-batch or a stale weight is off by 1e-4 or more.
+The tolerance: float64 sums in another order differ by a few 1e-16 of their largest
+term, and some ten steps of smooth functions with eps 1e-3 make at most 1e-13 of that;
+1e-11 of the largest value leaves room. A wrong divisor, a lost micro-batch or a stale
+weight is off by 1e-4 or more.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ LIMIT, LIMIT_OF_ONE = 240.0, 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """``problem``: what differs, or how it failed; ``refused``: the ValueError of ours that all ranks gave."""
+    """``problem``: what differs, or how it failed; ``refused``: the ValueError of ours
+    that all ranks gave."""
 
     case: Case
     problem: str | None = None
@@ -44,9 +46,8 @@ class Outcome:
 
     def __str__(self) -> str:
         again = f"python -m tests.core.fuzz.replay '{self.case.to_json()}'"
-        return (
-            f"seed {self.case.seed}: {self.problem or self.refused}\nplay it again, --shrink makes it small:\n{again}"
-        )
+        found = f"seed {self.case.seed}: {self.problem or self.refused}"
+        return f"{found}\nplay it again, --shrink makes it small:\n{again}"
 
 
 def go_through(run: Run) -> list[Record]:
@@ -58,13 +59,17 @@ def go_through(run: Run) -> list[Record]:
         except Exception as error:
             raise RuntimeError(f"operation {number}, {op}") from error
         # Where it was recorded is part of what is compared.
-        run.records = [(label if ":" in label else f"{number} {op['do']}: {label}", v) for label, v in run.records]
+        run.records = [
+            (label if ":" in label else f"{number} {op['do']}: {label}", v)
+            for label, v in run.records
+        ]
     return run.finish()
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a case ended on a rank, if not with its records; ``refused``: by a ValueError."""
+    """How a case ended on a rank, if not with its records; ``refused``: by a
+    ValueError."""
 
     text: str
     refused: bool
@@ -90,7 +95,8 @@ def on_ranks(cases: Sequence[str], folder: str) -> list[list[Record] | Failure]:
 
 
 def play(cases: Sequence[Case], limit: float = LIMIT) -> list[Outcome]:
-    """Run cases of one layout together; after one that fails on all ranks the others go on in new process groups.
+    """Run cases of one layout together; after one that fails on all ranks the others go
+    on in new process groups.
 
     Raises:
         RanksFailed: a rank hung or died; its output says in which case.
@@ -101,14 +107,25 @@ def play(cases: Sequence[Case], limit: float = LIMIT) -> list[Outcome]:
         left = cases[len(outcomes) :]
         with tempfile.TemporaryDirectory(prefix="smp-fuzz-") as folder:
             texts = [case.to_json() for case in left]
-            with contextlib.redirect_stdout(None):  # what ranks print is in the error, where there is one
-                ranks = run_ranks(on_ranks, world, texts, folder, ranks_per_node=per_node, timeout=limit)
-        outcomes += [_judge(case, seen) for case, *seen in zip(left, *ranks, strict=False)]
+            # What ranks print is in the error, where there is one.
+            with contextlib.redirect_stdout(None):
+                ranks = run_ranks(
+                    on_ranks,
+                    world,
+                    texts,
+                    folder,
+                    ranks_per_node=per_node,
+                    timeout=limit,
+                )
+        outcomes += [
+            _judge(case, seen) for case, *seen in zip(left, *ranks, strict=False)
+        ]
     return outcomes
 
 
 def play_all(cases: Iterable[Case], at_once: int = 20) -> Iterator[Outcome]:
-    """Run all, and go on after one that fails: a call that fails is made again in two halves."""
+    """Run all, and go on after one that fails: a call that fails is made again in two
+    halves."""
     by_layout: dict[tuple[int, int], list[Case]] = defaultdict(list)
     for case in cases:
         by_layout[case.layout].append(case)
@@ -142,9 +159,16 @@ def play_alone(case: Case) -> Outcome:
 def _judge(case: Case, ranks: Sequence[list[Record] | Failure]) -> Outcome:
     failures = [seen for seen in ranks if isinstance(seen, Failure)]
     if failures:
-        text = max((failure.text for failure in failures), key=lambda text: "Timed out" not in text)
-        if len(failures) < len(ranks) or not all(failure.refused for failure in failures):
-            return Outcome(case, f"{len(failures)} of {len(ranks)} ranks failed:\n{text}")
+        text = max(
+            (failure.text for failure in failures),
+            key=lambda text: "Timed out" not in text,
+        )
+        if len(failures) < len(ranks) or not all(
+            failure.refused for failure in failures
+        ):
+            return Outcome(
+                case, f"{len(failures)} of {len(ranks)} ranks failed:\n{text}"
+            )
         if not any(knob in text.splitlines()[-1] for knob in SmpConfig.knobs()):
             return Outcome(case, f"refused by a message that names no knob:\n{text}")
         return Outcome(case, refused=text)
@@ -164,22 +188,34 @@ def _judge(case: Case, ranks: Sequence[list[Record] | Failure]) -> Outcome:
 
 
 def difference(mine: Any, theirs: Any, tolerance: float = TOLERANCE) -> str | None:
-    """How what ranks recorded differs from what one process did; losses are those of a rank's own batches."""
+    """How what ranks recorded differs from what one process did; losses are those of a
+    rank's own batches."""
     if isinstance(theirs, dict):
         of_ranks = theirs and all(isinstance(key, int) for key in theirs)
         if mine.keys() != theirs.keys() and not of_ranks:
             return f"only on ranks: {sorted(mine.keys() - theirs)}, only in one process: {sorted(theirs.keys() - mine)}"
         parts = ((key, difference(mine[key], theirs[key], tolerance)) for key in mine)
-        return next((f"{key} {problem}" for key, problem in parts if problem is not None), None)
+        return next(
+            (f"{key} {problem}" for key, problem in parts if problem is not None), None
+        )
     if mine is None or theirs is None or isinstance(theirs, (str, bool)):
-        return None if mine is theirs or mine == theirs else f"is {_brief(mine)} instead of {_brief(theirs)}"
-    mine, theirs = torch.as_tensor(mine, dtype=torch.float64), torch.as_tensor(theirs, dtype=torch.float64)
+        return (
+            None
+            if mine is theirs or mine == theirs
+            else f"is {_brief(mine)} instead of {_brief(theirs)}"
+        )
+    mine, theirs = (
+        torch.as_tensor(mine, dtype=torch.float64),
+        torch.as_tensor(theirs, dtype=torch.float64),
+    )
     if mine.shape != theirs.shape:
         return f"has shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}"
     if not theirs.numel() or torch.equal(mine, theirs):
         return None
     scale = max(1.0, theirs.nan_to_num(0.0, 0.0, 0.0).abs().max().item())
-    if scale > 1e6:  # what grows from step to step (``maximize``) makes its rounding errors grow as well
+    # What grows from step to step (``maximize``) makes its rounding errors grow as
+    # well.
+    if scale > 1e6:
         tolerance *= 1e3
     if torch.allclose(mine, theirs, rtol=0.0, atol=tolerance * scale, equal_nan=True):
         return None
@@ -188,4 +224,8 @@ def difference(mine: Any, theirs: Any, tolerance: float = TOLERANCE) -> str | No
 
 
 def _brief(value: Any) -> str:
-    return f"a tensor with norm {value.norm().item():.3g}" if isinstance(value, torch.Tensor) else repr(value)
+    return (
+        f"a tensor with norm {value.norm().item():.3g}"
+        if isinstance(value, torch.Tensor)
+        else repr(value)
+    )

@@ -1,5 +1,5 @@
-"""Random models as people write them: what classes derive from, what is in blocks, how these are listed, called and
-hooked, what they take and return."""
+"""Random models as people write them: what classes derive from, what is in blocks, how
+these are listed, called and hooked, what they take and return."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Indexed(nn.Module):
 
 
 class Delegates(nn.Module):
-    """Attributes that are not there are those of a member (as PEFT's and many wrappers do)."""
+    """Attributes that are not there are those of a member (as PEFT's and many wrappers
+    do)."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -128,7 +129,9 @@ class Result(collections.OrderedDict):
         return self["hidden"]
 
 
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+OUTPUTS: dict[
+    str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+] = {
     "tensor": (lambda x: x, lambda out: out),
     "tuple": (lambda x: (x, None), lambda out: out[0]),
     "list": (lambda x: [x, 3], lambda out: out[0]),
@@ -192,11 +195,22 @@ def made(base: str, number: int, case: dict[str, Any]) -> type[nn.Module]:
         return OUTPUTS[case["output"]][0](x)
 
     own = {"__init__": __init__, "forward": forward, "_other": _other}
-    return types.new_class(f"Block{number}", BASES[base], exec_body=lambda names: names.update(own))
+    return types.new_class(
+        f"Block{number}", BASES[base], exec_body=lambda names: names.update(own)
+    )
 
 
 STYLES = ("usual", "partial", "instance", "in place")
-CALLS = ("call", "checkpoint", "reentrant", "twice", "in place after", "dunder", "map", "grad off and on")
+CALLS = (
+    "call",
+    "checkpoint",
+    "reentrant",
+    "twice",
+    "in place after",
+    "dunder",
+    "map",
+    "grad off and on",
+)
 HOOKS = ("none", "pre", "post", "backward", "pre with kwargs", "tensor", "backward pre")
 LISTS = ("list", "gaps", "dict", "attributes", "nested", "shared", "copied", "tied")
 
@@ -210,13 +224,22 @@ class Root(nn.Module):
         blocks = []
         for number, each in enumerate(case["blocks"]):
             kind = made(each["base"], number, each)
-            blocks.append(kind([None if name == "none" else MEMBERS[name]() for name in each["members"]]))
+            blocks.append(
+                kind(
+                    [
+                        None if name == "none" else MEMBERS[name]()
+                        for name in each["members"]
+                    ]
+                )
+            )
         how = case["list"]
         self.extra = None
         if how == "gaps":
             self.blocks = nn.ModuleList([None, *blocks, None])
         elif how == "dict":
-            self.blocks = nn.ModuleDict({f"block-{n}": block for n, block in enumerate(blocks)})
+            self.blocks = nn.ModuleDict(
+                {f"block-{n}": block for n, block in enumerate(blocks)}
+            )
         elif how == "nested":
             self.blocks = nn.ModuleList(nn.ModuleList([block]) for block in blocks)
         elif how == "attributes":
@@ -259,12 +282,18 @@ def _hook(block: nn.Module, kind: str) -> None:
         block.register_forward_hook(lambda module, args, out: out)
     elif kind == "backward":
         block.register_full_backward_hook(
-            lambda module, grads, out: tuple(None if g is None else g * 0.5 for g in grads)
+            lambda module, grads, out: tuple(
+                None if g is None else g * 0.5 for g in grads
+            )
         )
     elif kind == "backward pre":
-        block.register_full_backward_pre_hook(lambda module, out: tuple(None if g is None else g * 0.5 for g in out))
+        block.register_full_backward_pre_hook(
+            lambda module, out: tuple(None if g is None else g * 0.5 for g in out)
+        )
     elif kind == "pre with kwargs":
-        block.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
+        block.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, kwargs), with_kwargs=True
+        )
     elif kind == "tensor":
         for parameter in block.parameters():
             if parameter.requires_grad:
@@ -275,7 +304,9 @@ def _called(block: nn.Module, case: dict[str, Any], x: torch.Tensor) -> torch.Te
     how, read = case["call"], OUTPUTS[case["output"]][1]
     give = INPUTS[case["input"]]
     if how == "checkpoint":
-        return read(give(lambda *a, **k: checkpoint(block, *a, use_reentrant=False, **k), x))
+        return read(
+            give(lambda *a, **k: checkpoint(block, *a, use_reentrant=False, **k), x)
+        )
     if how == "reentrant":
         return checkpoint(lambda x: read(give(block, x)), x, use_reentrant=True)
     if how == "twice":
@@ -287,7 +318,10 @@ def _called(block: nn.Module, case: dict[str, Any], x: torch.Tensor) -> torch.Te
     if how == "dunder":
         return read(give(block.__call__, x))
     if how == "map":
-        return sum(read(out) for out in map(lambda part: give(block, part), [x, x.tanh()])) / 2
+        return (
+            sum(read(out) for out in map(lambda part: give(block, part), [x, x.tanh()]))
+            / 2
+        )
     if how == "grad off and on":
         with torch.no_grad():
             before = read(give(block, x))
@@ -310,7 +344,8 @@ def draw(seed: int) -> dict[str, Any]:
         members = rng.choices(list(MEMBERS), k=rng.choice((1, 1, 2)))
         output = unusual(OUTPUTS, "tensor", 0.4)
         call, hook = unusual(CALLS, "call", 0.5), unusual(HOOKS, "none", 0.5)
-        # Torch itself refuses to write into what a backward hook watches; FSDP2 loses sight of a view, and says so.
+        # Torch itself refuses to write into what a backward hook watches; FSDP2 loses
+        # sight of a view, and says so.
         if call == "in place after" and (output == "view" or "backward" in hook):
             call = "call"
         blocks.append(
@@ -327,7 +362,9 @@ def draw(seed: int) -> dict[str, Any]:
             )
         )
     how = unusual(LISTS, "list", 0.6)
-    if how == "copied" and not {"pruned", "old weight norm"}.isdisjoint(blocks[0]["members"]):
+    if how == "copied" and not {"pruned", "old weight norm"}.isdisjoint(
+        blocks[0]["members"]
+    ):
         how = "list"  # torch cannot copy these
     units = rng.choice(("default", "blocks", "blocks", "small", "first", "all"))
     return {
@@ -351,18 +388,29 @@ def _knobs(rng: random.Random, units: str, n_blocks: int) -> dict[str, Any]:
     if units in chosen:
         knobs["units"] = chosen[units]
     if units in ("blocks", "first") and rng.random() < 0.2:
-        knobs["activations"] = rng.choice(("full", {"checkpoint": "full", "offload": True}))
+        knobs["activations"] = rng.choice(
+            ("full", {"checkpoint": "full", "offload": True})
+        )
     more = {
         "optimizer_shard": ("world",),
         "reshard_after_forward": (True, False),
         "state_offload": ("optimizer", "all"),
         "keep_between_micro_batches": ("shards", "parameters", "gradients"),
     }
-    return knobs | {knob: rng.choice(values) for knob, values in more.items() if rng.random() < 0.13}
+    return knobs | {
+        knob: rng.choice(values) for knob, values in more.items() if rng.random() < 0.13
+    }
 
 
 def block(*members: str, **unusual: Any) -> dict[str, Any]:
-    usual = {"base": "plain", "style": "usual", "call": "call", "hook": "none", "output": "tensor", "input": "position"}
+    usual = {
+        "base": "plain",
+        "style": "usual",
+        "call": "call",
+        "hook": "none",
+        "output": "tensor",
+        "input": "position",
+    }
     return {**usual, "clones": False, "members": list(members), **unusual}
 
 

@@ -1,5 +1,5 @@
-"""Random hooks of parameters see, and change, one process's gradients: losses, weights and what hooks note are equal to
-1e-11 in float64."""
+"""Random hooks of parameters see, and change, one process's gradients: losses, weights
+and what hooks note are equal to 1e-11 in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MANY = 200
 
 
 def outcomes(seeds: range) -> list[str]:
-    """Return what was wrong in runs of these seeds, which share ranks by their number."""
+    """Return what was wrong in runs of these seeds, which share ranks by their
+    number."""
     runs, found = [draw(seed) for seed in seeds], []
     for world in (2, 4):
         own = [run for run in runs if run.world == world]

@@ -1,9 +1,9 @@
-"""Random knobs, models and training procedures train like one process in float64, or are refused by a ValueError that
-names a knob.
+"""Random knobs, models and training procedures train like one process in float64, or
+are refused by a ValueError that names a knob.
 
-Everything that can be drawn occurs in the cases of `NORMAL` seeds, of which the normal run has every sixth; the slow
-one has 2,000.
-A case that fails prints itself as JSON and how to play it again and make it small (`tests.core.fuzz.replay`).
+Everything that can be drawn occurs in the cases of `NORMAL` seeds, of which the normal
+run has every sixth; the slow one has 2,000. A case that fails prints itself as JSON and
+how to play it again and make it small (`tests.core.fuzz.replay`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ from tests.core.fuzz.running import difference, play, play_all
 
 
 def test_every_knob_is_drawn_or_left_out_for_a_reason() -> None:
-    missing = [knob for knob in SmpConfig.settings() if knob not in KNOBS and knob not in NOT_DRAWN]
-    assert not missing, f"add {missing} to KNOBS or, with the reason, to NOT_DRAWN in tests/core/fuzz/cases.py"
+    missing = [
+        knob
+        for knob in SmpConfig.settings()
+        if knob not in KNOBS and knob not in NOT_DRAWN
+    ]
+    assert not missing, (
+        f"add {missing} to KNOBS or, with the reason, to NOT_DRAWN in tests/core/fuzz/cases.py"
+    )
     assert not (KNOBS.keys() & NOT_DRAWN.keys()), "drawn and left out"
     defaults = SmpConfig()
     for knob, kinds in KNOBS.items():
         if knob == "shard_degree":  # its default is for the faces to resolve
             continue
         value = value_of(knob, kinds[0], FAMILIES["mlp"])
-        assert attrgetter(knob)(config_of({knob: value})) == attrgetter(knob)(defaults), (
-            f"{knob}: its default comes first"
-        )
+        assert attrgetter(knob)(config_of({knob: value})) == attrgetter(knob)(
+            defaults
+        ), f"{knob}: its default comes first"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,9 @@ def cases() -> list[Case]:
 def test_everything_occurs(cases: list[Case]) -> None:
     occurs = Counter(feature for case in cases for feature in features_of(case))
     missing = [feature for feature in features() if not occurs[feature]]
-    assert not missing, f"no case of the first ones has {missing}; see _Drawing in tests/core/fuzz/drawing.py"
+    assert not missing, (
+        f"no case of the first ones has {missing}; see _Drawing in tests/core/fuzz/drawing.py"
+    )
 
 
 def test_a_case_survives_as_json(cases: list[Case]) -> None:
@@ -54,10 +62,14 @@ SIXTHS = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1,
 
 @pytest.mark.parametrize("first", SIXTHS)
 @pytest.mark.parametrize("layout", list(LAYOUTS), ids=str)
-def test_random_runs_equal_one_process(layout: tuple[int, int], first: int, cases: list[Case]) -> None:
+def test_random_runs_equal_one_process(
+    layout: tuple[int, int], first: int, cases: list[Case]
+) -> None:
     some = [case for case in cases if case.layout == layout][first::6]
     outcomes = play(some) if some else []  # of a rare layout there are few
-    failed = [str(outcome) for outcome in outcomes if outcome.problem or outcome.refused]
+    failed = [
+        str(outcome) for outcome in outcomes if outcome.problem or outcome.refused
+    ]
     assert not failed, "\n\n".join(failed)
 
 
@@ -65,7 +77,9 @@ def test_random_runs_equal_one_process(layout: tuple[int, int], first: int, case
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(NORMAL, 2000, 97), ids=str)
 def test_many_random_runs_equal_one_process(first: int) -> None:
-    outcomes = list(play_all(draw(seed) for seed in range(first, min(first + 97, 2000))))
+    outcomes = list(
+        play_all(draw(seed) for seed in range(first, min(first + 97, 2000)))
+    )
     failed = [str(outcome) for outcome in outcomes if outcome.problem]
     assert not failed, "\n\n".join(failed)
     refused = [outcome for outcome in outcomes if outcome.refused]
@@ -83,4 +97,7 @@ def test_differences_are_seen() -> None:
     assert difference({**one, "b": torch.zeros(3)}, one) is not None
     assert difference({"a": one["a"]}, one) is not None
     assert difference(one["a"] * torch.nan, one["a"]) is not None
-    assert difference({0: torch.tensor(2.0)}, {0: torch.tensor(2.0), 1: torch.tensor(3.0)}) is None
+    assert (
+        difference({0: torch.tensor(2.0)}, {0: torch.tensor(2.0), 1: torch.tensor(3.0)})
+        is None
+    )

@@ -1,5 +1,6 @@
-"""Models in whatever way people write them train like one process, to 1e-10 in float64 (a few steps of AdamW on small
-gradients lose two digits), or are refused by an error that says what to type."""
+"""Models in whatever way people write them train like one process, to 1e-10 in float64
+(a few steps of AdamW on small gradients lose two digits), or are refused by an error
+that says what to type."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def optimizer_of(case: dict[str, Any], model: nn.Module) -> torch.optim.Optimize
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if case["optimizer"] == "SGD":
         return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-    is_fused = case["optimizer"] == "fused" and not any(parameter.is_complex() for parameter in trained)
+    is_fused = case["optimizer"] == "fused" and not any(
+        parameter.is_complex() for parameter in trained
+    )
     return torch.optim.AdamW(trained, lr=0.01, fused=is_fused or None)
 
 
@@ -52,7 +55,8 @@ def evaluated(model: nn.Module) -> torch.Tensor:
 
 
 def alone(case: dict[str, Any], world_size: int) -> Result:
-    """One process, each micro-batch with the samples of all ranks: buffers see as many calls as on each rank."""
+    """One process, each micro-batch with the samples of all ranks: buffers see as many
+    calls as on each rank."""
     model = build(case)
     optimizer = optimizer_of(case, model)
     losses, norms = [], []
@@ -60,13 +64,17 @@ def alone(case: dict[str, Any], world_size: int) -> Result:
         optimizer.zero_grad()
         losses.append(0.0)
         for number in range(case["micro_batches"]):
-            batch = torch.cat([inputs(step, number, rank) for rank in range(world_size)])
+            batch = torch.cat(
+                [inputs(step, number, rank) for rank in range(world_size)]
+            )
             loss = model(batch).square().mean() / case["micro_batches"]
             loss.backward()
             losses[-1] += float(loss.detach())
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    weights = {
+        name: value.detach().clone() for name, value in model.state_dict().items()
+    }
     return losses, norms, weights, evaluated(model)
 
 
@@ -104,7 +112,9 @@ def on_ranks(cases: list[dict[str, Any]]) -> list[Result | str]:
 
 
 def close(one: Any, other: Any) -> bool:
-    return torch.allclose(torch.as_tensor(one), torch.as_tensor(other), rtol=0, atol=TOLERANCE)
+    return torch.allclose(
+        torch.as_tensor(one), torch.as_tensor(other), rtol=0, atol=TOLERANCE
+    )
 
 
 def problem(found: Result | str, expected: Result) -> str | None:
@@ -122,7 +132,9 @@ def problem(found: Result | str, expected: Result) -> str | None:
     return None if close(found[3], expected[3]) else "evaluation gives other values"
 
 
-def problems(cases: list[dict[str, Any]], world_size: int, ranks_per_node: int | None = None) -> list[str | None]:
+def problems(
+    cases: list[dict[str, Any]], world_size: int, ranks_per_node: int | None = None
+) -> list[str | None]:
     expected = [alone(case, world_size) for case in cases]
     of_ranks = run_ranks(on_ranks, world_size, cases, ranks_per_node=ranks_per_node)
     return [
@@ -132,7 +144,11 @@ def problems(cases: list[dict[str, Any]], world_size: int, ranks_per_node: int |
 
 
 def case(*blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
-    knobs = {"shard_degree": 2, "units": {"modules": ["Block0", "Block1"]}, **more.pop("knobs", {})}
+    knobs = {
+        "shard_degree": 2,
+        "units": {"modules": ["Block0", "Block1"]},
+        **more.pop("knobs", {}),
+    }
     usual = {"seed": 3, "list": "list", "micro_batches": 1, "optimizer": "AdamW"}
     return {**usual, "blocks": [*blocks, block("linear")], "knobs": knobs, **more}
 
@@ -143,17 +159,31 @@ REPLICAS = {"shard_degree": 1}
 CASES = {
     "complex parameters": case(block("complex"), knobs=REPLICAS),
     "complex parameters, partitioned": case(block("complex")),
-    "complex parameters over the world": case(block("complex"), knobs=REPLICAS | {"optimizer_shard": "world"}),
+    "complex parameters over the world": case(
+        block("complex"), knobs=REPLICAS | {"optimizer_shard": "world"}
+    ),
     "a reentrant checkpoint": case(block("linear", call="reentrant")),
-    "a reentrant checkpoint on replicas": case(block("linear", call="reentrant"), knobs=REPLICAS),
-    "a reentrant checkpoint of a shared unit": case(block("linear", call="reentrant"), list="shared", micro_batches=2),
+    "a reentrant checkpoint on replicas": case(
+        block("linear", call="reentrant"), knobs=REPLICAS
+    ),
+    "a reentrant checkpoint of a shared unit": case(
+        block("linear", call="reentrant"), list="shared", micro_batches=2
+    ),
     "an object": case(block("linear", output="object")),
     "a function": case(block("linear", output="closure")),
-    "a distribution": case(block("distribution"), knobs={"units": {"min_parameters": 1}}),
-    "written buffers, recomputed": case(block("buffers"), knobs=RECOMPUTED, micro_batches=2),
+    "a distribution": case(
+        block("distribution"), knobs={"units": {"min_parameters": 1}}
+    ),
+    "written buffers, recomputed": case(
+        block("buffers"), knobs=RECOMPUTED, micro_batches=2
+    ),
     "replaced buffers, recomputed": case(block("reassigned buffer"), knobs=RECOMPUTED),
-    "a forward of the instance, recomputed": case(block("linear", style="instance"), knobs=RECOMPUTED),
-    "forces twice": case(block("inner gradient", call="map"), knobs={"units": {"min_parameters": 60}}),
+    "a forward of the instance, recomputed": case(
+        block("linear", style="instance"), knobs=RECOMPUTED
+    ),
+    "forces twice": case(
+        block("inner gradient", call="map"), knobs={"units": {"min_parameters": 60}}
+    ),
 }
 
 
@@ -165,7 +195,11 @@ def test_what_was_wrong_once_is_as_in_one_process() -> None:
 def test_a_drawn_model_is_as_in_one_process_or_refused() -> None:
     cases = [draw(seed) for seed in range(10)]
     found = problems(cases, 2)
-    wrong = [f"{one}\n{each}" for one, each in zip(found, cases, strict=True) if one not in (None, "refused")]
+    wrong = [
+        f"{one}\n{each}"
+        for one, each in zip(found, cases, strict=True)
+        if one not in (None, "refused")
+    ]
     assert not wrong, "\n\n".join(wrong)
     assert found.count(None) >= 7
 
@@ -174,10 +208,16 @@ def test_a_drawn_model_is_as_in_one_process_or_refused() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(20, 620, 60))
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (2, 1), (4, 2)])
-def test_many_drawn_models_are_as_in_one_process_or_refused(first: int, ranks: int, per_node: int) -> None:
+def test_many_drawn_models_are_as_in_one_process_or_refused(
+    first: int, ranks: int, per_node: int
+) -> None:
     cases = [draw(seed) for seed in range(first, first + 60)]
     found = problems(cases, ranks, per_node)
-    wrong = [f"{one}\n{each}" for one, each in zip(found, cases, strict=True) if one not in (None, "refused")]
+    wrong = [
+        f"{one}\n{each}"
+        for one, each in zip(found, cases, strict=True)
+        if one not in (None, "refused")
+    ]
     assert not wrong, "\n\n".join(wrong)
 
 
@@ -190,6 +230,8 @@ def test_many_drawn_models_are_as_in_one_process_or_refused(first: int, ranks: i
         ({"state_offload": "optimizer"}, "write state_offload='all'"),
     ],
 )
-def test_casts_of_complex_parameters_are_refused(knobs: dict[str, Any], message: str) -> None:
+def test_casts_of_complex_parameters_are_refused(
+    knobs: dict[str, Any], message: str
+) -> None:
     for (said,) in run_ranks(on_ranks, 2, [case(block("complex"), knobs=knobs)]):
         assert isinstance(said, str) and message in said and "complex" in said

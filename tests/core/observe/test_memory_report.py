@@ -1,4 +1,5 @@
-"""MemoryReport against what is counted in another way: storages that are alive, and bytes from shapes."""
+"""MemoryReport against what is counted in another way: storages that are alive, and
+bytes from shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def held_for_backward() -> dict[str, tuple[int, int]]:
-    """By mode: bytes the report says are held between forward and backward, and those of storages that are alive."""
+    """By mode: bytes the report says are held between forward and backward, and those
+    of storages that are alive."""
     found = {}
     for name, knobs in MODES.items():
         parallel = build(layers=LAYERS, shard_degree=1, **knobs)
@@ -47,8 +49,11 @@ def held_for_backward() -> dict[str, tuple[int, int]]:
 def test_activations_are_those_that_are_alive() -> None:
     for found in run_ranks(held_for_backward, 2):
         for mode, (counted, alive) in found.items():
-            # The loss and the token indices live without being held for backward, or are views of the batch.
-            assert abs(counted - alive) <= 0.02 * alive + 2000, f"{mode}: {counted} against {alive}"
+            # The loss and the token indices live without being held for backward, or
+            # are views of the batch.
+            assert abs(counted - alive) <= 0.02 * alive + 2000, (
+                f"{mode}: {counted} against {alive}"
+            )
         outside = found["full"][0] - LAYERS * INPUT_BYTES
         assert 0 < outside < found["full"][0] / 2
         assert found["offload"][0] == outside + 2 * INPUT_BYTES
@@ -92,6 +97,10 @@ def test_kinds_and_where_they_are(tmp_path: Path) -> None:
         assert step.device["parameters"] == shards
         step, shards = found["all"]
         assert step.device["optimizer"] == step.device["parameters"] == 0
-        assert step.host["parameters"] == shards and step.host["optimizer"] == 2 * shards
+        assert (
+            step.host["parameters"] == shards and step.host["optimizer"] == 2 * shards
+        )
     pictures = sorted(tmp_path.iterdir())
-    assert len(pictures) == 6 and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+    assert len(pictures) == 6 and all(
+        p.read_bytes().startswith(b"\x89PNG") for p in pictures
+    )

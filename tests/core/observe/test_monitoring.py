@@ -26,8 +26,9 @@ from tests.harness import run_ranks
 
 BATCH, TOKENS, WIDTH, HEADS, LAYERS, VOCABULARY = 2, 12, 32, 4, 3, 50
 
-# Per token and layer: qkv 3, projection 1, MLP 8 products of width x width; the head width x vocabulary; attention
-# scores and their product with the values, each heads x tokens^2 x width/heads. Two operations per multiply-add.
+# Per token and layer: qkv 3, projection 1, MLP 8 products of width x width; the head
+# width x vocabulary; attention scores and their product with the values, each heads x
+# tokens^2 x width/heads. Two operations per multiply-add.
 LINEAR = 2 * BATCH * TOKENS * (LAYERS * 12 * WIDTH * WIDTH + WIDTH * VOCABULARY)
 ATTENTION = LAYERS * 2 * 2 * BATCH * TOKENS * TOKENS * WIDTH
 
@@ -35,8 +36,18 @@ ATTENTION = LAYERS * 2 * 2 * BATCH * TOKENS * TOKENS * WIDTH
 def gpt2(attention: str = "sdpa") -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": TOKENS}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_implementation=attention))
+    sizes = {
+        "n_embd": WIDTH,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "vocab_size": VOCABULARY,
+        "n_positions": TOKENS,
+    }
+    return GPT2LMHeadModel(
+        GPT2Config(
+            **sizes, bos_token_id=0, eos_token_id=0, attn_implementation=attention
+        )
+    )
 
 
 def tokens() -> dict[str, Any]:
@@ -49,13 +60,19 @@ def test_flops_of_a_transformer_without_computing_it(attention: str) -> None:
     flops = count_model_flops(model, tokens())
     assert flops.forward == LINEAR + ATTENTION
     assert flops.training == 3 * (LINEAR + ATTENTION)
-    assert {p.device.type for p in model.parameters()} == {"cpu"}, "the model must be left as it was"
+    assert {p.device.type for p in model.parameters()} == {"cpu"}, (
+        "the model must be left as it was"
+    )
 
 
 def test_flops_of_a_meta_model_and_of_a_custom_forward() -> None:
     with torch.device("meta"):
         model = gpt2()
-    flops = count_model_flops(model, [tokens()], forward=lambda m, batch: m(**batch[0], labels=batch[0]["input_ids"]))
+    flops = count_model_flops(
+        model,
+        [tokens()],
+        forward=lambda m, batch: m(**batch[0], labels=batch[0]["input_ids"]),
+    )
     assert flops.forward == LINEAR + ATTENTION
 
 
@@ -66,7 +83,9 @@ def test_flops_of_a_real_forward_are_the_same() -> None:
         loss = model(**tokens()).logits.sum()
     assert measured.flops.forward == LINEAR + ATTENTION
     loss.backward()
-    assert measured.flops.forward == LINEAR + ATTENTION, "what runs after the measurement does not count"
+    assert measured.flops.forward == LINEAR + ATTENTION, (
+        "what runs after the measurement does not count"
+    )
 
 
 def sharded_flops() -> int:
@@ -89,7 +108,10 @@ def test_flops_of_a_sharded_forward_are_those_of_the_whole_model() -> None:
 
 def test_grouped_products_of_experts_count_each_token_once() -> None:
     tokens_, inner, outer, experts = 6, 16, 8, 3
-    a, b = torch.randn(tokens_, inner).bfloat16(), torch.randn(experts, inner, outer).bfloat16()
+    a, b = (
+        torch.randn(tokens_, inner).bfloat16(),
+        torch.randn(experts, inner, outer).bfloat16(),
+    )
     ends = torch.tensor([1, 4, 6], dtype=torch.int32)
     with FlopMeasurement() as measured:
         torch._grouped_mm(a, b, offs=ends)
@@ -101,7 +123,10 @@ def test_forward_that_looks_at_values_is_an_error_with_the_way_out() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if x.sum() > 0 else x
 
-    with pytest.raises(RuntimeError, match=r"Peeking does not run on the meta device.*FlopMeasurement\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Peeking does not run on the meta device.*FlopMeasurement\(\)",
+    ):
         count_model_flops(Peeking(2, 2), torch.ones(1, 2))
 
 
@@ -116,7 +141,9 @@ class Clock:
 def test_rates_of_the_whole_job_count_shared_samples_once() -> None:
     clock = Clock()
     # 8 devices, pairs of which share their samples: 4 data ranks
-    meter = StepMeter(data_size=4, world_size=8, peak_flops_per_device=200e12, clock=clock)
+    meter = StepMeter(
+        data_size=4, world_size=8, peak_flops_per_device=200e12, clock=clock
+    )
     assert meter.throughput() is None
     meter.start()
     for _ in range(2):
@@ -124,7 +151,8 @@ def test_rates_of_the_whole_job_count_shared_samples_once() -> None:
         meter.step(samples=3, tokens=300, flops=400e12)
     rates = meter.throughput()
     assert rates is not None
-    # 2 steps x 3 samples x 4 data ranks in 4 s; 2 x 400 x 4 TFLOP in 4 s on 8 devices: 100 of 200 TFLOPS
+    # 2 steps x 3 samples x 4 data ranks in 4 s; 2 x 400 x 4 TFLOP in 4 s on 8 devices:
+    # 100 of 200 TFLOPS
     assert rates.as_dict() == {
         "samples_per_second": 6.0,
         "tokens_per_second": 600.0,
@@ -173,7 +201,9 @@ def test_what_is_not_known_is_not_reported() -> None:
 
 
 def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="data_size=4 must be between 1 and world_size=2"):
+    with pytest.raises(
+        ValueError, match="data_size=4 must be between 1 and world_size=2"
+    ):
         StepMeter(data_size=4, world_size=2)
     with pytest.raises(ValueError, match="window=0"):
         StepMeter(window=0)
@@ -201,23 +231,44 @@ def test_peak_of_known_devices(name: str, tflops: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Tesla T4", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some new device", ""]
+    "name",
+    [
+        "Tesla T4",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "Some new device",
+        "",
+    ],
 )
 def test_peak_of_other_devices_is_not_guessed(name: str) -> None:
     assert peak_flops(name) is None
     assert device_peak_flops(torch.device("cpu")) is None
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the independent figure comes from Linux' /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="the independent figure comes from Linux' /proc",
+)
 def test_host_memory_is_labelled_as_such_and_in_gib() -> None:
     reported = peak_memory_gib(torch.device("cpu"))
-    kib = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    # Two marks of the kernel, moved at different moments from counts that are kept per core and added up now and then:
-    # enough to tell KiB from bytes and a peak from nothing.
+    kib = next(
+        line.split()[1]
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if "VmHWM" in line
+    )
+    # Two marks of the kernel, moved at different moments from counts that are kept per
+    # core and added up now and then: enough to tell KiB from bytes and a peak from
+    # nothing.
     assert reported == {"peak_host_rss_gib": pytest.approx(int(kib) / 2**20, rel=0.5)}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems count in other units")
-def test_host_memory_in_gib_is_kib_over_two_to_the_twentieth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**19))
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems count in other units"
+)
+def test_host_memory_in_gib_is_kib_over_two_to_the_twentieth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**19)
+    )
     assert peak_memory_gib(torch.device("cpu")) == {"peak_host_rss_gib": 1.5}

@@ -1,5 +1,5 @@
-"""Loads of experts, counted by hooks: what they are not told, and what they must not disturb. On ranks:
-tests/lightning/test_monitor.py."""
+"""Loads of experts, counted by hooks: what they are not told, and what they must not
+disturb. On ranks: tests/lightning/test_monitor.py."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_nothing_counted_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         router(torch.tensor([[0]]))
         assert loads.report(alone) == {}
-    assert [record.message[:38] for record in caplog.records] == ["the monitor has counted no choice of t"]
+    assert [record.message[:38] for record in caplog.records] == [
+        "the monitor has counted no choice of t"
+    ]
 
 
 def test_nothing_stays_on_the_model() -> None:

@@ -1,4 +1,5 @@
-"""Nets of two blocks that optimizers of this folder step with given gradients, on shards and in one process."""
+"""Nets of two blocks that optimizers of this folder step with given gradients, on
+shards and in one process."""
 
 from __future__ import annotations
 
@@ -32,15 +33,20 @@ def net_of(block: Callable[[], nn.Module], seed: int, dtype: torch.dtype) -> Net
 def parallel(model: Net, **knobs: Any) -> ParallelModel:
     """Shard a net, each block by itself."""
     blocks = type(model.blocks[0]).__name__
-    return parallelize(model, SmpConfig(units=[blocks], **knobs), topology=Topology.discover())
+    return parallelize(
+        model, SmpConfig(units=[blocks], **knobs), topology=Topology.discover()
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Step with gradients that every process draws alike; some parameters have none in some steps."""
+    """Step with gradients that every process draws alike; some parameters have none in
+    some steps."""
     generator = torch.Generator().manual_seed(number)
     optimizer.zero_grad()
     for place, parameter in enumerate(model.parameters()):
-        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 10.0 ** -(place % 4)
+        gradient = torch.randn(
+            parameter.shape, generator=generator, dtype=torch.float64
+        ) * 10.0 ** -(place % 4)
         if (place + number) % 5:
             parameter.grad = shard_like(parameter, gradient.to(parameter.dtype))
     optimizer.step()

@@ -1,4 +1,5 @@
-"""Adafactor on shards has the numbers of torch.optim.Adafactor in one process, and sends what its page says."""
+"""Adafactor on shards has the numbers of torch.optim.Adafactor in one process, and
+sends what its page says."""
 
 from __future__ import annotations
 
@@ -44,11 +45,16 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 class Block(nn.Module):
-    """Uneven rows, fewer rows than ranks, one row, one column, a kernel, a stack, vectors."""
+    """Uneven rows, fewer rows than ranks, one row, one column, a kernel, a stack,
+    vectors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.few, self.one = nn.Linear(6, 10), nn.Linear(10, 3), nn.Linear(3, 1)
+        self.up, self.few, self.one = (
+            nn.Linear(6, 10),
+            nn.Linear(10, 3),
+            nn.Linear(3, 1),
+        )
         self.column, self.kernel = nn.Linear(1, 9), nn.Conv2d(2, 5, 3)
         self.stack = nn.Parameter(torch.randn(5, 4, 6))
 
@@ -57,7 +63,9 @@ def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> Net:
     return net_of(Block, seed, dtype)
 
 
-def parallel_net(seed: int = 0, dtype: torch.dtype = torch.float64, **knobs: Any) -> ParallelModel:
+def parallel_net(
+    seed: int = 0, dtype: torch.dtype = torch.float64, **knobs: Any
+) -> ParallelModel:
     return stepped_nets.parallel(net(seed, dtype), **knobs)
 
 
@@ -87,7 +95,9 @@ def at_degrees(options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
-def test_every_degree_has_the_numbers_of_torchs_in_one_process(options: dict[str, Any]) -> None:
+def test_every_degree_has_the_numbers_of_torchs_in_one_process(
+    options: dict[str, Any],
+) -> None:
     for seen in run_ranks(at_degrees, WORLD, options, ranks_per_node=2):
         assert len(seen) == 3 and max(seen) <= EXACT
 
@@ -97,7 +107,10 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.some = nn.Linear(6, 10, dtype=torch.float64), nn.Linear(6, 10, dtype=torch.float64)
+        self.always, self.some = (
+            nn.Linear(6, 10, dtype=torch.float64),
+            nn.Linear(6, 10, dtype=torch.float64),
+        )
         self.never = nn.Linear(6, 3, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor, calls_some: bool) -> torch.Tensor:
@@ -106,14 +119,22 @@ class Parts(nn.Module):
 
 
 def in_parts(degree: int | None) -> dict[str, torch.Tensor]:
-    """Train four steps; in each of the first three another rank alone calls a layer, and in the last one no rank."""
+    """Train four steps; in each of the first three another rank alone calls a layer,
+    and in the last one no rank."""
     torch.manual_seed(0)
     model: Any = Parts()
-    optimizer: torch.optim.Optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.Adafactor(
+        model.parameters(), lr=0.05, weight_decay=0.1
+    )
     ranks = list(range(WORLD))
     if degree is not None:
-        parallel = parallelize(model, SmpConfig(shard_degree=degree), topology=Topology.discover())
-        optimizer, ranks = Adafactor(model.parameters(), lr=0.05, weight_decay=0.1), [dist.get_rank()]
+        parallel = parallelize(
+            model, SmpConfig(shard_degree=degree), topology=Topology.discover()
+        )
+        optimizer, ranks = (
+            Adafactor(model.parameters(), lr=0.05, weight_decay=0.1),
+            [dist.get_rank()],
+        )
         parallel.prepare_optimizer(optimizer)
     for number in range(4):
         optimizer.zero_grad()
@@ -126,9 +147,16 @@ def in_parts(degree: int | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "degree", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+    "degree",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
 )
-def test_gradients_that_one_rank_has_or_none_are_stepped_as_in_one_process(degree: int) -> None:
+def test_gradients_that_one_rank_has_or_none_are_stepped_as_in_one_process(
+    degree: int,
+) -> None:
     expected = in_parts(None)
     for seen in run_ranks(in_parts, WORLD, degree, ranks_per_node=2):
         for name, value in expected.items():
@@ -141,16 +169,26 @@ def half_precision() -> float:
     parallel.prepare_optimizer(optimizer)
     for number in range(4):
         step(parallel.module, optimizer, number)
-    assert all(whole(each["row_var"]).dtype == torch.float32 for each in optimizer.state.values() if "row_var" in each)
+    assert all(
+        whole(each["row_var"]).dtype == torch.float32
+        for each in optimizer.state.values()
+        if "row_var" in each
+    )
     again = Adafactor(parallel.module.parameters(), lr=0.05)
     again.load_state_dict(optimizer.state_dict())
     for parameter, entry in optimizer.state.items():
-        assert all(torch.equal(whole(again.state[parameter][name]), whole(value)) for name, value in entry.items())
-    return furthest(parallel.module, alone(4, torch.bfloat16, lr=0.05, eps=(1e-8, 1e-3)))
+        assert all(
+            torch.equal(whole(again.state[parameter][name]), whole(value))
+            for name, value in entry.items()
+        )
+    return furthest(
+        parallel.module, alone(4, torch.bfloat16, lr=0.05, eps=(1e-8, 1e-3))
+    )
 
 
 def test_factors_of_half_precision_parameters_are_float32() -> None:
-    """Also loaded ones. torch's are not: weights are as near as bfloat16's last digits, of weights up to 4."""
+    """Also loaded ones. torch's are not: weights are as near as bfloat16's last digits,
+    of weights up to 4."""
     assert max(run_ranks(half_precision, 2)) <= 4 * 2**-7
 
 
@@ -164,9 +202,17 @@ def sent(degree: int) -> tuple[float, float]:
     optimizer.step()
     parallel.meter.close_step()
     counted = parallel.meter.per_step().items()
-    seen = sum(value for name, value in counted if name.startswith("adafactor") and "bytes" in name)
-    sharded = [each for each in parallel.module.parameters() if isinstance(each, DTensor)]
-    numbers = 2 * len(sharded) + sum(1 + each.shape[1] for each in sharded if each.ndim == 2)
+    seen = sum(
+        value
+        for name, value in counted
+        if name.startswith("adafactor") and "bytes" in name
+    )
+    sharded = [
+        each for each in parallel.module.parameters() if isinstance(each, DTensor)
+    ]
+    numbers = 2 * len(sharded) + sum(
+        1 + each.shape[1] for each in sharded if each.ndim == 2
+    )
     return seen, 2 * (degree - 1) / degree * numbers * 8
 
 
@@ -199,7 +245,9 @@ def through_checkpoints(folder: Path) -> list[float]:
     return found
 
 
-def test_a_checkpoint_goes_on_at_another_degree_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_at_another_degree_as_if_nothing_had_been(
+    tmp_path: Path,
+) -> None:
     for seen in run_ranks(through_checkpoints, WORLD, tmp_path, ranks_per_node=2):
         assert len(seen) == 2 and max(seen) <= EXACT
 
@@ -210,7 +258,9 @@ def from_torchs() -> float:
     theirs = torch.optim.Adafactor(model.parameters(), lr=0.05)
     for number in range(2):
         step(model, theirs, number)
-    parallel = parallelize(model, SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover())
+    parallel = parallelize(
+        model, SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover()
+    )
     ours = Adafactor(parallel.module.parameters(), lr=0.05)
     parallel.prepare_optimizer(ours)
     ours.load_state_dict(theirs.state_dict())
@@ -232,13 +282,22 @@ def refused(knobs: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("knobs", "words"),
-    [({"optimizer_shard": "world"}, "looks across a tensor"), ({"state_offload": "optimizer"}, "cannot exchange sums")],
+    [
+        ({"optimizer_shard": "world"}, "looks across a tensor"),
+        ({"state_offload": "optimizer"}, "cannot exchange sums"),
+    ],
 )
 def test_what_it_does_not_go_with_is_refused(knobs: dict[str, Any], words: str) -> None:
-    assert all(words in seen for seen in run_ranks(refused, WORLD, knobs, ranks_per_node=2))
+    assert all(
+        words in seen for seen in run_ranks(refused, WORLD, knobs, ranks_per_node=2)
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"beta2_decay": 0.1}, {"d": 0.5}, {"eps": (-1.0, 1e-3)}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lr": -1.0}, {"beta2_decay": 0.1}, {"d": 0.5}, {"eps": (-1.0, 1e-3)}],
+    ids=str,
+)
 def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Adafactor([nn.Parameter(torch.zeros(2, 2))], **wrong)

@@ -1,5 +1,6 @@
-"""Muon on shards steps whole matrices: torch.optim.Muon's numbers, bit by bit where gradients are equal, and one
-process's training to 1e-12 in float64 (the iteration multiplies what sums in another order differ by)."""
+"""Muon on shards steps whole matrices: torch.optim.Muon's numbers, bit by bit where
+gradients are equal, and one process's training to 1e-12 in float64 (the iteration
+multiplies what sums in another order differ by)."""
 
 from __future__ import annotations
 
@@ -29,13 +30,18 @@ LAYOUTS: list[dict[str, Any]] = [
     {"shard_degree": 4},
     {"shard_degree": 2},  # two replicas
     {"shard_degree": 1},
-    {"shard_degree": 2, "tensor_parallel_degree": 2, "tensor_parallel": {"plan": {"*.up": "column", "*.down": "row"}}},
+    {
+        "shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "tensor_parallel": {"plan": {"*.up": "column", "*.down": "row"}},
+    },
     {"shard_degree": 2, "keep_between_micro_batches": "gradients"},
 ]
 
 
 class Block(nn.Module):
-    """Matrices of uneven rows, wide and tall, one of fewer rows than ranks, a stack, and vectors."""
+    """Matrices of uneven rows, wide and tall, one of fewer rows than ranks, a stack,
+    and vectors."""
 
     def __init__(self, outer: int, narrow: int) -> None:
         super().__init__()
@@ -44,7 +50,11 @@ class Block(nn.Module):
         self.stack = nn.Parameter(torch.randn(5, WIDTH, WIDTH) / WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(torch.tanh(self.up(x))) + torch.einsum("nh,ehk->nk", x, self.stack)
+        x = (
+            x
+            + self.down(torch.tanh(self.up(x)))
+            + torch.einsum("nh,ehk->nk", x, self.stack)
+        )
         return x * (1 + self.narrow(x).sum(-1, keepdim=True))
 
 
@@ -73,11 +83,20 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def muon(model: nn.Module, **options: Any) -> Muon:
-    groups = muon_groups(model, adamw={"lr": 0.01}, split={"*.up.weight": 3, "blocks.1.down.weight": (4, 8)})
+    groups = muon_groups(
+        model,
+        adamw={"lr": 0.01},
+        split={"*.up.weight": 3, "blocks.1.down.weight": (4, 8)},
+    )
     return Muon(groups, lr=0.02, **{"ns_dtype": torch.float64, **options})
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], steps: range = range(4)) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: list[int],
+    steps: range = range(4),
+) -> None:
     for step in steps:
         optimizer.zero_grad()
         for rank in ranks:
@@ -86,7 +105,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], 
 
 
 def parallel_model(model: nn.Module, **knobs: Any) -> ParallelModel:
-    return parallelize(model, SmpConfig(units=["Block"], **knobs), topology=Topology.discover())
+    return parallelize(
+        model, SmpConfig(units=["Block"], **knobs), topology=Topology.discover()
+    )
 
 
 def trained(knobs: dict[str, Any]) -> tuple[ParallelModel, Muon]:
@@ -110,7 +131,11 @@ def in_layouts(layouts: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[1::2], pytest.param(LAYOUTS[::2], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "layouts",
+    [LAYOUTS[1::2], pytest.param(LAYOUTS[::2], marks=pytest.mark.slow)],
+    ids=len,
+)
 def test_trains_like_one_process_in_every_layout(layouts: list[dict[str, Any]]) -> None:
     assert run_ranks(in_layouts, 4, layouts, ranks_per_node=2) == [[]] * 4
 
@@ -119,23 +144,40 @@ def of_experts(model: nn.Module) -> Muon:
     return Muon(muon_groups(model, adamw={"lr": 0.01}), lr=0.02, ns_dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("shard", "expert"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("shard", "expert"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
 def test_stacks_of_experts_are_stepped_where_they_are(shard: int, expert: int) -> None:
-    assert max(run_ranks(beside_experts, 4, of_experts, shard, expert, ranks_per_node=2)) <= 1e-12
+    assert (
+        max(run_ranks(beside_experts, 4, of_experts, shard, expert, ranks_per_node=2))
+        <= 1e-12
+    )
 
 
 def test_one_process_steps_like_torchs_muon_and_adamw() -> None:
-    """Bit by bit, with its own bfloat16 iteration; a stack is stepped as its matrices."""
+    """Bit by bit, with its own bfloat16 iteration; a stack is stepped as its
+    matrices."""
     ours, theirs = net().float(), net().float()
     groups = muon_groups(ours, adamw={"lr": 0.01})
-    optimizer = Muon(groups, lr=0.02, weight_decay=0.3, momentum=0.8, adjust_lr_fn="match_rms_adamw")
-    options: dict[str, Any] = {"weight_decay": 0.3, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = Muon(
+        groups, lr=0.02, weight_decay=0.3, momentum=0.8, adjust_lr_fn="match_rms_adamw"
+    )
+    options: dict[str, Any] = {
+        "weight_decay": 0.3,
+        "momentum": 0.8,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
     stacks = {id(block.stack): block.stack for block in theirs.blocks}
-    slices = [nn.Parameter(one.detach().clone()) for stack in stacks.values() for one in stack]
+    slices = [
+        nn.Parameter(one.detach().clone()) for stack in stacks.values() for one in stack
+    ]
     matrices = [parameter for parameter in theirs.parameters() if parameter.ndim == 2]
     separate = [
         torch.optim.Muon([*matrices, *slices], lr=0.02, **options),
-        torch.optim.AdamW([parameter for parameter in theirs.parameters() if parameter.ndim == 1], lr=0.01),
+        torch.optim.AdamW(
+            [parameter for parameter in theirs.parameters() if parameter.ndim == 1],
+            lr=0.01,
+        ),
     ]
     for step in range(3):
         for model in (ours, theirs):
@@ -151,22 +193,32 @@ def test_one_process_steps_like_torchs_muon_and_adamw() -> None:
         with torch.no_grad():
             for stack in stacks.values():
                 stack.copy_(torch.stack([next(stepped) for _ in stack]))
-    for (name, parameter), (_, expected) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+    for (name, parameter), (_, expected) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
         assert torch.equal(parameter, expected), name
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .clone()
+    )
 
 
 def matrices_of(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.ndim == 2]
 
 
-def step_alike(alone: torch.optim.Optimizer, sharded: torch.optim.Optimizer, seed: int) -> None:
+def step_alike(
+    alone: torch.optim.Optimizer, sharded: torch.optim.Optimizer, seed: int
+) -> None:
     """Step the same matrices, whole and sharded, with the same gradients."""
     torch.manual_seed(seed)
-    for parameter, shard in zip(alone.param_groups[0]["params"], sharded.param_groups[0]["params"], strict=True):
+    for parameter, shard in zip(
+        alone.param_groups[0]["params"], sharded.param_groups[0]["params"], strict=True
+    ):
         parameter.grad = torch.randn_like(parameter)
         shard.grad = shard_like(shard, parameter.grad)
     alone.step()
@@ -174,12 +226,21 @@ def step_alike(alone: torch.optim.Optimizer, sharded: torch.optim.Optimizer, see
 
 
 def differ(alone: torch.optim.Optimizer, sharded: torch.optim.Optimizer) -> list[int]:
-    pairs = zip(alone.param_groups[0]["params"], sharded.param_groups[0]["params"], strict=True)
-    return [place for place, (parameter, shard) in enumerate(pairs) if not torch.equal(whole(shard), parameter)]
+    pairs = zip(
+        alone.param_groups[0]["params"], sharded.param_groups[0]["params"], strict=True
+    )
+    return [
+        place
+        for place, (parameter, shard) in enumerate(pairs)
+        if not torch.equal(whole(shard), parameter)
+    ]
 
 
-def equal_gradients(degree: int, shape: tuple[int, int]) -> tuple[list[int], float, float]:
-    """Steps with equal gradients, float32 weights and the bfloat16 iteration: what differs, bytes sent and of all."""
+def equal_gradients(
+    degree: int, shape: tuple[int, int]
+) -> tuple[list[int], float, float]:
+    """Steps with equal gradients, float32 weights and the bfloat16 iteration: what
+    differs, bytes sent and of all."""
     reference = torch.optim.Muon(matrices_of(net(*shape).float()), lr=0.02)
     parallel = parallel_model(net(*shape).float(), shard_degree=degree)
     optimizer = Muon(matrices_of(parallel.module), lr=0.02)
@@ -187,24 +248,36 @@ def equal_gradients(degree: int, shape: tuple[int, int]) -> tuple[list[int], flo
     for step in range(3):
         step_alike(reference, optimizer, step)
         parallel.meter.close_step()
-    sent = [count for name, count in parallel.meter.per_step().items() if name.startswith(KIND) and "bytes" in name]
+    sent = [
+        count
+        for name, count in parallel.meter.per_step().items()
+        if name.startswith(KIND) and "bytes" in name
+    ]
     of_all = torch.tensor(sum(sent))
     dist.all_reduce(of_all)
-    sharded = [parameter for parameter in optimizer.param_groups[0]["params"] if isinstance(parameter, DTensor)]
+    sharded = [
+        parameter
+        for parameter in optimizer.param_groups[0]["params"]
+        if isinstance(parameter, DTensor)
+    ]
     total = sum(parameter.numel() for parameter in sharded) * torch.bfloat16.itemsize
     return differ(reference, optimizer), of_all.item(), total
 
 
 @pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_equal_gradients_give_torchs_numbers_bit_by_bit(degree: int) -> None:
-    for different, sent, total in run_ranks(equal_gradients, 4, degree, (30, 3), ranks_per_node=2):
+    for different, sent, total in run_ranks(
+        equal_gradients, 4, degree, (30, 3), ranks_per_node=2
+    ):
         assert different == []
         assert 0 < sent < 2 * total * (4 // degree)
 
 
 def test_bytes_are_those_of_two_exchanges() -> None:
     """2(P - 1)/P of the sharded matrices in bfloat16, where rows divide."""
-    for different, sent, total in run_ranks(equal_gradients, 4, 4, (32, 4), ranks_per_node=2):
+    for different, sent, total in run_ranks(
+        equal_gradients, 4, 4, (32, 4), ranks_per_node=2
+    ):
         assert different == []
         assert sent == 2 * 3 / 4 * total
 
@@ -221,16 +294,22 @@ def through_checkpoints() -> list[str]:
     of_whole = {
         **of_shards,
         "state": {
-            key: {"momentum_buffer": whole(value["momentum_buffer"])} for key, value in of_shards["state"].items()
+            key: {"momentum_buffer": whole(value["momentum_buffer"])}
+            for key, value in of_shards["state"].items()
         },
     }
-    theirs = {**reference.state_dict(), "state": of_shards["state"]}  # groups as torch writes them
+    # Groups as torch writes them.
+    theirs = {**reference.state_dict(), "state": of_shards["state"]}
     reference.load_state_dict(of_whole)
     optimizer.load_state_dict(theirs)
     step_alike(reference, optimizer, 1)
     if differ(reference, optimizer):
         wrong.append("numbers")
-    if [key for key in ("algorithm", "split", "ns_dtype") if key not in optimizer.param_groups[0]]:
+    if [
+        key
+        for key in ("algorithm", "split", "ns_dtype")
+        if key not in optimizer.param_groups[0]
+    ]:
         wrong.append("groups of torch's lack options of ours")
     return wrong
 
@@ -252,12 +331,15 @@ def refusals() -> list[str]:
 
 def test_states_that_are_not_in_shards_on_the_device_are_refused() -> None:
     for world, host in run_ranks(refusals, 2):
-        assert "optimizer_shard='world'" in world and "Muon looks across a tensor" in world
+        assert (
+            "optimizer_shard='world'" in world and "Muon looks across a tensor" in world
+        )
         assert "state_offload='optimizer'" in host and "torch.optim.AdamW" in host
 
 
 def torchs_on_shards() -> list[str]:
-    """What is said of torch.optim.Muon, and why it is refused where a matrix has fewer rows than ranks."""
+    """What is said of torch.optim.Muon, and why it is refused where a matrix has fewer
+    rows than ranks."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -274,7 +356,8 @@ def torchs_on_shards() -> list[str]:
 
 def test_torchs_own_is_accepted_with_what_it_sends_and_refused_where_it_fails() -> None:
     (warning, refused), *others = run_ranks(torchs_on_shards, 4)
-    # three wide matrices [12, 32] and [4, 12], three tall ones [32, 12]; one [4, 12] is shared and not sharded
+    # three wide matrices [12, 32] and [4, 12], three tall ones [32, 12]; one [4, 12] is
+    # shared and not sharded
     wide = 3 * (2 * 12 * 32 + 12**2) + (2 * 4 * 12 + 4**2)
     sent = 5 * 3 / 4 * (wide + 3 * 4 * 12**2) * 2
     assert f"about {sent / 2**30:.3g} GiB from each rank" in warning
@@ -285,13 +368,18 @@ def test_torchs_own_is_accepted_with_what_it_sends_and_refused_where_it_fails() 
 
 def test_wrong_options_are_refused_by_name() -> None:
     vector, matrix = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, 3))
-    with pytest.raises(ValueError, match=r"1 parameters are of other shapes, as \[3\]; write Muon\(muon_groups"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 parameters are of other shapes, as \[3\]; write Muon\(muon_groups",
+    ):
         Muon([matrix, vector])
     with pytest.raises(ValueError, match="momentum=-1: allowed are 0 and above"):
         Muon([matrix], momentum=-1)
     with pytest.raises(ValueError, match="adjust_lr_fn='adam': allowed are 'original'"):
         Muon([matrix], adjust_lr_fn="adam")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="algorithm='sgd': allowed are 'muon', 'adamw'"):
+    with pytest.raises(
+        ValueError, match="algorithm='sgd': allowed are 'muon', 'adamw'"
+    ):
         Muon([{"params": [matrix], "algorithm": "sgd"}])
     with pytest.raises(ValueError, match=r"of other shapes, as \[4, 3\]"):
         Muon([{"params": [matrix], "split": (0, (2, 3))}])
@@ -301,14 +389,26 @@ def test_wrong_options_are_refused_by_name() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
+LLAMA_8B = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+] * 32
 QWEN3_30B = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096), (128, 2048)] * 48
 """Matrices of all layers; experts stay where they are."""
 
 
-@pytest.mark.parametrize("shapes", [LLAMA_8B, QWEN3_30B], ids=["Llama-3.1-8B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize(
+    "shapes", [LLAMA_8B, QWEN3_30B], ids=["Llama-3.1-8B", "Qwen3-30B-A3B"]
+)
 @pytest.mark.parametrize("degree", [2, 8, 32])
-def test_owners_have_about_as_much_to_do(shapes: list[tuple[int, int]], degree: int) -> None:
+def test_owners_have_about_as_much_to_do(
+    shapes: list[tuple[int, int]], degree: int
+) -> None:
     costs = [flops(rows, columns, 5) for rows, columns in shapes]
     loads = [0] * degree
     for cost, owner in zip(costs, deal(costs, degree), strict=True):

@@ -1,5 +1,5 @@
-"""Files from elsewhere: whatever is in them, or in their place, a reader returns or raises one ValueError of ours; and
-nothing is written through a link."""
+"""Files from elsewhere: whatever is in them, or in their place, a reader returns or
+raises one ValueError of ours; and nothing is written through a link."""
 
 from __future__ import annotations
 
@@ -53,15 +53,50 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "config.json": lambda path: build(str(path), 64),
     "fixed.txt": fixed,
 }
-COLLECTIVE = {"latency": 1e-5, "bandwidth": 1e10, "error": 0.0, "points": [[1024, 1e-5], [2048, 2e-5]], "by": "library"}
-PLACE = {"ranks": 2, "all_gather": COLLECTIVE, "reduce_scatter": COLLECTIVE, "all_reduce": COLLECTIVE}
+COLLECTIVE = {
+    "latency": 1e-5,
+    "bandwidth": 1e10,
+    "error": 0.0,
+    "points": [[1024, 1e-5], [2048, 2e-5]],
+    "by": "library",
+}
+PLACE = {
+    "ranks": 2,
+    "all_gather": COLLECTIVE,
+    "reduce_scatter": COLLECTIVE,
+    "all_reduce": COLLECTIVE,
+}
 GOOD: dict[str, list[Any]] = {
-    "run.jsonl": [{"kind": "run", "time": 1, "step": 0, "plan": ["x"]}, {"kind": "step", "step": 1, "loss": 1.0}],
-    "memory.jsonl": [{"kind": "memory", "step": 1, "device": {"parameters": 5, "other": 1}, "host": {"other": 1}}],
-    "fp8.jsonl": [{"kind": "fp8", "step": 1, "modules": {"a": {"input_scale": 1.0, "input_saturated": 0.5}}}],
+    "run.jsonl": [
+        {"kind": "run", "time": 1, "step": 0, "plan": ["x"]},
+        {"kind": "step", "step": 1, "loss": 1.0},
+    ],
+    "memory.jsonl": [
+        {
+            "kind": "memory",
+            "step": 1,
+            "device": {"parameters": 5, "other": 1},
+            "host": {"other": 1},
+        }
+    ],
+    "fp8.jsonl": [
+        {
+            "kind": "fp8",
+            "step": 1,
+            "modules": {"a": {"input_scale": 1.0, "input_saturated": 0.5}},
+        }
+    ],
     "smp.yaml": [{"smp_config": {"shard_degree": 2, "units": {"modules": ["Block"]}}}],
-    "launch.yaml": [{"smp_config": {"shard_degree": 2}, "mixed_precision": "bf16", "num_processes": 2}],
-    "cluster.yaml": [{"nodes": 2, "devices_per_node": 8, "gbit_per_s": 400, "device": "h100-80g"}],
+    "launch.yaml": [
+        {
+            "smp_config": {"shard_degree": 2},
+            "mixed_precision": "bf16",
+            "num_processes": 2,
+        }
+    ],
+    "cluster.yaml": [
+        {"nodes": 2, "devices_per_node": 8, "gbit_per_s": 400, "device": "h100-80g"}
+    ],
     "links.json": [
         {
             "version": 2,
@@ -73,7 +108,9 @@ GOOD: dict[str, list[Any]] = {
             "measured_with": "gloo",
         },
     ],
-    "config.json": [{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 8}],
+    "config.json": [
+        {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 8}
+    ],
     "fixed.txt": [2],
 }
 STRANGE: list[Any] = [
@@ -94,13 +131,27 @@ STRANGE: list[Any] = [
         [[]],
         "nan",
     ),
-    *([1] * 50, {"a": {"b": {"c": 1}}}, ["\x1b[31m"], {str(n): n for n in range(50)}, 1e9, "1e999", "../../x"),
+    *(
+        [1] * 50,
+        {"a": {"b": {"c": 1}}},
+        ["\x1b[31m"],
+        {str(n): n for n in range(50)},
+        1e9,
+        "1e999",
+        "../../x",
+    ),
 ]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the ways to all values inside of one."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(way for key, item in items for way in places(item, (*path, key)))]
 
 
@@ -113,7 +164,8 @@ def changed(value: Any, way: tuple[Any, ...], new: Any) -> Any:
 
 
 def drawn(name: str, draw: random.Random) -> bytes:
-    """Return the content of a file: a good one with a strange value, cut, noise in it, nested, long, or noise alone."""
+    """Return the content of a file: a good one with a strange value, cut, noise in it,
+    nested, long, or noise alone."""
     lines = [*GOOD[name], *GOOD[name]] if name.endswith("jsonl") else GOOD[name]
     for _ in range(draw.randrange(3)):
         index = draw.randrange(len(lines))
@@ -128,7 +180,9 @@ def drawn(name: str, draw: random.Random) -> bytes:
         return data[:position] + draw.randbytes(draw.randrange(1, 6)) + data[position:]
     if kind == 2:
         depth = draw.choice([30, 900, 100_000])
-        return draw.choice([b"[" * depth, b'{"a":' * depth, b"[" * depth + b"]" * depth, b"- " * 5000])
+        return draw.choice(
+            [b"[" * depth, b'{"a":' * depth, b"[" * depth + b"]" * depth, b"- " * 5000]
+        )
     if kind == 3:
         return draw.randbytes(draw.randrange(200))
     if kind == 4:
@@ -136,13 +190,20 @@ def drawn(name: str, draw: random.Random) -> bytes:
         for n in range(1, 9):
             bomb += b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9))
         return draw.choice(
-            [bomb, b"smp_config: &a [*a]\n", b"? [a]\n: 1\n", b"&a a: *a\n", b"x: !!python/name:os.system\n"]
+            [
+                bomb,
+                b"smp_config: &a [*a]\n",
+                b"? [a]\n: 1\n",
+                b"&a a: *a\n",
+                b"x: !!python/name:os.system\n",
+            ]
         )
     return data
 
 
 def outcome(name: str, path: Path) -> str:
-    """Return what a reader says, "" for nothing. Anything but a ValueError fails the test."""
+    """Return what a reader says, "" for nothing. Anything but a ValueError fails the
+    test."""
     try:
         READERS[name](path)
     except ValueError as error:
@@ -165,7 +226,9 @@ def read_drawn(seeds: range, folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_good_file_is_read(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("\n".join(json.dumps(line) for line in GOOD[name]) + "\n")
+    (tmp_path / name).write_text(
+        "\n".join(json.dumps(line) for line in GOOD[name]) + "\n"
+    )
     assert outcome(name, tmp_path / name) == ""
 
 
@@ -200,21 +263,37 @@ def test_a_long_line_of_a_log_is_passed_over(tmp_path: Path) -> None:
             + b'"}\n'
             + b'{"kind": "end", "step": 1}'
         )
-    assert [line and line["kind"] for line in lines_of_log(path)] == ["run", None, "end"]
+    assert [line and line["kind"] for line in lines_of_log(path)] == [
+        "run",
+        None,
+        "end",
+    ]
 
 
 @pytest.mark.slow
 def test_pictures_of_many_names_and_steps_are_bounded(tmp_path: Path) -> None:
     log = tmp_path / "fp8.jsonl"
-    figures = {f"layer.{n}": {"input_scale": 1.0, "input_saturated": n / 3000} for n in range(3000)}
-    log.write_text("".join(json.dumps({"kind": "fp8", "step": n, "modules": figures}) + "\n" for n in range(2)))
+    figures = {
+        f"layer.{n}": {"input_scale": 1.0, "input_saturated": n / 3000}
+        for n in range(3000)
+    }
+    log.write_text(
+        "".join(
+            json.dumps({"kind": "fp8", "step": n, "modules": figures}) + "\n"
+            for n in range(2)
+        )
+    )
     found = Fp8Log.read(log)
     draw_fp8(found, tmp_path / "fp8.png")
     steps = tmp_path / "memory.jsonl"
     line = {"kind": "memory", "device": {"parameters": 5}, "host": {}}
-    steps.write_text("".join(json.dumps({**line, "step": n}) + "\n" for n in range(5000)))
+    steps.write_text(
+        "".join(json.dumps({**line, "step": n}) + "\n" for n in range(5000))
+    )
     draw(read_log(steps), tmp_path / "memory.png")
-    assert (tmp_path / "fp8.png").stat().st_size > 1000 and (tmp_path / "memory.png").stat().st_size > 1000
+    assert (tmp_path / "fp8.png").stat().st_size > 1000 and (
+        tmp_path / "memory.png"
+    ).stat().st_size > 1000
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -223,7 +302,10 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "report.html").symlink_to(precious)
     write_new(tmp_path / "folder" / "report.html", b"page")
-    assert precious.read_text() == "precious" and (tmp_path / "folder" / "report.html").read_bytes() == b"page"
+    assert (
+        precious.read_text() == "precious"
+        and (tmp_path / "folder" / "report.html").read_bytes() == b"page"
+    )
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     with pytest.raises(ValueError, match="is a link: name the folder that it leads to"):
         write_new(tmp_path / "link" / "report.html", b"other")
@@ -232,12 +314,15 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "folder")) == ["report.html"]
 
 
-def test_yaml_that_is_small_as_text_and_endless_as_values_is_refused(tmp_path: Path) -> None:
+def test_yaml_that_is_small_as_text_and_endless_as_values_is_refused(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("a: &a [*a]\n")
     with pytest.raises(ValueError, match="nested deeper than"):
         read_yaml(path)
-    path.write_text("base: &base {a: 1}\nother: {<<: *base, b: 2}\n")  # aliases as people use them
+    # Aliases as people use them.
+    path.write_text("base: &base {a: 1}\nother: {<<: *base, b: 2}\n")
     assert read_yaml(path)["other"] == {"a": 1, "b": 2}
 
 
@@ -250,7 +335,9 @@ def test_a_log_that_cannot_be_written_ends_no_run_and_says_so_once(
     for step in range(3):
         run_log.append(log, "memory", step=step, device={}, host={})
     run_log.close(opened)
-    assert [record.getMessage() for record in caplog.records if "not written any more" in record.getMessage()] == [
-        f"{log} is not written any more: [Errno 28] No space left on device"
-    ]
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if "not written any more" in record.getMessage()
+    ] == [f"{log} is not written any more: [Errno 28] No space left on device"]
     assert "not written any more" in (tmp_path / "run.jsonl").read_text()

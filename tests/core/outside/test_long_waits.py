@@ -1,4 +1,5 @@
-"""Work that takes long is named while it goes on, by a clock of the test's own; commands and calls name theirs."""
+"""Work that takes long is named while it goes on, by a clock of the test's own;
+commands and calls name theirs."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from tests.harness import run_ranks
 
 
 class Clock:
-    """A clock that goes on by what is waited, until the work ends at ``end``; the work waits for it."""
+    """A clock that goes on by what is waited, until the work ends at ``end``; the work
+    waits for it."""
 
     def __init__(self, end: float) -> None:
         self.now, self.end = 100.0, 100.0 + end
@@ -56,13 +58,17 @@ class Clock:
 
 
 def looking() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "smp-long-wait"]
+    return [
+        thread for thread in threading.enumerate() if thread.name == "smp-long-wait"
+    ]
 
 
 def lines_of(seconds: float, **options: Any) -> list[str]:
     said: list[str] = []
     clock = Clock(seconds)
-    with long_wait("planning", say=said.append, clock=clock, pause=clock.pause, **options):
+    with long_wait(
+        "planning", say=said.append, clock=clock, pause=clock.pause, **options
+    ):
         assert options or clock.reached.wait(60)
     return said
 
@@ -93,7 +99,9 @@ def test_an_error_of_the_work_is_its_own_and_ends_the_thread() -> None:
     assert not looking()
 
 
-def test_a_late_look_says_one_line_for_the_times_it_missed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_late_look_says_one_line_for_the_times_it_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A process that was stopped for a minute goes on with the next time."""
     times = iter([70.0, 5.0])
     clock = Clock(1000.0)
@@ -108,14 +116,18 @@ def test_a_late_look_says_one_line_for_the_times_it_missed(capsys: pytest.Captur
     with long_wait("loading", clock=clock, pause=late):
         assert clock.reached.wait(60)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["torch-smp: loading: 70 s so far", "torch-smp: loading: 75 s in all"]
+    assert lines == [
+        "torch-smp: loading: 70 s so far",
+        "torch-smp: loading: 75 s in all",
+    ]
 
 
 # What names its work: on ranks, and in commands.
 
 
 class Noted:
-    """What was named, in the place of ``long_wait``: the work, and whether this process would write."""
+    """What was named, in the place of ``long_wait``: the work, and whether this process
+    would write."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, bool]] = []
@@ -153,7 +165,9 @@ def test_start_up_saves_and_loads_are_named_on_rank_0(tmp_path: Path) -> None:
         assert [what for what, _ in seen] == works
 
 
-def test_commands_name_their_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_name_their_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noted = Noted()
     for module in (commands, full_state, planner_commands, runs):
         monkeypatch.setattr(module, "long_wait", noted)
@@ -162,24 +176,52 @@ def test_commands_name_their_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
 
     def command(*arguments: object) -> int:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code
+        return (
+            CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code
+        )
 
     assert command("checkpoint", "verify", source) == 0
-    assert command("checkpoint", "import", tmp_path / "other.pt", tmp_path / "imported") == 0
-    assert command("checkpoint", "export", source, tmp_path / "exported", "--format", "dcp") == 0
+    assert (
+        command("checkpoint", "import", tmp_path / "other.pt", tmp_path / "imported")
+        == 0
+    )
+    assert (
+        command(
+            "checkpoint", "export", source, tmp_path / "exported", "--format", "dcp"
+        )
+        == 0
+    )
     assert command("checkpoint", "consolidate", source, out) == 0
-    works = [f"checking {source}", f"importing {tmp_path / 'other.pt'}", f"exporting {source}"]
+    works = [
+        f"checking {source}",
+        f"importing {tmp_path / 'other.pt'}",
+        f"exporting {source}",
+    ]
     assert [what for what, _ in noted.seen] == [*works, f"checking {source}", "writing"]
 
     def nothing(*_: Any, **__: Any) -> None:
         raise NothingFits("nothing", [])
 
     monkeypatch.setattr(planner_commands, "plan_model", nothing)
-    assert command("plan", "gpt2-30b", "--cluster", "2xp4d", "--seq", 2048, "--global-batch", 64) == 2
+    assert (
+        command(
+            "plan",
+            "gpt2-30b",
+            "--cluster",
+            "2xp4d",
+            "--seq",
+            2048,
+            "--global-batch",
+            64,
+        )
+        == 2
+    )
     assert noted.seen[-1] == ("planning", True)
 
 
-def test_runs_of_smp_verify_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_smp_verify_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noted = Noted()
     monkeypatch.setattr(runs, "long_wait", noted)
 

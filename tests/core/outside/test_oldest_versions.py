@@ -1,4 +1,5 @@
-"""The oldest versions that work are the same wherever they are stated, and older ones are refused in one line."""
+"""The oldest versions that work are the same wherever they are stated, and older ones
+are refused in one line."""
 
 from __future__ import annotations
 
@@ -15,33 +16,51 @@ from tests.harness import ROOT
 
 def test_pip_and_the_documents_state_the_same_versions() -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    stated = dict(re.findall(r'"(torch|lightning|accelerate|transformers)>=([\d.]+)"', project))
+    stated = dict(
+        re.findall(r'"(torch|lightning|accelerate|transformers)>=([\d.]+)"', project)
+    )
     assert stated == OLDEST
     for page in ("README.md", "docs/accelerate.md", "docs/lightning.md"):
         found = re.findall(
-            r"\b(torch|lightning|accelerate|transformers) ([\d.]+) or newer", (ROOT / page).read_text(), re.IGNORECASE
+            r"\b(torch|lightning|accelerate|transformers) ([\d.]+) or newer",
+            (ROOT / page).read_text(),
+            re.IGNORECASE,
         )
-        assert found and all(version == OLDEST[name.lower()] for name, version in found), page
+        assert found and all(
+            version == OLDEST[name.lower()] for name, version in found
+        ), page
 
 
 @pytest.mark.parametrize(
-    ("installed", "older"), [("2.10.1", True), ("2.11.0", False), ("2.11.0a0+git1234", False), ("2.13.0+cu130", False)]
+    ("installed", "older"),
+    [
+        ("2.10.1", True),
+        ("2.11.0", False),
+        ("2.11.0a0+git1234", False),
+        ("2.13.0+cu130", False),
+    ],
 )
 def test_versions_are_compared_as_releases(installed: str, older: bool) -> None:
     assert is_older("torch", installed) is older
 
 
-def test_a_missing_package_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"SmpTrainer needs transformers>=[\d.]+, it is not installed; type: pip"):
+    with pytest.raises(
+        ImportError,
+        match=r"SmpTrainer needs transformers>=[\d.]+, it is not installed; type: pip",
+    ):
         require("transformers", "SmpTrainer")
 
 
-# Packages that are hidden, as if they were not there; then what is run without them. Each in a child of its own.
+# Packages that are hidden, as if they were not there; then what is run without them.
+# Each in a child of its own.
 WITHOUT = """
 import importlib.abc, os, sys
 from importlib import metadata
@@ -85,10 +104,18 @@ MORE_LACKING = {
 }
 
 
-@pytest.mark.parametrize("cases", [LACKING, pytest.param(MORE_LACKING, marks=pytest.mark.slow)], ids=["some", "more"])
-def test_a_face_without_its_framework_names_the_extra_and_the_checkout_s_command(cases: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [LACKING, pytest.param(MORE_LACKING, marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
+def test_a_face_without_its_framework_names_the_extra_and_the_checkout_s_command(
+    cases: dict[str, str],
+) -> None:
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT, *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     said = done.stdout.splitlines()
     assert len(said) == len(cases), done.stdout + done.stderr
     for (case, begins), line in zip(cases.items(), said, strict=True):
@@ -100,13 +127,18 @@ def test_a_face_without_its_framework_names_the_extra_and_the_checkout_s_command
 
 def test_no_message_or_page_names_a_release_that_pip_could_find() -> None:
     files = [
-        path for folder in ("smp_core", "lightning_smp", "accelerate_smp") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("smp_core", "lightning_smp", "accelerate_smp")
+        for path in (ROOT / folder).rglob("*.py")
     ]
     files += [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    assert not [str(path) for path in files if "torch-smp[" in path.read_text(encoding="utf-8")]
+    assert not [
+        str(path) for path in files if "torch-smp[" in path.read_text(encoding="utf-8")
+    ]
 
 
-# Each case in a child of its own. What fails to import stands for the names that an older version lacks.
+# Each case in a child of its own. What fails to import stands for the names that an
+# older version lacks.
 SCRIPT = """
 import os, sys
 from importlib import metadata
@@ -137,16 +169,23 @@ for name, face, module in (case.split(",") for case in sys.argv[1:]):
             "accelerate,accelerate_smp,SmpAccelerator": "accelerate_smp",
             "transformers,accelerate_smp,SmpTrainer": "SmpTrainer",
         },
-        pytest.param({"transformers,accelerate_smp.trainer,SmpTrainer": "SmpTrainer"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"transformers,accelerate_smp.trainer,SmpTrainer": "SmpTrainer"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=len,
 )
 def test_a_face_refuses_what_is_too_old(cases: dict[str, str]) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     expected = []
     for case, wanted_by in cases.items():
         name = case.partition(",")[0]
         needed = f"{name}>={OLDEST[name]}"
-        expected.append(f"{wanted_by} needs {needed}, found 0.1.2; type: pip install -U '{needed}'")
+        expected.append(
+            f"{wanted_by} needs {needed}, found 0.1.2; type: pip install -U '{needed}'"
+        )
     assert done.stdout.splitlines() == expected, done.stderr

@@ -1,6 +1,7 @@
-"""Small models of one's own with what real ones have around their blocks, drawn from a seed: positions from a number,
-outputs in tuples, heads that nobody uses, teachers, masks. Each trains in stages as in one process, or is refused on
-all ranks before training."""
+"""Small models of one's own with what real ones have around their blocks, drawn from a
+seed: positions from a number, outputs in tuples, heads that nobody uses, teachers,
+masks. Each trains in stages as in one process, or is refused on all ranks before
+training."""
 
 from __future__ import annotations
 
@@ -82,11 +83,21 @@ class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.mix, self.up, self.down = nn.Linear(TOKENS, TOKENS), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.mix, self.up, self.down = (
+            nn.Linear(TOKENS, TOKENS),
+            nn.Linear(WIDTH, 12),
+            nn.Linear(12, WIDTH),
+        )
         self.unused = nn.Linear(WIDTH, 2)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, bias: Any = None) -> Any:
-        x = x + self.mix(x.mT).mT if mask is None else x + self.mix(x.mT).mT * mask[..., None]
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, bias: Any = None
+    ) -> Any:
+        x = (
+            x + self.mix(x.mT).mT
+            if mask is None
+            else x + self.mix(x.mT).mT * mask[..., None]
+        )
         inner = self.up(x).tanh()
         x = x + self.down(inner)
         if self.kind == "unused head":
@@ -151,7 +162,12 @@ class Drawn:
         plain = Drawn()
         told = {field.name: getattr(self, field.name) for field in fields(self)}
         return (
-            ", ".join(f"{name}={value!r}" for name, value in told.items() if value != getattr(plain, name)) or "plain"
+            ", ".join(
+                f"{name}={value!r}"
+                for name, value in told.items()
+                if value != getattr(plain, name)
+            )
+            or "plain"
         )
 
 
@@ -161,7 +177,9 @@ def draw(seed: int, ranks: int) -> Drawn:
     names = generator.sample(sorted(FEATURES), generator.choice((1, 2, 2, 3)))
     chosen = {name: generator.choice(FEATURES[name][1:]) for name in names}
     stages = ranks if ranks == 2 else generator.choice((2, 4))
-    schedule = generator.choice(("1f1b", "gpipe", "interleaved:2")) if stages == 2 else "1f1b"
+    schedule = (
+        generator.choice(("1f1b", "gpipe", "interleaved:2")) if stages == 2 else "1f1b"
+    )
     return Drawn(**chosen, stages=stages, shard=ranks // stages, schedule=schedule)
 
 
@@ -171,7 +189,9 @@ class Model(nn.Module):
         self.drawn = drawn
         self.words: nn.Module = {
             "both": Both,
-            "scaled": lambda: nn.Sequential(Scaled(), nn.Unflatten(1, (TOKENS, 1)), nn.Linear(1, WIDTH)),
+            "scaled": lambda: nn.Sequential(
+                Scaled(), nn.Unflatten(1, (TOKENS, 1)), nn.Linear(1, WIDTH)
+            ),
             "linear": lambda: nn.Linear(WORDS, WIDTH),
             "bag": lambda: nn.Linear(WORDS, WIDTH, bias=False),
         }.get(drawn.enters, lambda: nn.Embedding(WORDS, WIDTH))()
@@ -191,7 +211,9 @@ class Model(nn.Module):
             self.table = nn.Parameter(torch.randn(TOKENS, WIDTH))
         if drawn.places == "buffer":
             self.register_buffer("offsets", torch.randn(TOKENS, WIDTH))
-        self.norm_before = nn.LayerNorm(WIDTH) if drawn.noise == "norm" else nn.Dropout(0.0)
+        self.norm_before = (
+            nn.LayerNorm(WIDTH) if drawn.noise == "norm" else nn.Dropout(0.0)
+        )
         self.drop = nn.Dropout(0.1 if drawn.noise == "dropout" else 0.0)
         self.blocks = nn.ModuleList(Block(drawn.gives) for _ in range(4))
         if drawn.beside == "condition":
@@ -207,7 +229,11 @@ class Model(nn.Module):
             self.pool = nn.Linear(WIDTH, WIDTH)
         if drawn.heads == "tied" and isinstance(self.words, nn.Embedding):
             self.head.weight = self.words.weight
-        frozen = {"before": self.words, "blocks": self.blocks[1], "head": self.head}.get(drawn.frozen)
+        frozen = {
+            "before": self.words,
+            "blocks": self.blocks[1],
+            "head": self.head,
+        }.get(drawn.frozen)
         if frozen is not None:
             frozen.requires_grad_(False)
         self.example_input_array = torch.arange(2 * TOKENS).view(2, TOKENS) % WORDS
@@ -251,14 +277,22 @@ class Model(nn.Module):
             if drawn.beside == "layer condition":
                 mask = self.conditions[number](tokens.to(x.dtype))
             given = block(x, mask, bias)
-            x = given if isinstance(given, torch.Tensor) else given["x"] if isinstance(given, dict) else given[0]
+            x = (
+                given
+                if isinstance(given, torch.Tensor)
+                else given["x"]
+                if isinstance(given, dict)
+                else given[0]
+            )
             if isinstance(given, (tuple, list)) and drawn.reads != "first":
                 extra = given[1]
                 if drawn.gives == "bias":
                     bias = extra
                 elif drawn.reads == "adds" and not isinstance(extra, str):
                     total = total + (
-                        0 if drawn.gives == "none" or drawn.gives == "list" else torch.as_tensor(extra).mean()
+                        0
+                        if drawn.gives == "none" or drawn.gives == "list"
+                        else torch.as_tensor(extra).mean()
                     )
                 elif extra is not None and not isinstance(extra, str):
                     total = total + torch.as_tensor(extra).mean()
@@ -294,9 +328,21 @@ class Model(nn.Module):
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     given = model(tokens)
-    logits = given["logits"] if isinstance(given, dict) else given if isinstance(given, torch.Tensor) else given[0]
+    logits = (
+        given["logits"]
+        if isinstance(given, dict)
+        else given
+        if isinstance(given, torch.Tensor)
+        else given[0]
+    )
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    aux = given["aux"] if isinstance(given, dict) else given[1] if isinstance(given, tuple) else 0
+    aux = (
+        given["aux"]
+        if isinstance(given, dict)
+        else given[1]
+        if isinstance(given, tuple)
+        else 0
+    )
     return loss + 0.1 * aux
 
 
@@ -316,7 +362,9 @@ def units_of(drawn: Drawn) -> Any:
 
 
 def batches() -> torch.Tensor:
-    return torch.randint(WORDS, (2, SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        WORDS, (2, SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -338,7 +386,9 @@ def alone(drawn: Drawn) -> tuple[list[float], dict[str, torch.Tensor]]:
 def outcome(drawn: Drawn) -> str:
     """What a case came to on this rank: "exact", "refused: ..." or what is wrong."""
     model = built(drawn)
-    names = [each for each in units_of(drawn)] if isinstance(units_of(drawn), list) else []
+    names = (
+        [each for each in units_of(drawn)] if isinstance(units_of(drawn), list) else []
+    )
     kinds = {type(module).__name__ for module in model.modules()}
     units = [name for name in names if name in kinds] or units_of(drawn)
     pipeline = {"microbatches": 2, "schedule": drawn.schedule}
@@ -365,7 +415,9 @@ def outcome(drawn: Drawn) -> str:
         if abs(ours - theirs) > 1e-12
     ]
     wrong += [
-        name for name, value in whole.items() if name in weights and not torch.allclose(weights[name], value, 0, 1e-11)
+        name
+        for name, value in whole.items()
+        if name in weights and not torch.allclose(weights[name], value, 0, 1e-11)
     ]
     wrong += sorted(whole.keys() - weights.keys())
     return f"wrong: {', '.join(wrong[:4])}" if wrong else "exact"
@@ -379,7 +431,10 @@ def trained(parallel: Any) -> list[float]:
     for tokens in batches():
         mine = tokens.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
         parts = split_batch(mine, 2)
-        calls = [lambda part=part: parallel.run_as_forward(loss_of, parallel.module, part) for part in parts]
+        calls = [
+            lambda part=part: parallel.run_as_forward(loss_of, parallel.module, part)
+            for part in parts
+        ]
         found = parallel.pipeline.train(calls, lambda loss: loss, 0.5, mine)
         parallel.window.close()
         optimizer.step()

@@ -1,4 +1,5 @@
-"""What a step of several stages cannot do is an error on the rank that finds it, and no rank goes on."""
+"""What a step of several stages cannot do is an error on the rank that finds it, and no
+rank goes on."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def misuse() -> dict[str, str]:
 
     def outside_on_rank_0() -> Any:
         with torch.no_grad():
-            return model(tokens) if dist.get_rank() == 0 else step(lambda: model(tokens))()
+            return (
+                model(tokens) if dist.get_rank() == 0 else step(lambda: model(tokens))()
+            )
 
     found = {
         "outside": said(lambda: model(tokens)),
@@ -75,13 +78,25 @@ def misuse() -> dict[str, str]:
         "never": said(step(lambda: model(tokens) if dist.get_rank() == 0 else 0)),
         "pickled": said(lambda: torch.save(model.state_dict(), io.BytesIO())),
         "whole": said(lambda: full_state_dict(model)),
-        "number": said(lambda: [float(parameter.detach().sum()) for parameter in model.parameters()]),
-        "optimizer": said(lambda: parallel.prepare_optimizer(torch.optim.LBFGS(model.parameters()))),
-        "unknown": said(lambda: parallel.prepare_optimizer(ClipsInside(model.parameters()))),
-        "known": said(lambda: parallel.prepare_optimizer(EachByItself(model.parameters()))),
+        "number": said(
+            lambda: [
+                float(parameter.detach().sum()) for parameter in model.parameters()
+            ]
+        ),
+        "optimizer": said(
+            lambda: parallel.prepare_optimizer(torch.optim.LBFGS(model.parameters()))
+        ),
+        "unknown": said(
+            lambda: parallel.prepare_optimizer(ClipsInside(model.parameters()))
+        ),
+        "known": said(
+            lambda: parallel.prepare_optimizer(EachByItself(model.parameters()))
+        ),
     }
     only_first = (("fp8", {"include": ["blocks.0.*"]}),)
-    found["fp8"] = said(lambda: Case("plain", micro_batches=1, knobs=only_first).parallel())
+    found["fp8"] = said(
+        lambda: Case("plain", micro_batches=1, knobs=only_first).parallel()
+    )
     together = torch.optim.AdamW(model.parameters(), foreach=True)
     parallel.prepare_optimizer(together)
     found["kernel"] = str(together.param_groups[0]["foreach"])
@@ -100,17 +115,26 @@ def test_misuse_is_refused_in_words() -> None:
             r"\(2, 6\) \(test_bad_input.py:\d+ in .*\). All of them have to make the same calls",
             found["calls"],
         )
-        assert re.search(r"rank 0: an evaluation step .* \(2, 6\) .* rank 1: .* \(1, 6\)", found["shapes"])
+        assert re.search(
+            r"rank 0: an evaluation step .* \(2, 6\) .* rank 1: .* \(1, 6\)",
+            found["shapes"],
+        )
         assert "pipeline stages read different batches" in found["different"]
         assert "PicklingError" in found["pickled"]
         assert "lies on other pipeline stages" in found["whole"]
         assert "lies on other pipeline stages" in found["number"]
         assert "LBFGS looks across all its parameters" in found["optimizer"]
-        assert "ClipsInside is not known to step each tensor by itself" in found["unknown"]
+        assert (
+            "ClipsInside is not known to step each tensor by itself" in found["unknown"]
+        )
         assert found["known"] == "nothing"
         assert "ValueError: pipeline stage 1: fp8: no layer of" in found["fp8"]
-        assert found["kernel"] == "True", "tensors of other stages keep no kernel from taking all others at once"
-        assert "called twice in one step" in found["twice"], "what fails in a first forward is told to all"
+        assert found["kernel"] == "True", (
+            "tensors of other stages keep no kernel from taking all others at once"
+        )
+        assert "called twice in one step" in found["twice"], (
+            "what fails in a first forward is told to all"
+        )
     assert "has to call the model once" in last["never"]
 
 
@@ -120,11 +144,21 @@ def lengths() -> list[float]:
     pipeline = parallel.pipeline
     assert pipeline is not None
     losses = []
-    for tokens in (torch.ones(2, 6, dtype=torch.long), torch.ones(4, 3, dtype=torch.long)) * 2:
+    for tokens in (
+        torch.ones(2, 6, dtype=torch.long),
+        torch.ones(4, 3, dtype=torch.long),
+    ) * 2:
         with torch.no_grad():
             seen = pipeline.evaluate(lambda: loss_of(parallel.module, tokens), tokens)  # noqa: B023
-        trained = pipeline.train([lambda: loss_of(parallel.module, tokens)], lambda loss: loss, 1.0, tokens)  # noqa: B023
-        losses.append(pipeline.share(float(F.l1_loss(seen, trained[0])) if trained else None))
+        trained = pipeline.train(
+            [lambda: loss_of(parallel.module, tokens)],  # noqa: B023
+            lambda loss: loss,
+            1.0,
+            tokens,
+        )
+        losses.append(
+            pipeline.share(float(F.l1_loss(seen, trained[0])) if trained else None)
+        )
         parallel.window.abandon()
     return losses
 
@@ -149,7 +183,8 @@ class Ordered(nn.Module):
 
 
 def diverging(orders: dict[int, list[int]]) -> list[str]:
-    """For each rank that takes its stage's blocks in another order than its neighbour: what all are told."""
+    """For each rank that takes its stage's blocks in another order than its neighbour:
+    what all are told."""
     torch.manual_seed(0)
     knobs = SmpConfig(shard_degree=2, pipeline_parallel_degree=2, units=["Block"])
     parallel = parallelize(Ordered(), knobs)
@@ -165,7 +200,9 @@ def diverging(orders: dict[int, list[int]]) -> list[str]:
         pipeline.train([loss, loss], lambda loss: loss, 0.5, batch_of(0, 0, 0))
         with pytest.raises(RanksDiverged) as error:
             window.close()
-        assert not window.is_open and all(parameter.grad is None for parameter in model.parameters())
+        assert not window.is_open and all(
+            parameter.grad is None for parameter in model.parameters()
+        )
         said.append(str(error.value))
     with torch.no_grad():
         model(batch_of(0, 0, 0))
@@ -181,9 +218,17 @@ def diverging(orders: dict[int, list[int]]) -> list[str]:
 
 def test_ranks_of_one_stage_that_go_apart_stop_all_stages() -> None:
     """Blocks 0 to 3 are on ranks 0 and 1, the others on ranks 2 and 3."""
-    results = run_ranks(diverging, 4, {1: [0, 2, 1, *range(3, 8)], 2: [*range(5), 6, 5, 7]})
+    results = run_ranks(
+        diverging, 4, {1: [0, 2, 1, *range(3, 8)], 2: [*range(5), 6, 5, 7]}
+    )
     assert all(said == results[0] for said in results)
     first, last, evaluated = results[0]
-    assert "rank 0: all_gather of 'blocks.1' in forward; rank 1: all_gather of 'blocks.2' in forward" in first
-    assert "rank 2: all_gather of 'blocks.6' in forward; rank 3: all_gather of 'blocks.5' in forward" in last
+    assert (
+        "rank 0: all_gather of 'blocks.1' in forward; rank 1: all_gather of 'blocks.2' in forward"
+        in first
+    )
+    assert (
+        "rank 2: all_gather of 'blocks.6' in forward; rank 3: all_gather of 'blocks.5' in forward"
+        in last
+    )
     assert "rank 2: all_gather of 'blocks.6'" in evaluated and "rank 0" not in evaluated

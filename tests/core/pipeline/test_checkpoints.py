@@ -1,4 +1,5 @@
-"""Checkpoints know nothing of stages: any number of them saves, any other layout loads the same bits."""
+"""Checkpoints know nothing of stages: any number of them saves, any other layout loads
+the same bits."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ Layout = dict[str, Any]
 """Of a case; without stages the ranks are a partition group."""
 
 
-def trained(layout: Layout, steps: int, in_8_bits: bool = False) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def trained(
+    layout: Layout, steps: int, in_8_bits: bool = False
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
     kind, stages = "gpt2_deep", layout.get("stages", 1)
     case = Case(kind, micro_batches=2, **layout)
     if stages > 1:
         parallel = case.parallel()
     else:
         model = build(kind, seed=dist.get_rank())
-        parallel = parallelize(example_of(model), SmpConfig(shard_degree=layout["shard"]))
+        parallel = parallelize(
+            example_of(model), SmpConfig(shard_degree=layout["shard"])
+        )
     optimizer = optimizer_of(parallel.module)
     if in_8_bits:
         optimizer = AdamW8bit(parallel.module.parameters(), min_8bit_size=0)
@@ -52,7 +57,10 @@ def trained(layout: Layout, steps: int, in_8_bits: bool = False) -> tuple[Parall
 
 def save(folder: Path, layout: Layout, in_8_bits: bool = False) -> dict[str, Any]:
     parallel, optimizer = trained(layout, 2, in_8_bits)
-    state = {"state_dict": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+    state = {
+        "state_dict": parallel.model_state(),
+        "optimizer": parallel.optimizer_state(optimizer),
+    }
     config = {"config.json": parallel.module.config.to_json_string(use_diff=False)}
     save_checkpoint(folder, state, metadata={"module_prefix": ""}, extra_files=config)
     return everything(parallel, optimizer)
@@ -73,24 +81,39 @@ def assert_bits(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> No
     assert any(name.endswith("exp_avg_sq") for name in expected)
     for seen in [*saved, *loaded]:
         assert seen.keys() == expected.keys()
-        different = [name for name in expected if not torch.equal(seen[name], expected[name])]
+        different = [
+            name for name in expected if not torch.equal(seen[name], expected[name])
+        ]
         assert not different, different[:5]
 
 
 def test_stages_load_what_other_numbers_of_them_saved(tmp_path: Path) -> None:
-    """Two stages, then a partition group, and interleaved ones; tied embeddings; the export is the model."""
+    """Two stages, then a partition group, and interleaved ones; tied embeddings; the
+    export is the model."""
     saved = run_ranks(save, 2, tmp_path / "two", {"stages": 2})
     assert_bits(saved, run_ranks(load, 2, tmp_path / "two", {"shard": 2}))
-    assert_bits(saved, run_ranks(load, 2, tmp_path / "two", {"stages": 2, "schedule": "interleaved:2"}))
+    assert_bits(
+        saved,
+        run_ranks(
+            load, 2, tmp_path / "two", {"stages": 2, "schedule": "interleaved:2"}
+        ),
+    )
     consolidate(tmp_path / "two", tmp_path / "exported")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
-    assert all(torch.equal(saved[0][name], value) for name, value in model.state_dict().items())
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype=torch.float64
+    )
+    assert all(
+        torch.equal(saved[0][name], value) for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.slow
 def test_moments_of_8_bits_go_through_stages(tmp_path: Path) -> None:
     """Their scales are sharded without being of a parameter's shape."""
-    for first, second in (({"stages": 2, "shard": 2}, {"shard": 4}), ({"shard": 4}, {"stages": 2, "shard": 2})):
+    for first, second in (
+        ({"stages": 2, "shard": 2}, {"shard": 4}),
+        ({"shard": 4}, {"stages": 2, "shard": 2}),
+    ):
         folder = tmp_path / f"{len(first)}"
         saved = run_ranks(save, 4, folder, first, in_8_bits=True)
         assert any(name.endswith("exp_avg_scale") for name in saved[0])

@@ -1,5 +1,6 @@
-"""Stages over a backend that connects two ranks, each way apart, in the first message that goes it, and holds both
-hosts until the other one has begun that message: NCCL. An H100 hung in the interleaved schedule for it."""
+"""Stages over a backend that connects two ranks, each way apart, in the first message
+that goes it, and holds both hosts until the other one has begun that message: NCCL. An
+H100 hung in the interleaved schedule for it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ HELD = timedelta(seconds=60)  # for what surely comes
 
 @contextlib.contextmanager
 def held_by_first_messages(run: str) -> Iterator[None]:
-    """Let the first message of each direction between two ranks wait for its other side before it begins."""
+    """Let the first message of each direction between two ranks wait for its other side
+    before it begins."""
     store, connected = dist.distributed_c10d._get_default_store(), set[str]()
 
     def held(message: Callable[..., Any], sends: bool) -> Callable[..., Any]:
@@ -54,11 +56,16 @@ def held(case: Case, run: str) -> Training:
     [
         (2, "interleaved:2"),
         (4, "1f1b"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, "1f1b"), (2, "gpipe"), (4, "gpipe"))),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((2, "1f1b"), (2, "gpipe"), (4, "gpipe"))
+        ),
         pytest.param(4, "interleaved:2", marks=pytest.mark.slow),
     ],
 )
-def test_no_stage_is_held_by_a_message_that_waits_for_it(stages: int, schedule: str) -> None:
+def test_no_stage_is_held_by_a_message_that_waits_for_it(
+    stages: int, schedule: str
+) -> None:
     kind = "llama_deeper" if schedule == "interleaved:2" else "llama_deep"
     case = Case(kind, stages, micro_batches=4, schedule=schedule)
     trained = run_ranks(held, stages, case, uuid.uuid4().hex)

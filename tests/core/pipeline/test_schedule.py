@@ -1,5 +1,6 @@
-"""Schedules played without ranks: idle time, activations that wait for backward, and messages in an order in which
-nobody waits in a circle; and the activations that ranks keep, by count."""
+"""Schedules played without ranks: idle time, activations that wait for backward, and
+messages in an order in which nobody waits in a circle; and the activations that ranks
+keep, by count."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from smp_core.plan.schedules import Step, chunks_of, computations, forward_only, with_messages
+from smp_core.plan.schedules import (
+    Step,
+    chunks_of,
+    computations,
+    forward_only,
+    with_messages,
+)
 from tests.core.pipeline.cases import Case
 from tests.core.tensor_parallel.model_cases import Wide, batches
 from tests.harness import run_ranks
@@ -24,11 +31,14 @@ CASES = [
 
 
 def orders_of(schedule: str, stages: int, micro_batches: int) -> list[list[Step]]:
-    return [computations(schedule, stages, stage, micro_batches) for stage in range(stages)]
+    return [
+        computations(schedule, stages, stage, micro_batches) for stage in range(stages)
+    ]
 
 
 def idle_share(orders: list[list[Step]], chunks: int) -> Fraction:
-    """Of all stages' time, where backward takes twice as long as forward and messages take none."""
+    """Of all stages' time, where backward takes twice as long as forward and messages
+    take none."""
     stages = len(orders)
     ends: dict[tuple[bool, int, int], int] = {}
     clocks, left = [0] * stages, [deque(order) for order in orders]
@@ -52,14 +62,20 @@ def idle_share(orders: list[list[Step]], chunks: int) -> Fraction:
 
 
 @pytest.mark.parametrize(("schedule", "stages", "micro_batches"), CASES)
-def test_the_idle_share_is_that_of_the_papers(schedule: str, stages: int, micro_batches: int) -> None:
+def test_the_idle_share_is_that_of_the_papers(
+    schedule: str, stages: int, micro_batches: int
+) -> None:
     per_stage = chunks_of(schedule)
     orders = orders_of(schedule, stages, micro_batches)
-    assert idle_share(orders, stages * per_stage) == Fraction(stages - 1, micro_batches * per_stage + stages - 1)
+    assert idle_share(orders, stages * per_stage) == Fraction(
+        stages - 1, micro_batches * per_stage + stages - 1
+    )
 
 
 @pytest.mark.parametrize(("schedule", "stages", "micro_batches"), CASES)
-def test_every_micro_batch_goes_once_through_every_chunk(schedule: str, stages: int, micro_batches: int) -> None:
+def test_every_micro_batch_goes_once_through_every_chunk(
+    schedule: str, stages: int, micro_batches: int
+) -> None:
     chunks = stages * chunks_of(schedule)
     done = [
         (step.is_forward, step.chunk, step.micro_batch)
@@ -69,8 +85,13 @@ def test_every_micro_batch_goes_once_through_every_chunk(schedule: str, stages: 
     assert len(done) == len(set(done)) == 2 * chunks * micro_batches
     for stage, order in enumerate(orders_of(schedule, stages, micro_batches)):
         assert {step.chunk % stages for step in order} == {stage}
-        for chunk in range(stage, chunks, stages):  # so gradients are added up as on one process
-            backwards = [step.micro_batch for step in order if not step.is_forward and step.chunk == chunk]
+        # So gradients are added up as on one process.
+        for chunk in range(stage, chunks, stages):
+            backwards = [
+                step.micro_batch
+                for step in order
+                if not step.is_forward and step.chunk == chunk
+            ]
             assert backwards == sorted(backwards)
 
 
@@ -86,8 +107,14 @@ def most_waiting(order: list[Step]) -> int:
 def test_stages_keep_as_many_activations_as_the_schedule_says() -> None:
     assert [most_waiting(order) for order in orders_of("1f1b", 4, 8)] == [4, 3, 2, 1]
     assert [most_waiting(order) for order in orders_of("gpipe", 4, 8)] == [8, 8, 8, 8]
-    # Megatron-LM: 2 (stages - stage - 1) + (chunks - 1) stages + 1 chunks, each a half of a stage.
-    assert [most_waiting(order) for order in orders_of("interleaved:2", 4, 8)] == [11, 9, 7, 5]
+    # Megatron-LM: 2 (stages - stage - 1) + (chunks - 1) stages + 1 chunks, each a half
+    # of a stage.
+    assert [most_waiting(order) for order in orders_of("interleaved:2", 4, 8)] == [
+        11,
+        9,
+        7,
+        5,
+    ]
 
 
 Message = tuple[bool, int, int]
@@ -95,16 +122,20 @@ Message = tuple[bool, int, int]
 
 
 class _Device:
-    """A stage of which computations are one queue, and the messages of a group another. A message begins behind the
-    computations that were queued before it, and behind the messages before it in its group; a computation behind the
-    message that it takes."""
+    """A stage of which computations are one queue, and the messages of a group another.
+    A message begins behind the computations that were queued before it, and behind the
+    messages before it in its group; a computation behind the message that it takes."""
 
-    def __init__(self, steps: list[Step], groups: dict[bool, str], *, host_waits: bool) -> None:
+    def __init__(
+        self, steps: list[Step], groups: dict[bool, str], *, host_waits: bool
+    ) -> None:
         self._steps, self._groups, self._host_waits = deque(steps), groups, host_waits
         self._awaited = {_message(step) for step in steps if step.act == "receive"}
         self._computing: deque[Message | None] = deque()
         self._queued = self._computed = 0
-        self.messages: dict[str, deque[tuple[Step, int]]] = {name: deque() for name in groups.values()}
+        self.messages: dict[str, deque[tuple[Step, int]]] = {
+            name: deque() for name in groups.values()
+        }
         self.arrived: set[Message] = set()
 
     @property
@@ -116,7 +147,11 @@ class _Device:
             step = self._steps[0]
             group = self.messages[self._groups[step.is_forward]]
             if step.act == "compute":
-                taken = (step.is_forward, step.chunk - 1 if step.is_forward else step.chunk + 1, step.micro_batch)
+                taken = (
+                    step.is_forward,
+                    step.chunk - 1 if step.is_forward else step.chunk + 1,
+                    step.micro_batch,
+                )
                 self._computing.append(taken if taken in self._awaited else None)
                 self._queued += 1
             elif self._host_waits and group:
@@ -124,7 +159,9 @@ class _Device:
             else:
                 group.append((step, self._queued))
             self._steps.popleft()
-        while self._computing and (self._computing[0] is None or self._computing[0] in self.arrived):
+        while self._computing and (
+            self._computing[0] is None or self._computing[0] in self.arrived
+        ):
             self._computing.popleft()
             self._computed += 1
 
@@ -139,12 +176,15 @@ def _message(step: Step) -> Message:
     return (step.is_forward, step.chunk, step.micro_batch)
 
 
-def ends(lists: list[list[Step]], groups: dict[bool, str], *, host_waits: bool = False) -> bool:
+def ends(
+    lists: list[list[Step]], groups: dict[bool, str], *, host_waits: bool = False
+) -> bool:
     """Whether all stages come to the end of their lists.
 
     Args:
         groups: of activations (True) and of their gradients.
-        host_waits: whether hosts wait in each message until those before it in its group are over.
+        host_waits: whether hosts wait in each message until those before it in its
+            group are over.
     """
     devices = [_Device(steps, groups, host_waits=host_waits) for steps in lists]
     while True:
@@ -171,19 +211,29 @@ PLAYED = [
     (schedule, stages, micro_batches)
     for schedule in ("1f1b", "gpipe", "interleaved:2", "interleaved:3")
     for stages in (2, 3, 4, 8)
-    for micro_batches in (stages, 2 * stages, 4 * stages, *(() if ":" in schedule else (1, 3, stages + 1)))
+    for micro_batches in (
+        stages,
+        2 * stages,
+        4 * stages,
+        *(() if ":" in schedule else (1, 3, stages + 1)),
+    )
 ]
 
 
 @pytest.mark.parametrize("host_waits", [False, True])
 def test_nobody_waits_in_a_circle(host_waits: bool) -> None:
-    """Played as NCCL does it: one message of a group at a time, none before its peer has come to it."""
+    """Played as NCCL does it: one message of a group at a time, none before its peer
+    has come to it."""
     for schedule, stages, micro_batches in PLAYED:
         chunks = stages * chunks_of(schedule)
         evaluation = [forward_only(stages, stage, chunks) for stage in range(stages)]
         for orders in (orders_of(schedule, stages, micro_batches), evaluation):
             lists = with_messages(orders, chunks)
-            assert ends(lists, GROUPS, host_waits=host_waits), (schedule, stages, micro_batches)
+            assert ends(lists, GROUPS, host_waits=host_waits), (
+                schedule,
+                stages,
+                micro_batches,
+            )
 
 
 def test_receives_are_begun_ahead_which_one_group_could_not_carry() -> None:
@@ -194,11 +244,16 @@ def test_receives_are_begun_ahead_which_one_group_could_not_carry() -> None:
 
 
 def hidden(steps: list[Step]) -> tuple[int, int]:
-    """Receives of activations and of gradients that are begun before a computation that does not take them."""
+    """Receives of activations and of gradients that are begun before a computation that
+    does not take them."""
     found: list[bool] = []
     for place, step in enumerate(steps):
         if step.act == "receive":
-            taking = (step.is_forward, step.chunk + 1 if step.is_forward else step.chunk - 1, step.micro_batch)
+            taking = (
+                step.is_forward,
+                step.chunk + 1 if step.is_forward else step.chunk - 1,
+                step.micro_batch,
+            )
             following = next(each for each in steps[place:] if each.act == "compute")
             found += [step.is_forward] * (_message(following) != taking)
     return found.count(True), found.count(False)
@@ -242,8 +297,12 @@ def most_kept() -> list[int]:
         assert parallel.pipeline is not None
         stages = parallel.pipeline.stages
         for chunk in stages.chunks(parallel.mesh.stage):
-            block: Any = parallel.module.get_submodule(stages.chain.blocks[stages.blocks(chunk).start])
-            block.input_layernorm.register_forward_hook(lambda *given: _Kept.apply(given[2]))
+            block: Any = parallel.module.get_submodule(
+                stages.chain.blocks[stages.blocks(chunk).start]
+            )
+            block.input_layernorm.register_forward_hook(
+                lambda *given: _Kept.apply(given[2])
+            )
         gc.collect()
         _Kept.alive = _Kept.most = 0
         with Wide():
@@ -256,4 +315,6 @@ def most_kept() -> list[int]:
 def test_a_stage_keeps_as_many_activations_as_its_schedule_says() -> None:
     for stage, found in enumerate(run_ranks(most_kept, 2)):
         orders = [computations(schedule, 2, stage, 4) for schedule in SCHEDULES]
-        assert found == [most_waiting(order) for order in orders], [chunks_of(schedule) for schedule in SCHEDULES]
+        assert found == [most_waiting(order) for order in orders], [
+            chunks_of(schedule) for schedule in SCHEDULES
+        ]

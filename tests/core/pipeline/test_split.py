@@ -1,4 +1,5 @@
-"""Which blocks are on which stage, batches in equal parts, and models that are no chain."""
+"""Which blocks are on which stage, batches in equal parts, and models that are no
+chain."""
 
 from __future__ import annotations
 
@@ -82,7 +83,12 @@ class Bare(Chain):
 
 
 def plan_of(model: nn.Module, stages: int, ranks: int = 4, **recipe: Any) -> Plan:
-    asked = SmpConfig(shard_degree=1, pipeline_parallel_degree=stages, pipeline=recipe, units=["Block"])
+    asked = SmpConfig(
+        shard_degree=1,
+        pipeline_parallel_degree=stages,
+        pipeline=recipe,
+        units=["Block"],
+    )
     shapes = with_chain(Shapes.of(model, asked), model)
     return decide(shapes, asked, Cluster(Topology.uniform(ranks, 2)))
 
@@ -92,11 +98,14 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
     assert stages is not None and stages.sizes == (3, 1)
     by_hand = plan_of(Chain(8, 8, 8, 40), 2, split=[1, 3]).stages
     assert by_hand is not None and max(stages.elements) < max(by_hand.elements)
-    assert stages.owners["norm.weight"] == (1,) and stages.owners["words.weight"] == (0,)
+    assert stages.owners["norm.weight"] == (1,) and stages.owners["words.weight"] == (
+        0,
+    )
 
 
 def test_of_equal_largest_stages_the_cut_with_the_most_even_blocks_is_taken() -> None:
-    """With the last block and the head as the limit, five of the others would still fit on one stage."""
+    """With the last block and the head as the limit, five of the others would still fit
+    on one stage."""
     stages = plan_of(Chain(*[8] * 6, 40), 3, ranks=6).stages
     assert stages is not None and stages.sizes == (3, 3, 1)
 
@@ -107,8 +116,13 @@ def test_frozen_parameters_and_unused_ones_have_a_stage_too() -> None:
     model.blocks[1].requires_grad_(False)
     model.unused = nn.Linear(4, 4)
     stages = plan_of(model, 2).stages
-    assert stages is not None and stages.owners.keys() == dict(model.named_parameters()).keys()
-    assert stages.owners["blocks.1.up.weight"] == (1,) and stages.owners["unused.weight"] == (0,)
+    assert (
+        stages is not None
+        and stages.owners.keys() == dict(model.named_parameters()).keys()
+    )
+    assert stages.owners["blocks.1.up.weight"] == (1,) and stages.owners[
+        "unused.weight"
+    ] == (0,)
     assert not model.words.weight.requires_grad
 
 
@@ -118,14 +132,22 @@ def test_recording_changes_nothing() -> None:
     state = torch.random.get_rng_state()
     with_chain(Shapes.of(model, SmpConfig()), model)
     assert torch.equal(state, torch.random.get_rng_state())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in model.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
 
 
 class Asking(Chain):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) if self.head.weight.sum() > 100 else super().forward(tokens.flip(1))
+        return (
+            super().forward(tokens)
+            if self.head.weight.sum() > 100
+            else super().forward(tokens.flip(1))
+        )
 
 
 def on_meta() -> nn.Module:
@@ -150,18 +172,32 @@ def checkpointing() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Skipping(8, 8), "what comes behind the blocks uses activations from before them"),
+        (
+            lambda: Skipping(8, 8),
+            "what comes behind the blocks uses activations from before them",
+        ),
         (lambda: Scaling(8, 8), "blocks.1 does not take what blocks.0 gives"),
         (lambda: Sharing(8, 8), "blocks.0.up.weight works in block 0 and in block 1"),
         (lambda: Bare(8, 8), "place works before the blocks.*a module of its own"),
-        (on_meta, "its forward cannot be played without values .DataDependent.*delayed_init=False"),
-        (without_example, "it is run once to see what its blocks do; set example_input_array"),
+        (
+            on_meta,
+            "its forward cannot be played without values .DataDependent.*delayed_init=False",
+        ),
+        (
+            without_example,
+            "it is run once to see what its blocks do; set example_input_array",
+        ),
         (lambda: Chain(8), "no chain of blocks"),
-        (checkpointing, "activations='full' in place of that.*gradient_checkpointing=False"),
+        (
+            checkpointing,
+            "activations='full' in place of that.*gradient_checkpointing=False",
+        ),
     ],
     ids=["skip", "scale", "share", "bare", "meta", "example", "one", "checkpointing"],
 )
-def test_a_model_that_is_no_chain_is_refused_with_the_place(make: Callable[[], nn.Module], said: str) -> None:
+def test_a_model_that_is_no_chain_is_refused_with_the_place(
+    make: Callable[[], nn.Module], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         plan_of(make(), 2)
 
@@ -170,29 +206,55 @@ def test_a_model_that_is_no_chain_is_refused_with_the_place(make: Callable[[], n
     ("stages", "ranks", "recipe", "said"),
     [
         (4, 4, {}, "Chain has 2 blocks, and every stage needs one; write 2 or less"),
-        (3, 4, {}, "pipeline_parallel_degree=3 does not cut 2 x 2 ranks.*allowed: 1, 2, 4"),
-        (2, 4, {"split": [2]}, r"pipeline.split=\[2\] is not 2 numbers that add up to the 2 blocks"),
+        (
+            3,
+            4,
+            {},
+            "pipeline_parallel_degree=3 does not cut 2 x 2 ranks.*allowed: 1, 2, 4",
+        ),
+        (
+            2,
+            4,
+            {"split": [2]},
+            r"pipeline.split=\[2\] is not 2 numbers that add up to the 2 blocks",
+        ),
         (2, 4, {"split": [2, 1]}, r"pipeline.split=\[2, 1\]"),
     ],
 )
-def test_a_cut_that_does_not_fit_is_refused(stages: int, ranks: int, recipe: dict[str, Any], said: str) -> None:
+def test_a_cut_that_does_not_fit_is_refused(
+    stages: int, ranks: int, recipe: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         plan_of(Chain(8, 8), stages, ranks, **recipe)
 
 
 def test_batches_are_cut_in_equal_parts() -> None:
-    batch = {"ids": torch.arange(6).view(6, 1), "scale": 2.0, "also": (torch.arange(6), torch.tensor(1))}
+    batch = {
+        "ids": torch.arange(6).view(6, 1),
+        "scale": 2.0,
+        "also": (torch.arange(6), torch.tensor(1)),
+    }
     parts = split_batch(batch, 3)
-    assert [part["ids"].tolist() for part in parts] == [[[0], [1]], [[2], [3]], [[4], [5]]]
+    assert [part["ids"].tolist() for part in parts] == [
+        [[0], [1]],
+        [[2], [3]],
+        [[4], [5]],
+    ]
     assert all(part["scale"] == 2.0 and part["also"][1] == 1 for part in parts)
 
 
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (torch.zeros(3, 2), "pipeline.microbatches=2 does not divide a batch of 3 samples.*drop_last"),
+        (
+            torch.zeros(3, 2),
+            "pipeline.microbatches=2 does not divide a batch of 3 samples.*drop_last",
+        ),
         ([torch.zeros(4), torch.zeros(2)], "tensors of 2, 4 samples"),
-        ({"text": ["a", "b"], "ids": torch.zeros(2)}, "a list of 2 str, one for each sample"),
+        (
+            {"text": ["a", "b"], "ids": torch.zeros(2)},
+            "a list of 2 str, one for each sample",
+        ),
         ({"text": "a"}, "no tensors"),
     ],
 )

@@ -32,7 +32,10 @@ def test_a_batch_lasts_from_its_beginning_to_the_last_computation(
             pass
     with times.computing("forward", 1, 0):  # of an evaluation
         pass
-    assert times.last == [Computation("forward", 1, 0, 1.0, 3.0), Computation("backward", 1, 0, 10.0, 14.0)]
+    assert times.last == [
+        Computation("forward", 1, 0, 1.0, 3.0),
+        Computation("backward", 1, 0, 10.0, 14.0),
+    ]
     assert entered == ["forward", "backward"]
     assert times.take() == (6.0, 14.0) and times.take() == (0.0, 0.0)
     draw_timeline([times.last, times.last], tmp_path / "timeline.png")
@@ -40,5 +43,9 @@ def test_a_batch_lasts_from_its_beginning_to_the_last_computation(
 
 
 def test_stages_are_idle_until_the_last_of_their_column_ends() -> None:
-    # Two columns of two stages: (computed, lasted). In one the first stage is the last to end, in the other not.
-    assert idle_shares([[(6.0, 10.0), (8.0, 9.0)], [(6.0, 7.0), (3.0, 10.0)]]) == [1 - 12 / 20, 1 - 11 / 20]
+    # Two columns of two stages: (computed, lasted). In one the first stage is the last
+    # to end, in the other not.
+    assert idle_shares([[(6.0, 10.0), (8.0, 9.0)], [(6.0, 7.0), (3.0, 10.0)]]) == [
+        1 - 12 / 20,
+        1 - 11 / 20,
+    ]

@@ -1,5 +1,6 @@
-"""Models with something unusual around their blocks: each trains in stages as in one process (float64), or is refused
-on all ranks before training. What fails in a first forward all the same ends it on all stages."""
+"""Models with something unusual around their blocks: each trains in stages as in one
+process (float64), or is refused on all ranks before training. What fails in a first
+forward all the same ends it on all stages."""
 
 from __future__ import annotations
 
@@ -27,9 +28,13 @@ EXACT = [
     Drawn(gives="unused head", outputs="dict"),
 ]
 REFUSED = {
-    Drawn(beside="layer condition"): "conditions.1.weight works in its forward, and another stage holds it (drawn.py:",
+    Drawn(
+        beside="layer condition"
+    ): "conditions.1.weight works in its forward, and another stage holds it (drawn.py:",
     Drawn(beside="middle skip"): "its output is another in stages",
-    Drawn(gives="number", reads="adds"): "the one tensor that they hand on: RuntimeError",
+    Drawn(
+        gives="number", reads="adds"
+    ): "the one tensor that they hand on: RuntimeError",
     Drawn(gives="named", reads="checks"): "its output is another in stages",
     Drawn(heads="detached tie"): "words.weight works in its forward",
     Drawn(outputs="all hidden"): "its output 2.0 is another",
@@ -40,20 +45,30 @@ REFUSED = {
 def require(cases: Sequence[Drawn], ranks: int) -> list[str]:
     """What the cases came to, which is the same on all ranks and exact or refused."""
     found = []
-    for case, told in zip(cases, zip(*run_ranks(outcomes, ranks, list(cases)), strict=True), strict=True):
-        assert set(told) == {told[0]} and told[0].startswith(("exact", "refused")), f"{case}: {set(told)}"
+    for case, told in zip(
+        cases, zip(*run_ranks(outcomes, ranks, list(cases)), strict=True), strict=True
+    ):
+        assert set(told) == {told[0]} and told[0].startswith(("exact", "refused")), (
+            f"{case}: {set(told)}"
+        )
         found.append(told[0])
     return found
 
 
-@pytest.mark.parametrize("cases", [EXACT[::2], pytest.param(EXACT[1::2], marks=pytest.mark.slow)], ids=["half", "rest"])
+@pytest.mark.parametrize(
+    "cases",
+    [EXACT[::2], pytest.param(EXACT[1::2], marks=pytest.mark.slow)],
+    ids=["half", "rest"],
+)
 def test_what_stages_can_do_without_is_left_out(cases: list[Drawn]) -> None:
     assert require(cases, 2) == ["exact"] * len(cases)
 
 
 def test_what_a_stage_would_lack_is_refused_before_training() -> None:
     for case, told in zip(REFUSED, require(list(REFUSED), 2), strict=True):
-        assert told.startswith("refused: pipeline_parallel_degree: Model cannot be cut into stages: ")
+        assert told.startswith(
+            "refused: pipeline_parallel_degree: Model cannot be cut into stages: "
+        )
         assert REFUSED[case] in told, told
 
 
@@ -70,7 +85,8 @@ def test_many_drawn_models_are_exact_or_refused(ranks: int, first: int) -> None:
 
 
 def failing(schedule: str) -> list[str]:
-    """What a step ends in that fails on one stage, for each place; then the losses of one that does not fail."""
+    """What a step ends in that fails on one stage, for each place; then the losses of
+    one that does not fail."""
     pipeline = {"microbatches": 2, "schedule": schedule}
     knobs = SmpConfig(shard_degree=1, pipeline_parallel_degree=2, pipeline=pipeline)
     model = built(Drawn())
@@ -111,7 +127,9 @@ def failing(schedule: str) -> list[str]:
     return [*found, str(shared)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved:2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("interleaved:2", marks=pytest.mark.slow)]
+)
 def test_a_first_forward_that_fails_on_one_stage_ends_on_all(schedule: str) -> None:
     """And the next step takes none of its messages."""
     first, last = run_ranks(failing, 2, schedule, timeout=60.0)

@@ -1,5 +1,5 @@
-"""How many communicators a layout takes, as it was decided and as they are made; up to 1,024 ranks of torch's fake
-groups."""
+"""How many communicators a layout takes, as it was decided and as they are made; up to
+1,024 ranks of torch's fake groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
+
+# Torch's only way to the fake backend.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
@@ -29,16 +31,30 @@ CASES: list[tuple[int, dict[str, Any], list[int]]] = [
     (1024, {"shard_degree": 64}, [8, 8, 16, 64, 1024]),
     (64, {"shard_degree": 1}, [8, 8, 64, 64]),
     (64, {"shard_degree": 16, "reshard_after_forward": 4}, [2, 4, 4, 8, 16, 64]),
-    (64, {"shard_degree": 4, "tensor_parallel_degree": 2, "tensor_parallel": TENSOR}, [2, 4, 8, 32, 64]),
+    (
+        64,
+        {"shard_degree": 4, "tensor_parallel_degree": 2, "tensor_parallel": TENSOR},
+        [2, 4, 8, 32, 64],
+    ),
     (64, {"shard_degree": 4, **PIPELINE}, [2, 2, 4, 4, 4, 4, 16, 64]),
     (
         64,
-        {"shard_degree": 4, "tensor_parallel_degree": 2, "tensor_parallel": TENSOR, **PIPELINE},
+        {
+            "shard_degree": 4,
+            "tensor_parallel_degree": 2,
+            "tensor_parallel": TENSOR,
+            **PIPELINE,
+        },
         [2, 2, 4, 4, 4, 8, 16, 64],
     ),
     (
         1024,
-        {"shard_degree": 8, "tensor_parallel_degree": 8, "tensor_parallel": TENSOR, **PIPELINE},
+        {
+            "shard_degree": 8,
+            "tensor_parallel_degree": 8,
+            "tensor_parallel": TENSOR,
+            **PIPELINE,
+        },
         [4, 4, 4, 8, 8, 32, 256, 1024],
     ),
     (64, {"shard_degree": 8, "context_parallel_degree": 8}, [8, 8, 64]),
@@ -82,6 +98,7 @@ def test_a_layout_takes_as_many_communicators_as_was_decided(
 
 
 def _made() -> list[int]:
-    """Return the ranks of every group that torch knows of with rank 0 and others in it; no public name lists them."""
+    """Return the ranks of every group that torch knows of with rank 0 and others in it;
+    no public name lists them."""
     groups = dist.distributed_c10d._world.pg_group_ranks.values()
     return sorted(len(ranks) for ranks in groups if 0 in ranks and len(ranks) > 1)

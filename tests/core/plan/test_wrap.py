@@ -21,9 +21,11 @@ def plan(model: nn.Module, *, entry: Entry = "forward", **knobs) -> WrapPlan:
 
 
 def check(model: nn.Module, made: WrapPlan) -> None:
-    """What holds of every plan: each parameter in exactly one place, children before parents, no 0-d parameter and no
-    two trainable dtypes in a unit."""
-    placed = [name for unit in made.units for name in unit.parameters] + list(made.replicated)
+    """What holds of every plan: each parameter in exactly one place, children before
+    parents, no 0-d parameter and no two trainable dtypes in a unit."""
+    placed = [name for unit in made.units for name in unit.parameters] + list(
+        made.replicated
+    )
     assert sorted(placed) == sorted(name for name, _ in model.named_parameters())
     by_name = dict(model.named_parameters())
     seen: list[nn.Module] = []
@@ -35,8 +37,12 @@ def check(model: nn.Module, made: WrapPlan) -> None:
         seen.append(module)
         own = [by_name[name] for name in unit.parameters]
         assert all(parameter.ndim > 0 for parameter in own)
-        assert len({parameter.dtype for parameter in own if parameter.requires_grad}) <= 1
-        assert not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList)), "FSDP2 refuses those"
+        assert (
+            len({parameter.dtype for parameter in own if parameter.requires_grad}) <= 1
+        )
+        assert not isinstance(
+            module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
+        ), "FSDP2 refuses those"
 
 
 def names(made: WrapPlan) -> list[str]:
@@ -60,7 +66,9 @@ def test_every_model_gets_a_plan_that_fsdp2_can_take(name: str) -> None:
         (zoo.llama, ["model.layers.1", "model.layers.0"], "LlamaDecoderLayer"),
     ],
 )
-def test_transformers_models_are_cut_at_their_no_split_modules(build, blocks: list[str], kind: str) -> None:
+def test_transformers_models_are_cut_at_their_no_split_modules(
+    build, blocks: list[str], kind: str
+) -> None:
     made = plan(build())
     assert names(made) == [*blocks, ""]
     assert made.why == f"_no_split_modules: {kind}"
@@ -82,14 +90,19 @@ def test_repeated_members_of_a_module_list_are_blocks() -> None:
     assert made.why == "repeated blocks: Mlp"
 
 
-def test_repeated_members_of_a_sequential_are_blocks_and_single_leaves_are_not() -> None:
+def test_repeated_members_of_a_sequential_are_blocks_and_single_leaves_are_not() -> (
+    None
+):
     assert names(plan(zoo.sequential())) == ["2", "0", ""]
     assert names(plan(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))) == [""]
 
 
 def test_blocks_inside_blocks_are_not_cut_again() -> None:
-    """A stage of a convnet holds a Sequential of alike members; the stage is the block."""
-    model = nn.ModuleList([nn.Sequential(zoo.Mlp(), zoo.Mlp()), nn.Sequential(zoo.Mlp(), zoo.Mlp())])
+    """A stage of a convnet holds a Sequential of alike members; the stage is the
+    block."""
+    model = nn.ModuleList(
+        [nn.Sequential(zoo.Mlp(), zoo.Mlp()), nn.Sequential(zoo.Mlp(), zoo.Mlp())]
+    )
     holder = nn.Sequential()
     holder.add_module("stages", nn.Sequential(*model))
     assert names(plan(holder)) == ["stages.1", "stages.0", ""]
@@ -107,7 +120,11 @@ def test_wrap_by_class_name() -> None:
 
 
 def test_wrap_by_glob() -> None:
-    assert names(plan(zoo.TiedBlocks(), units=("blocks.[02]",))) == ["blocks.2", "blocks.0", ""]
+    assert names(plan(zoo.TiedBlocks(), units=("blocks.[02]",))) == [
+        "blocks.2",
+        "blocks.0",
+        "",
+    ]
     assert names(plan(zoo.gpt2(), units=("transformer.h.*.attn", "GPT2MLP"))) == [
         "transformer.h.1.mlp",
         "transformer.h.1.attn",
@@ -118,9 +135,19 @@ def test_wrap_by_glob() -> None:
 
 
 def test_a_glob_that_also_matches_containers_wraps_only_what_can_be_called() -> None:
-    """``blocks`` is a ModuleList; ``blocks.0.down`` is also ``blocks.1.down``, and one unit."""
-    leaves = [["blocks.2.down", "blocks.2.up"], ["blocks.1.up"], ["blocks.0.down", "blocks.0.up"]]
-    assert names(plan(zoo.TiedBlocks(), units=("blocks*",))) == [*leaves[0], *leaves[1], *leaves[2], ""]
+    """``blocks`` is a ModuleList; ``blocks.0.down`` is also ``blocks.1.down``, and one
+    unit."""
+    leaves = [
+        ["blocks.2.down", "blocks.2.up"],
+        ["blocks.1.up"],
+        ["blocks.0.down", "blocks.0.up"],
+    ]
+    assert names(plan(zoo.TiedBlocks(), units=("blocks*",))) == [
+        *leaves[0],
+        *leaves[1],
+        *leaves[2],
+        "",
+    ]
 
 
 def test_wrap_by_callable() -> None:
@@ -129,7 +156,10 @@ def test_wrap_by_callable() -> None:
     assert made.why == "units: a function"
 
 
-@pytest.mark.parametrize("wrap", ["auto", ("Mlp",), ("blocks.?",), lambda name, module: isinstance(module, zoo.Mlp)])
+@pytest.mark.parametrize(
+    "wrap",
+    ["auto", ("Mlp",), ("blocks.?",), lambda name, module: isinstance(module, zoo.Mlp)],
+)
 def test_a_compiled_block_is_a_unit_with_its_wrapper(wrap) -> None:
     model = zoo.Shared()
     model.blocks[1] = torch.compile(model.blocks[1])  # type: ignore[call-overload]
@@ -139,14 +169,20 @@ def test_a_compiled_block_is_a_unit_with_its_wrapper(wrap) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one_and_all_there_are() -> None:
-    with pytest.raises(ValueError, match=r"GPT2Blok.*did you mean 'GPT2Block'.*GPT2MLP"):
+    with pytest.raises(
+        ValueError, match=r"GPT2Blok.*did you mean 'GPT2Block'.*GPT2MLP"
+    ):
         plan(zoo.gpt2(), units=("GPT2Blok",))
-    with pytest.raises(ValueError, match=r"blocks\.7.*matches no class name and no module name of TiedBlocks"):
+    with pytest.raises(
+        ValueError,
+        match=r"blocks\.7.*matches no class name and no module name of TiedBlocks",
+    ):
         plan(zoo.TiedBlocks(), units=("blocks.7",))
 
 
 def test_large_modules_become_units_too() -> None:
-    """The embedding's 19 x 12 = 228 parameters reach the threshold, the position embedding's 6 x 12 = 72 do not."""
+    """The embedding's 19 x 12 = 228 parameters reach the threshold, the position
+    embedding's 6 x 12 = 72 do not."""
     made = plan(zoo.llama(), units={"min_parameters": 228})
     assert "model.embed_tokens" in names(made)
     assert "lm_head" in names(made)
@@ -154,15 +190,23 @@ def test_large_modules_become_units_too() -> None:
 
 
 def test_the_size_threshold_counts_what_no_smaller_unit_took() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2)), nn.Linear(3, 3))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2)), nn.Linear(3, 3)
+    )
     assert names(plan(model, units={"min_parameters": 110})) == ["0.0", ""]
     assert names(plan(model, units={"min_parameters": 111})) == ["0", ""]
 
 
-def test_a_parameter_tied_across_units_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_tied_across_units_stays_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, logger="smp"):
         made = plan(zoo.TiedBlocks())
-    assert set(made.replicated) == {"blocks.0.down.weight", "blocks.0.down.bias", "blocks.2.up.weight"}
+    assert set(made.replicated) == {
+        "blocks.0.down.weight",
+        "blocks.0.down.bias",
+        "blocks.2.up.weight",
+    }
     assert "blocks.2.up.weight" in caplog.text
 
 
@@ -172,7 +216,9 @@ def test_an_embedding_tied_to_the_head_of_the_same_unit_is_sharded() -> None:
     assert "transformer.wte.weight" in made.units[-1].parameters
 
 
-def test_an_embedding_tied_to_the_head_is_sharded_by_the_unit_around_both_also_above_the_size_threshold() -> None:
+def test_an_embedding_tied_to_the_head_is_sharded_by_the_unit_around_both_also_above_the_size_threshold() -> (
+    None
+):
     made = plan(zoo.gpt2(), units={"min_parameters": 100})
     assert made.replicated == ()
     assert "transformer.wte" not in names(made)
@@ -217,7 +263,9 @@ def test_children_that_share_a_unit_have_a_root_above_them() -> None:
 
 def test_children_in_containers_are_roots_of_their_own() -> None:
     model = nn.Module()
-    model.parts = nn.ModuleDict({"a": zoo.Mlp(), "b": nn.ModuleList([zoo.Mlp(), zoo.Mlp()])})
+    model.parts = nn.ModuleDict(
+        {"a": zoo.Mlp(), "b": nn.ModuleList([zoo.Mlp(), zoo.Mlp()])}
+    )
     assert roots(plan(model, entry="steps")) == ["parts.b.1", "parts.b.0", "parts.a"]
 
 
@@ -252,7 +300,8 @@ def test_parameter_names_come_unit_by_unit_for_planning() -> None:
 
 
 class TiedHalves(nn.Module):
-    """Mostly bfloat16, with a float32 embedding and head of one weight: each becomes a unit of its own."""
+    """Mostly bfloat16, with a float32 embedding and head of one weight: each becomes a
+    unit of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,4 +317,8 @@ class TiedHalves(nn.Module):
 def test_a_tie_that_units_of_another_dtype_cut_is_found() -> None:
     made = plan_units(TiedHalves(), SmpConfig())
     assert made.replicated == ("embed.weight",)
-    assert all("embed" not in name and "head" not in name for unit in made.units for name in unit.parameters)
+    assert all(
+        "embed" not in name and "head" not in name
+        for unit in made.units
+        for name in unit.parameters
+    )

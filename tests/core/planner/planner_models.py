@@ -1,4 +1,5 @@
-"""Models that `smp plan` is given by name: one that it traces, and some that it cannot."""
+"""Models that `smp plan` is given by name: one that it traces, and some that it
+cannot."""
 
 from __future__ import annotations
 
@@ -9,8 +10,18 @@ from torch import nn
 
 WIDTH = 64
 MIXTURE: dict[str, Any] = {
-    **{"model_type": "mixtral", "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 96, "tie_word_embeddings": False},
+    **{
+        "model_type": "mixtral",
+        "hidden_size": WIDTH,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 96,
+        "tie_word_embeddings": False,
+    },
     **{"num_local_experts": 4, "num_experts_per_tok": 2},
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
@@ -20,7 +31,9 @@ MIXTURE: dict[str, Any] = {
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x)
@@ -38,7 +51,9 @@ class Plain(nn.Module):
 
 
 def plain() -> Any:
-    return Plain(), lambda samples, tokens: torch.zeros(samples, tokens, WIDTH, dtype=torch.bfloat16)
+    return Plain(), lambda samples, tokens: torch.zeros(
+        samples, tokens, WIDTH, dtype=torch.bfloat16
+    )
 
 
 def in_sequence() -> Any:

@@ -1,5 +1,6 @@
-"""`plan="auto"`: what a run plans for itself. Runs on ranks: tests/lightning/test_fit.py (by name) and
-tests/accelerate/test_tensor_parallel.py (around degrees that were given)."""
+"""`plan="auto"`: what a run plans for itself. Runs on ranks:
+tests/lightning/test_fit.py (by name) and tests/accelerate/test_tensor_parallel.py
+(around degrees that were given)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def traced_once() -> Any:
-    """The trace of the model, which takes seconds and is the same for each of its plans."""
+    """The trace of the model, which takes seconds and is the same for each of its
+    plans."""
 
     @functools.cache
     def trace(of: nn.Module, *work: Any) -> Any:
@@ -60,10 +62,20 @@ def test_a_built_model_is_traced_as_its_configuration_is(model: nn.Module) -> No
     made = trace_model("gpt2", 64, {"model_type": "gpt2", **FIELDS})
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = trace_built(Around(model), SmpConfig(), 64, torch.bfloat16, "forward")
-    assert (found.block, found.rest, found.instants) == (made.block, made.rest, made.instants)
-    assert (found.blocks, found.heads, found.vocabulary) == (made.blocks, made.heads, made.vocabulary)
+    assert (found.block, found.rest, found.instants) == (
+        made.block,
+        made.rest,
+        made.instants,
+    )
+    assert (found.blocks, found.heads, found.vocabulary) == (
+        made.blocks,
+        made.heads,
+        made.vocabulary,
+    )
     assert found.shapes["none"].parameters[0].name == "model.transformer.wte.weight"
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -71,7 +83,8 @@ def test_a_built_model_is_traced_as_its_configuration_is(model: nn.Module) -> No
 def test_what_is_given_stays_and_what_is_open_is_chosen_within_memory(
     model: nn.Module, traced_once: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has 4 MiB less than the plan without recomputation needs, then room for all."""
+    """The device has 4 MiB less than the plan without recomputation needs, then room
+    for all."""
     monkeypatch.setattr(auto_plan, "trace_built", traced_once)
 
     def planned(**knobs: Any) -> dict[str, Any]:
@@ -82,21 +95,35 @@ def test_what_is_given_stays_and_what_is_open_is_chosen_within_memory(
     free = planned(planner=plenty)
     assert free["activations"].checkpoint == "none" and "optimizer_shard" not in free
     assert planned(planner=tight)["activations"].checkpoint != "none"
-    kept = planned(planner=plenty, shard_degree=4, activations="none", keep_between_micro_batches="shards")
+    kept = planned(
+        planner=plenty,
+        shard_degree=4,
+        activations="none",
+        keep_between_micro_batches="shards",
+    )
     assert list(kept) == ["reshard_after_forward"]
-    with pytest.raises(ValueError, match=r"nothing fits.*a smaller batch, or start more ranks"):
+    with pytest.raises(
+        ValueError, match=r"nothing fits.*a smaller batch, or start more ranks"
+    ):
         planned(planner={"device_memory_gib": MARGIN + 4 / 1024}, activations="none")
 
 
 def test_degrees_that_change_the_batch_are_chosen_where_it_is_given(
     model: nn.Module, traced_once: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four ranks, two micro-batches of 4: 32 samples without them, 16 need two ranks for each sample."""
+    """Four ranks, two micro-batches of 4: 32 samples without them, 16 need two ranks
+    for each sample."""
     monkeypatch.setattr(auto_plan, "trace_built", traced_once)
     step = {"sequence": 64, "micro_batch": 4}
     decided = plan_run(model, SmpConfig(plan={**step, "global_batch": 16}), NODES, STEP)
-    assert decided.knobs["tensor_parallel_degree"] == 2 and "planned for 16 x 64 tokens" in decided.why
-    assert "tensor_parallel_degree" not in plan_run(model, SmpConfig(plan=step), NODES, STEP).knobs
+    assert (
+        decided.knobs["tensor_parallel_degree"] == 2
+        and "planned for 16 x 64 tokens" in decided.why
+    )
+    assert (
+        "tensor_parallel_degree"
+        not in plan_run(model, SmpConfig(plan=step), NODES, STEP).knobs
+    )
     with pytest.raises(ValueError, match="global_batch=12"):
         plan_run(model, SmpConfig(plan={**step, "global_batch": 12}), NODES, STEP)
 
@@ -104,7 +131,10 @@ def test_degrees_that_change_the_batch_are_chosen_where_it_is_given(
 def test_the_example_of_a_model_says_what_a_batch_is() -> None:
     small = SmallGpt()
     small.example_input_array = torch.zeros(2, 8, dtype=torch.long)
-    assert "planned for 16 x 8 tokens" in plan_run(small, SmpConfig(plan="auto"), NODES, STEP).why
+    assert (
+        "planned for 16 x 8 tokens"
+        in plan_run(small, SmpConfig(plan="auto"), NODES, STEP).why
+    )
 
 
 class LooksAtValues(SmallGpt):
@@ -115,17 +145,31 @@ class LooksAtValues(SmallGpt):
 @pytest.mark.parametrize(
     ("kind", "knobs", "said"),
     [
-        (SmallGpt, {"plan": "auto"}, r"plan=\{'sequence': tokens of a sample.*or write shard_degree='auto'"),
+        (
+            SmallGpt,
+            {"plan": "auto"},
+            r"plan=\{'sequence': tokens of a sample.*or write shard_degree='auto'",
+        ),
         (
             SmallGpt,
             {"plan": {"sequence": 8, "micro_batch": 2}},
             "set example_input_array.*write shard_degree",
         ),
-        (LooksAtValues, {"plan": "auto"}, "does not run without values.*or write shard_degree='auto'"),
-        (SmallGpt, {"plan": {"sequence": 8, "micro_batch": 2, "cluster": "4x8:h200@1gbps"}}, "4 x 8 devices, and this"),
+        (
+            LooksAtValues,
+            {"plan": "auto"},
+            "does not run without values.*or write shard_degree='auto'",
+        ),
+        (
+            SmallGpt,
+            {"plan": {"sequence": 8, "micro_batch": 2, "cluster": "4x8:h200@1gbps"}},
+            "4 x 8 devices, and this",
+        ),
     ],
 )
-def test_what_cannot_be_planned_says_what_to_write(kind: type[nn.Module], knobs: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_planned_says_what_to_write(
+    kind: type[nn.Module], knobs: dict[str, Any], said: str
+) -> None:
     small = kind()
     if kind is LooksAtValues:
         small.example_input_array = torch.zeros(2, 8, dtype=torch.long)
@@ -133,13 +177,24 @@ def test_what_cannot_be_planned_says_what_to_write(kind: type[nn.Module], knobs:
         plan_run(small, SmpConfig(**knobs), NODES, STEP)
 
 
-def test_machines_are_found_by_the_device_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_are_found_by_the_device_s_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster = Cluster(Topology.uniform(16, 8), "cuda", int(39.5 * GIB), 8 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB"
+    )
     found = hardware_of_run(SmpConfig(plan="auto"), cluster, torch.device("cuda", 0))
-    assert (found.nodes, found.gbit, found.device.hbm, found.device.memory_gib) == (2, 400, 1555e9, 39.5)
+    assert (found.nodes, found.gbit, found.device.hbm, found.device.memory_gib) == (
+        2,
+        400,
+        1555e9,
+        39.5,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ValueError, match=r"does not know the device 'Tesla T4'.*plan=\{'cluster'"):
+    with pytest.raises(
+        ValueError, match=r"does not know the device 'Tesla T4'.*plan=\{'cluster'"
+    ):
         hardware_of_run(SmpConfig(plan="auto"), cluster, torch.device("cuda", 0))
 
 
@@ -156,9 +211,15 @@ def of_one_rank(refuses: bool) -> Any:
 
 
 def decisions() -> list[Any]:
-    only_here: dict[str, Any] = {"keep_between_micro_batches": "gradients"} if dist.get_rank() else {}
-    with pytest.raises(ValueError, match="keep_between_micro_batches differs between ranks"):
-        parallelize(SmallGpt(), SmpConfig(plan={"sequence": 8, "micro_batch": 2}, **only_here))
+    only_here: dict[str, Any] = (
+        {"keep_between_micro_batches": "gradients"} if dist.get_rank() else {}
+    )
+    with pytest.raises(
+        ValueError, match="keep_between_micro_batches differs between ranks"
+    ):
+        parallelize(
+            SmallGpt(), SmpConfig(plan={"sequence": 8, "micro_batch": 2}, **only_here)
+        )
     return [of_one_rank(False), of_one_rank(True)]
 
 

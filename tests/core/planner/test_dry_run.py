@@ -1,5 +1,6 @@
-"""Dry runs: the planner's memory and bytes are those of the real sharded model on a fake process group. One child
-process for all cases: it imports torch once. What is picked fits in its own dry run: test_picks_fit.py."""
+"""Dry runs: the planner's memory and bytes are those of the real sharded model on a
+fake process group. One child process for all cases: it imports torch once. What is
+picked fits in its own dry run: test_picks_fit.py."""
 
 from __future__ import annotations
 
@@ -37,38 +38,107 @@ FIELDS = {
 DEVICE = Device("small", 4.0, 1e12, 1e11, 1e10, "no data sheet", 1e13)
 NODES = Hardware(4, 4, DEVICE, 100.0)
 
-# samples, micro-batches, knobs: each way to recompute, both windows, a copy on the node, the optimizer over the world
+# samples, micro-batches, knobs: each way to recompute, both windows, a copy on the
+# node, the optimizer over the world
 Case = tuple[int, int, dict[str, Any]]
 CASES: list[Case] = [
-    (2, 2, {"shard_degree": 16, "activations": "selective", "reshard_after_forward": "node"}),
-    (1, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "full", "reshard_after_forward": False}),
+    (
+        2,
+        2,
+        {
+            "shard_degree": 16,
+            "activations": "selective",
+            "reshard_after_forward": "node",
+        },
+    ),
+    (
+        1,
+        1,
+        {
+            "shard_degree": 2,
+            "tensor_parallel_degree": 4,
+            "activations": "full",
+            "reshard_after_forward": False,
+        },
+    ),
 ]
 MORE_CASES: list[Case] = [
     (1, 1, {"shard_degree": 1, "optimizer_shard": "world"}),  # FSDP2 alone, to cast
-    (1, 2, {"shard_degree": 2, "activations": "full", "keep_between_micro_batches": "parameters"}),
+    (
+        1,
+        2,
+        {
+            "shard_degree": 2,
+            "activations": "full",
+            "keep_between_micro_batches": "parameters",
+        },
+    ),
     (4, 1, {"shard_degree": 8, "activations": {"checkpoint": "full", "offload": True}}),
-    (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "activations": "selective"}),
-    (2, 2, {"shard_degree": 8, "activations": "full", "keep_between_micro_batches": "gradients"}),
+    (
+        2,
+        1,
+        {"shard_degree": 4, "context_parallel_degree": 4, "activations": "selective"},
+    ),
+    (
+        2,
+        2,
+        {
+            "shard_degree": 8,
+            "activations": "full",
+            "keep_between_micro_batches": "gradients",
+        },
+    ),
     (2, 1, {"shard_degree": 4, "activations": "selective", "optimizer_shard": "world"}),
     (1, 2, {"shard_degree": 1}),
     (1, 2, {"shard_degree": 2, "optimizer_shard": "world"}),
     (1, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "full"}),
-    (2, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "selective"}),
+    (
+        2,
+        1,
+        {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "selective"},
+    ),
     (4, 2, {"shard_degree": 4, "tensor_parallel_degree": 2, "activations": "full"}),
     (4, 2, {"shard_degree": 4, "tensor_parallel_degree": 2}),
     (1, 2, {"shard_degree": 4, "context_parallel_degree": 2}),
     (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "activations": "full"}),
-    (4, 2, {"shard_degree": 8, "context_parallel_degree": 8, "collectives": {"context_head_groups": 1}}),
-    (2, 1, {"shard_degree": 4, "context_parallel_degree": 2, "tensor_parallel_degree": 2}),
-    (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "tensor_parallel_degree": 4, "activations": "full"}),
+    (
+        4,
+        2,
+        {
+            "shard_degree": 8,
+            "context_parallel_degree": 8,
+            "collectives": {"context_head_groups": 1},
+        },
+    ),
+    (
+        2,
+        1,
+        {"shard_degree": 4, "context_parallel_degree": 2, "tensor_parallel_degree": 2},
+    ),
+    (
+        2,
+        1,
+        {
+            "shard_degree": 4,
+            "context_parallel_degree": 4,
+            "tensor_parallel_degree": 4,
+            "activations": "full",
+        },
+    ),
 ]
 # Two stages of two blocks.
 STAGE_FIELDS = {**FIELDS, "num_hidden_layers": 4}
 
 
-def stages(schedule: str, micro_batches: int, activations: str, shard: int = 4, **knobs: Any) -> dict[str, Any]:
+def stages(
+    schedule: str, micro_batches: int, activations: str, shard: int = 4, **knobs: Any
+) -> dict[str, Any]:
     pipeline = {"microbatches": micro_batches, "schedule": schedule}
-    of_stages = {"pipeline_parallel_degree": 2, "pipeline": pipeline, "shard_degree": shard}
+    of_stages = {
+        "pipeline_parallel_degree": 2,
+        "pipeline": pipeline,
+        "shard_degree": shard,
+    }
     return {**of_stages, "activations": activations, **knobs}
 
 
@@ -80,10 +150,15 @@ MORE_STAGE_CASES: list[Case] = [
     (2, 4, stages("1f1b", 4, "selective", 2, tensor_parallel_degree=2)),
     (2, 4, stages("1f1b", 4, "full", context_parallel_degree=4)),
 ]
-# Of layers over ranks; where their tokens are whole, memory is not planned from a trace.
+# Of layers over ranks; where their tokens are whole, memory is not planned from a
+# trace.
 WHOLE_TOKENS: Case = (
     *(2, 1),
-    {"shard_degree": 2, "tensor_parallel_degree": 4, "tensor_parallel": {"sequence_parallel": False}},
+    {
+        "shard_degree": 2,
+        "tensor_parallel_degree": 4,
+        "tensor_parallel": {"sequence_parallel": False},
+    },
 )
 
 
@@ -94,7 +169,8 @@ def traced() -> ModelTrace:
 
 @pytest.fixture(scope="module")
 def traced_blocks() -> ModelTrace:
-    return trace.trace_model("small", TOKENS, STAGE_FIELDS)  # sooner than with split layers
+    # Sooner than with split layers.
+    return trace.trace_model("small", TOKENS, STAGE_FIELDS)
 
 
 def question(case: Case) -> Question:
@@ -118,7 +194,11 @@ def planned(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return bytes of memory by kind, and bytes sent."""
     asked = SmpConfig(param_dtype="bfloat16", **knobs)
-    made = decide(traced.of_precision(str(asked.activations.checkpoint), "mixed"), asked, NODES.cluster())
+    made = decide(
+        traced.of_precision(str(asked.activations.checkpoint), "mixed"),
+        asked,
+        NODES.cluster(),
+    )
     states = [each for each in states_of(made) if each.stage == stage]
     peak = peak_memory(made, traced, samples, count, TOKENS, states)
     sent = sent_bytes(made, traced, samples, count, TOKENS, stage)
@@ -127,7 +207,8 @@ def planned(
 
 
 def assert_planned(traced: ModelTrace, case: Case, ran: DryRun) -> None:
-    """Memory within 3 % by kind (of those that are a tenth) and 2 % in all: the trace has one instant for many."""
+    """Memory within 3 % by kind (of those that are a tenth) and 2 % in all: the trace
+    has one instant for many."""
     memory, sent = planned(traced, *case)
     for kind, n_bytes in ran.memory.items():
         if max(n_bytes, memory[kind]) > ran.total / 10:
@@ -137,8 +218,9 @@ def assert_planned(traced: ModelTrace, case: Case, ran: DryRun) -> None:
 
 
 def assert_stages(traced: ModelTrace, case: Case, ran: DryRun) -> None:
-    """Bytes to the last one. Memory from 6 % less to 25 % more in all: the plan takes the most of what micro-batches
-    keep while others are on their way, together with the most of all else."""
+    """Bytes to the last one. Memory from 6 % less to 25 % more in all: the plan takes
+    the most of what micro-batches keep while others are on their way, together with the
+    most of all else."""
     of_stages = [ran, *ran.others]
     assert [each.stage for each in of_stages] == [0, 1]
     for each in of_stages:
@@ -150,8 +232,11 @@ def assert_stages(traced: ModelTrace, case: Case, ran: DryRun) -> None:
 
 
 @pytest.mark.slow
-def test_each_stage_sends_what_is_planned_and_takes_about_that_memory(traced_blocks: ModelTrace) -> None:
-    """Chunks gather and reduce what is theirs, and no forward gathers again what the one before it has gathered."""
+def test_each_stage_sends_what_is_planned_and_takes_about_that_memory(
+    traced_blocks: ModelTrace,
+) -> None:
+    """Chunks gather and reduce what is theirs, and no forward gathers again what the
+    one before it has gathered."""
     for case, found in zip(STAGE_CASES, ran(STAGE_CASES), strict=True):
         assert_stages(traced_blocks, case, found)
 
@@ -171,7 +256,9 @@ def test_planned_memory_and_bytes_are_those_of_the_real_model(
 
 
 @pytest.mark.slow
-def test_more_planned_memory_and_bytes_are_those_of_the_real_model(traced: ModelTrace) -> None:
+def test_more_planned_memory_and_bytes_are_those_of_the_real_model(
+    traced: ModelTrace,
+) -> None:
     *found, of_whole_tokens = ran([*MORE_CASES, WHOLE_TOKENS])
     for case, each in zip(MORE_CASES, found, strict=True):
         assert_planned(traced, case, each)
@@ -182,62 +269,142 @@ def test_more_planned_memory_and_bytes_are_those_of_the_real_model(traced: Model
 def test_moments_of_8_bits_take_what_is_planned() -> None:
     asked = replace(question((1, 1, {"shard_degree": 4})), optimizer="adamw8bit")
     (found,) = dry_run(asked)
-    made = decide(trace_model("small", TOKENS, FIELDS).shapes["none"], SmpConfig(**asked.knobs), NODES.cluster())
+    made = decide(
+        trace_model("small", TOKENS, FIELDS).shapes["none"],
+        SmpConfig(**asked.knobs),
+        NODES.cluster(),
+    )
     (states,) = states_of(made, OPTIMIZERS["adamw8bit"])
-    assert states.memory.optimizer_states == pytest.approx(found.memory["optimizer"], rel=0.03)
+    assert states.memory.optimizer_states == pytest.approx(
+        found.memory["optimizer"], rel=0.03
+    )
 
 
 def test_tensor_ranks_hold_what_split_layers_show(traced: ModelTrace) -> None:
     """The second block stands for later ones."""
-    of_ranks = {n: {each.name: each.elements for each in traced.shapes["none"].over(n).parameters} for n in (1, 4)}
-    names = ("self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight")
+    of_ranks = {
+        n: {
+            each.name: each.elements
+            for each in traced.shapes["none"].over(n).parameters
+        }
+        for n in (1, 4)
+    }
+    names = (
+        "self_attn.q_proj.weight",
+        "mlp.down_proj.weight",
+        "input_layernorm.weight",
+    )
     for block in ("layers.0", "layers.2"):
-        parts = [of_ranks[4][f"model.{block}.{name}"] / of_ranks[1][f"model.{block}.{name}"] for name in names]
+        parts = [
+            of_ranks[4][f"model.{block}.{name}"] / of_ranks[1][f"model.{block}.{name}"]
+            for name in names
+        ]
         assert parts == [1 / 4, 1 / 4, 1]
-    assert traced.block_elements(4) == sum(n for name, n in of_ranks[4].items() if ".layers.1." in name)
+    assert traced.block_elements(4) == sum(
+        n for name, n in of_ranks[4].items() if ".layers.1." in name
+    )
 
 
 @pytest.mark.slow
 def test_tensor_ranks_hold_whole_positions_and_a_padded_vocabulary() -> None:
-    """Of a vocabulary that ranks do not divide; the second block stands for later ones."""
-    fields = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "vocab_size": 1002}
+    """Of a vocabulary that ranks do not divide; the second block stands for later
+    ones."""
+    fields = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 2048,
+        "vocab_size": 1002,
+    }
     traced = trace_model("small", 128, fields)
     shapes = traced.shapes["none"]
-    of_ranks = {degree: {each.name: each.elements for each in shapes.over(degree).parameters} for degree in (1, 2, 4)}
+    of_ranks = {
+        degree: {each.name: each.elements for each in shapes.over(degree).parameters}
+        for degree in (1, 2, 4)
+    }
 
     def part(name: str, degree: int) -> float:
-        return of_ranks[degree][f"transformer.{name}"] / of_ranks[1][f"transformer.{name}"]
+        return (
+            of_ranks[degree][f"transformer.{name}"] / of_ranks[1][f"transformer.{name}"]
+        )
 
-    assert (part("wpe.weight", 4), part("wte.weight", 2), part("wte.weight", 4)) == (1, 1 / 2, 1 / 4)
+    assert (part("wpe.weight", 4), part("wte.weight", 2), part("wte.weight", 4)) == (
+        1,
+        1 / 2,
+        1 / 4,
+    )
     for block in ("h.0", "h.2"):
-        found = [part(f"{block}.{name}", 4) for name in ("attn.c_attn.bias", "attn.c_proj.bias", "ln_1.weight")]
+        found = [
+            part(f"{block}.{name}", 4)
+            for name in ("attn.c_attn.bias", "attn.c_proj.bias", "ln_1.weight")
+        ]
         assert found == [1 / 4, 1, 1]
     assert {degree for degree, _ in traced.split.instants} == {2, 4}
-    assert traced.block_elements(4) == sum(n for name, n in of_ranks[4].items() if ".h.1." in name)
+    assert traced.block_elements(4) == sum(
+        n for name, n in of_ranks[4].items() if ".h.1." in name
+    )
 
 
 @pytest.mark.slow
-def test_degrees_that_layers_do_not_take_are_left_out_and_unlike_blocks_are_split_as_the_second() -> None:
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "head_dim": 8}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "num_experts_per_tok": 2, "vocab_size": 96}
-    fields = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [0], **sizes, **heads}
+def test_degrees_that_layers_do_not_take_are_left_out_and_unlike_blocks_are_split_as_the_second() -> (
+    None
+):
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "head_dim": 8,
+    }
+    heads = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "num_experts_per_tok": 2,
+        "vocab_size": 96,
+    }
+    fields = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [0],
+        **sizes,
+        **heads,
+    }
     traced = trace_model("small", 128, fields)
-    assert {degree for degree, _ in traced.split.instants} == {2}  # 64 and 32 columns over 3 ranks are refused
-    assert 2 not in traced.split.unsplit and "does not divide" in traced.split.unsplit[3]
+    # 64 and 32 columns over 3 ranks are refused.
+    assert {degree for degree, _ in traced.split.instants} == {2}
+    assert (
+        2 not in traced.split.unsplit and "does not divide" in traced.split.unsplit[3]
+    )
     with pytest.raises(ValueError, match="tensor_parallel_degree=3 does not divide"):
-        plan(traced, replace(NODES, ranks_per_node=3), Workload(128, 12), fixed={"tensor": 3})
-    experts = [each for each in traced.shapes["none"].parameters if ".experts." in each.name]
-    assert len(experts) == 4 and all(2 * each.over(2).elements == each.elements for each in experts)
+        plan(
+            traced,
+            replace(NODES, ranks_per_node=3),
+            Workload(128, 12),
+            fixed={"tensor": 3},
+        )
+    experts = [
+        each for each in traced.shapes["none"].parameters if ".experts." in each.name
+    ]
+    assert len(experts) == 4 and all(
+        2 * each.over(2).elements == each.elements for each in experts
+    )
 
 
 def test_a_dry_run_says_what_it_has_not() -> None:
-    with pytest.raises(ValueError, match="fp8: a dry run has no FP8 yet; leave --dry-run out"):
+    with pytest.raises(
+        ValueError, match="fp8: a dry run has no FP8 yet; leave --dry-run out"
+    ):
         rehearse(Question("gpt2", NODES, {"fp8": True}, TOKENS, 1, 2))
-    with pytest.raises(ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"):
+    with pytest.raises(
+        ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"
+    ):
         rehearse(Question("gpt2", NODES, {}, TOKENS, 1, 2, optimizer="lion"))
 
 
 @pytest.mark.slow
 def test_the_child_process_says_what_a_dry_run_has_not() -> None:
-    with pytest.raises(ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"):
+    with pytest.raises(
+        ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"
+    ):
         dry_run(Question("gpt2", NODES, {}, TOKENS, 1, 2, optimizer="lion"))

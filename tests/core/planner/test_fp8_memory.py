@@ -1,4 +1,5 @@
-"""Bytes and memory of plans in FP8 are those of a run on two ranks, whose storages are followed as a dry run's are."""
+"""Bytes and memory of plans in FP8 are those of a run on two ranks, whose storages are
+followed as a dry run's are."""
 
 from __future__ import annotations
 
@@ -25,11 +26,24 @@ from tests.harness import run_ranks
 SAMPLES, COUNT, TOKENS = 4, 2, 64
 MACHINES = Hardware.parse("1x2:h100-80g")
 FIELDS: dict[str, Any] = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "tie_word_embeddings": False},
+    **{
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+    },
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
-CASES: list[dict[str, Any]] = [{"fp8": True}, {"fp8": {"fp8_all_gather": False, "amax_history_len": 16}}]
+CASES: list[dict[str, Any]] = [
+    {"fp8": True},
+    {"fp8": {"fp8_all_gather": False, "amax_history_len": 16}},
+]
 MORE_CASES: list[dict[str, Any]] = [
     {"fp8": {"reduce_amax": False}, "keep_between_micro_batches": "parameters"},
     {"fp8": True, "keep_between_micro_batches": "gradients"},
@@ -51,7 +65,9 @@ def followed(cases: list[dict[str, Any]]) -> list[tuple[DryRun, int]]:
             parallel = parallelize(source.model, SmpConfig(**knobs_of(case)))
             optimizer = torch.optim.AdamW(parallel.module.parameters())
             parallel.prepare_optimizer(optimizer)
-            question = Question("a Llama", MACHINES, knobs_of(case), TOKENS, SAMPLES, COUNT)
+            question = Question(
+                "a Llama", MACHINES, knobs_of(case), TOKENS, SAMPLES, COUNT
+            )
             seen = _watched(_Rank(source, parallel, optimizer, question, allocated), 2)
         assert parallel.fp8 is not None
         scales = parallel.fp8.state
@@ -65,13 +81,26 @@ def traced() -> ModelTrace:
     return trace_model("small", TOKENS, FIELDS)
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)], ids=["some", "more"])
-def test_planned_bytes_and_memory_are_those_of_a_run(traced: ModelTrace, cases: list[dict[str, Any]]) -> None:
-    """Bytes to the last one. Memory within 0.5 %: scales of the step are among what a run has at its peak. Blocks are
-    not computed again: emulated products take a layer's values in float32, at which the peak would be then."""
-    for case, (seen, scales) in zip(cases, run_ranks(followed, 2, cases)[0], strict=True):
+@pytest.mark.parametrize(
+    "cases",
+    [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
+def test_planned_bytes_and_memory_are_those_of_a_run(
+    traced: ModelTrace, cases: list[dict[str, Any]]
+) -> None:
+    """Bytes to the last one. Memory within 0.5 %: scales of the step are among what a
+    run has at its peak. Blocks are not computed again: emulated products take a layer's
+    values in float32, at which the peak would be then."""
+    for case, (seen, scales) in zip(
+        cases, run_ranks(followed, 2, cases)[0], strict=True
+    ):
         asked = SmpConfig(**knobs_of(case))
-        plan = decide(traced.of_precision(str(asked.activations.checkpoint), "mixed"), asked, MACHINES.cluster())
+        plan = decide(
+            traced.of_precision(str(asked.activations.checkpoint), "mixed"),
+            asked,
+            MACHINES.cluster(),
+        )
         assert sent_bytes(plan, traced, SAMPLES, COUNT, TOKENS) == seen.sent, case
         peak = peak_memory(plan, traced, SAMPLES, COUNT, TOKENS)
         assert state_bytes(plan) == scales

@@ -1,4 +1,5 @@
-"""benchmarks/planner.py: fits find constants and never see the rows that judge them, and Megatron's step adds up."""
+"""benchmarks/planner.py: fits find constants and never see the rows that judge them,
+and Megatron's step adds up."""
 
 from __future__ import annotations
 
@@ -69,15 +70,25 @@ def test_constants_stay_in_their_ranges(fits: Any) -> None:
     """Rows that are ten times as fast as the device's peak allows."""
     cases = [replace(case, measured=case.measured / 10) for case in made_up(fits)]
     found = fits.fit(cases, START)
-    assert 0.9 < found["products_A100"] <= 1.0 and 0.9 < found["link"] <= 1.0 and found["launching"] >= 1e-4
+    assert (
+        0.9 < found["products_A100"] <= 1.0
+        and 0.9 < found["link"] <= 1.0
+        and found["launching"] >= 1e-4
+    )
 
 
 def test_rows_held_out_are_not_seen_by_the_constants_that_judge_them(fits: Any) -> None:
-    """Rows of one size take a hundred times as long: constants of the other sizes' fit are as they were."""
+    """Rows of one size take a hundred times as long: constants of the other sizes' fit
+    are as they were."""
     cases = made_up(fits)
-    poisoned = [replace(case, measured=100 * case.measured) if case.size == "middle" else case for case in cases]
+    poisoned = [
+        replace(case, measured=100 * case.measured) if case.size == "middle" else case
+        for case in cases
+    ]
     before, after = fits.held_out(cases, START), fits.held_out(poisoned, START)
-    own, others = (after["held_out_by_size"][size]["constants"] for size in ("middle", "large"))
+    own, others = (
+        after["held_out_by_size"][size]["constants"] for size in ("middle", "large")
+    )
     assert own == before["held_out_by_size"]["middle"]["constants"]
     assert others != before["held_out_by_size"]["large"]["constants"]
     assert after["fitted_on_all"] != before["fitted_on_all"]
@@ -87,24 +98,52 @@ def test_rows_held_out_are_not_seen_by_the_constants_that_judge_them(fits: Any) 
 def test_errors_regret_and_groups_are_those_of_the_rows(fits: Any) -> None:
     """Three rows that constants predict exactly, 25 % too low and 50 % too high."""
     cases = []
-    for measured, predicted, group in ((2.0, 2.0, "a"), (4.0, 3.0, "a"), (1.0, 1.5, "b")):
-        cases.append(fits.Case({"gpus": 8}, "one", measured, lambda _, seconds=predicted: seconds, group))
-    found = fits.held_out([*cases, fits.Case({"gpus": 8}, "other", 1.0, lambda _: 1.0)], START)
+    for measured, predicted, group in (
+        (2.0, 2.0, "a"),
+        (4.0, 3.0, "a"),
+        (1.0, 1.5, "b"),
+    ):
+        cases.append(
+            fits.Case(
+                {"gpus": 8},
+                "one",
+                measured,
+                lambda _, seconds=predicted: seconds,
+                group,
+            )
+        )
+    found = fits.held_out(
+        [*cases, fits.Case({"gpus": 8}, "other", 1.0, lambda _: 1.0)], START
+    )
     assert [row["held_out_error"] for row in found["rows"]] == [0.0, -0.25, 0.5, 0.0]
-    assert found["held_out_by_size"]["one"]["mape"] == 0.25 and found["held_out_by_size"]["one"]["worst"] == 0.5
+    assert (
+        found["held_out_by_size"]["one"]["mape"] == 0.25
+        and found["held_out_by_size"]["one"]["worst"] == 0.5
+    )
     assert found["held_out_mape_by_group"] == {"a": 0.125, "b": 0.5}
     assert found["held_out_mape"] == pytest.approx(0.75 / 4)
     assert found["held_out_by_size"]["one"]["top_1_regret"] == 0.0
     assert fits.regret(cases[:2], START) == 0.0  # 2 s of 2 s
-    assert fits.regret([cases[1], replace(cases[0], predict=lambda _: 9.0)], START) == 1.0  # 4 s of 2 s
+    # 4 s of 2 s.
+    assert (
+        fits.regret([cases[1], replace(cases[0], predict=lambda _: 9.0)], START) == 1.0
+    )
 
 
 def test_constants_of_a_device_come_to_their_places(fits: Any) -> None:
-    found = fits.fitted_of({"products_A100": 0.5, "products_H100": 0.4, "link": 0.3}, "H100")
-    assert (found.share_of("products", "H100"), found.link, found.moving) == (0.4, 0.3, FITTED.moving)
+    found = fits.fitted_of(
+        {"products_A100": 0.5, "products_H100": 0.4, "link": 0.3}, "H100"
+    )
+    assert (found.share_of("products", "H100"), found.link, found.moving) == (
+        0.4,
+        0.3,
+        FITTED.moving,
+    )
 
 
-CONSTANTS = replace(FITTED, products={"": 0.5}, moving=1.0, link=1.0, network=1.0, launching=0.0)
+CONSTANTS = replace(
+    FITTED, products={"": 0.5}, moving=1.0, link=1.0, network=1.0, launching=0.0
+)
 WITHOUT_LATENCY = replace(CONSTANTS, latency_inside=0.0, latency_between=0.0)
 HARDWARE = Hardware(4, 8, DEVICES["a100-80g"], 1600, fitted=WITHOUT_LATENCY)
 PEAK, LINK, NETWORK, MEMORY = 312e12, 300e9, 25e9, 2039e9
@@ -113,8 +152,9 @@ HEAD = Figures(forward_products=2e12, backward_products=4e12)
 
 
 def test_megatron_s_step_is_that_of_its_arithmetic(megatron: Any) -> None:
-    """Six layers in two stages on 4 tensor x 4 data ranks, 5 micro-batches: each node holds two data ranks, and two
-    nodes are summed over. Counted by hand; parameters are 1e9 on a tensor rank."""
+    """Six layers in two stages on 4 tensor x 4 data ranks, 5 micro-batches: each node
+    holds two data ranks, and two nodes are summed over. Counted by hand; parameters are
+    1e9 on a tensor rank."""
     run = megatron.Run(6, 4, 4, 2, 1, 5, 2048)
     of_layer = 4e12 / (PEAK / 2) + 6 * 2 * 3 / 4 * 3e8 / LINK
     of_stage = 3 * of_layer + 2 * (3e8 / 4) / NETWORK
@@ -123,55 +163,86 @@ def test_megatron_s_step_is_that_of_its_arithmetic(megatron: Any) -> None:
     summed = 2 * 1 / 2 * gradients / LINK + 2 * 1 / 2 * gradients / 2 / NETWORK
     updated = 28 * 1e9 / 2 / MEMORY
     expected = 5 * (of_stage + of_head) + of_stage + summed + updated
-    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE) == pytest.approx(expected)
+    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE) == pytest.approx(
+        expected
+    )
 
 
 def test_one_device_computes_and_steps(megatron: Any) -> None:
     run = megatron.Run(6, 1, 1, 1, 1, 5, 2048)
     expected = 5 * (6 * 4e12 + 6e12) / (PEAK / 2) + 28 * 1e9 / MEMORY
-    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE) == pytest.approx(expected)
+    assert megatron.step_seconds(run, LAYER, HEAD, 1e9, HARDWARE) == pytest.approx(
+        expected
+    )
 
 
 def test_sums_over_nodes_go_in_two_stages(megatron: Any) -> None:
-    """Sixteen tensor ranks are two nodes; sixteen data ranks of four tensor ranks are eight."""
+    """Sixteen tensor ranks are two nodes; sixteen data ranks of four tensor ranks are
+    eight."""
     links = HARDWARE.links
     assert megatron.tensor_sum(links, 1, 1e9) == 0.0
-    assert megatron.tensor_sum(links, 16, 1e9) == pytest.approx(2 * 7 / 8 * 1e9 / LINK + 2 * 1 / 2 * 1e9 / 8 / NETWORK)
+    assert megatron.tensor_sum(links, 16, 1e9) == pytest.approx(
+        2 * 7 / 8 * 1e9 / LINK + 2 * 1 / 2 * 1e9 / 8 / NETWORK
+    )
     run = megatron.Run(6, 4, 16, 1, 1, 1, 2048)
-    assert megatron.data_sum(links, run, 1e9) == pytest.approx(1e9 / LINK + 2 * 7 / 8 * 1e9 / 2 / NETWORK)
+    assert megatron.data_sum(links, run, 1e9) == pytest.approx(
+        1e9 / LINK + 2 * 7 / 8 * 1e9 / 2 / NETWORK
+    )
 
 
 @pytest.mark.slow
 def test_a_traced_rank_of_megatron_s_gpt_has_its_share(megatron: Any) -> None:
-    """Of 64 tokens: 12 matrices of width^2 and two products with the scores; layer norms and residuals are whole."""
+    """Of 64 tokens: 12 matrices of width^2 and two products with the scores; layer
+    norms and residuals are whole."""
     width, tokens, samples = 32, 64, 3
     ranks = {tensor: megatron.traced(width, 2, 4, tokens, tensor) for tensor in (1, 4)}
-    blocks = {tensor: trace.block["full"].at(samples, tokens) for tensor, trace in ranks.items()}
+    blocks = {
+        tensor: trace.block["full"].at(samples, tokens)
+        for tensor, trace in ranks.items()
+    }
     products = 2 * samples * tokens * 12 * width**2 + 4 * samples * tokens**2 * width
     assert blocks[1].forward_products == pytest.approx(products)
     assert blocks[4].forward_products == pytest.approx(products / 4)
-    last = 2 * samples * tokens * 4 * width**2  # is not computed again: nothing in backward asks for its output
+    # Is not computed again: nothing in backward asks for its output.
+    last = 2 * samples * tokens * 4 * width**2
     assert blocks[1].backward_products == pytest.approx(3 * products - last)
     assert blocks[1].kept == blocks[4].kept == samples * tokens * width * 2
-    assert blocks[1].forward_moved / 4 < blocks[4].forward_moved < blocks[1].forward_moved
+    assert (
+        blocks[1].forward_moved / 4 < blocks[4].forward_moved < blocks[1].forward_moved
+    )
     scored = megatron.with_scores(blocks[4], samples, 1, tokens)
     assert scored.forward_moved - blocks[4].forward_moved == 2 * samples * tokens**2 * 2
-    assert scored.backward_moved - blocks[4].backward_moved == 6 * samples * tokens**2 * 2
+    assert (
+        scored.backward_moved - blocks[4].backward_moved == 6 * samples * tokens**2 * 2
+    )
 
 
 def test_two_rows_of_kempner_ran_the_batch_of_their_script(planner: Any) -> None:
-    rows = [{"gpus": gpus, "tensor": tensor, "micro_batch": "4", "grad_accum": "2"} for gpus, tensor in ("11", "21")]
+    rows = [
+        {"gpus": gpus, "tensor": tensor, "micro_batch": "4", "grad_accum": "2"}
+        for gpus, tensor in ("11", "21")
+    ]
     assert [planner.kempner_batch(row) for row in rows] == [(2, 4), (2, 4)]
-    others = [{**rows[0], "gpus": gpus, "tensor": tensor} for gpus, tensor in ("22", "41")]
+    others = [
+        {**rows[0], "gpus": gpus, "tensor": tensor} for gpus, tensor in ("22", "41")
+    ]
     assert [planner.kempner_batch(row) for row in others] == [(4, 2), (4, 2)]
 
 
 def test_the_result_is_as_near_as_the_project_wants_it() -> None:
     """Means of rows held out, the pick's regret, and each row of memory."""
-    result = json.loads(Path(ROOT, "benchmarks", "results", "planner.json").read_text(encoding="utf-8"))
+    result = json.loads(
+        Path(ROOT, "benchmarks", "results", "planner.json").read_text(encoding="utf-8")
+    )
     assert result["vtrain"]["held_out_mape"] <= 0.15
-    assert all(size["top_1_regret"] <= 0.05 for size in result["vtrain"]["held_out_by_size"].values())
+    assert all(
+        size["top_1_regret"] <= 0.05
+        for size in result["vtrain"]["held_out_by_size"].values()
+    )
     assert result["llm_foundry"]["held_out_mape"] <= 0.10
     assert result["kempner"]["held_out_mape"] <= 0.15
     assert all(abs(row["error"]) <= 0.10 for row in result["kempner_memory"]["rows"])
-    assert len(result["kempner_memory"]["rows"]) == 13 and len(result["vtrain"]["rows"]) == 73
+    assert (
+        len(result["kempner_memory"]["rows"]) == 13
+        and len(result["vtrain"]["rows"]) == 73
+    )

@@ -34,7 +34,8 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 ALONE: dict[str, Any] = {"pipeline": 1, "tensor": 1, "context": 1}
-MATRICES = 4 * WIDTH**2 + 3 * 2 * WIDTH**2  # of a block: attention, and gate, up and down
+# Of a block: attention, and gate, up and down.
+MATRICES = 4 * WIDTH**2 + 3 * 2 * WIDTH**2
 ADAPTERS = RANK * (4 * 2 * WIDTH + 3 * 3 * WIDTH)
 
 
@@ -48,35 +49,68 @@ def adapted() -> ModelTrace:
     return trace_model(f"tiny+lora:{RANK}", TOKENS, LLAMA)
 
 
-def test_adapters_are_trained_and_nothing_else(full: ModelTrace, adapted: ModelTrace) -> None:
-    """Frozen matrices have a product forward and one backward, adapters two; 2 %: norms are parameters, no products."""
+def test_adapters_are_trained_and_nothing_else(
+    full: ModelTrace, adapted: ModelTrace
+) -> None:
+    """Frozen matrices have a product forward and one backward, adapters two; 2 %: norms
+    are parameters, no products."""
     assert adapted.parameters == full.parameters + LAYERS * ADAPTERS
-    assert adapted.trained == (pytest.approx(ADAPTERS / (MATRICES + ADAPTERS), rel=0.02), 0.0)
+    assert adapted.trained == (
+        pytest.approx(ADAPTERS / (MATRICES + ADAPTERS), rel=0.02),
+        0.0,
+    )
     frozen, trained = LAYERS * MATRICES + WORDS * WIDTH, LAYERS * ADAPTERS
     attention = 12 * LAYERS * TOKENS**2 * WIDTH
     expected = TOKENS * (4 * frozen + 6 * trained) + attention
     assert model_flops(adapted, 1, TOKENS) == pytest.approx(expected, rel=0.02)
 
 
-def test_what_is_frozen_has_no_gradients_and_states_and_is_not_reduced(full: ModelTrace, adapted: ModelTrace) -> None:
-    """Frozen parameters stay in bfloat16; AdamW keeps two float32 states for each trained one."""
-    hardware, work, fixed = Hardware.parse("2x4:a100-40g@10gbps"), Workload(TOKENS, 16), {"shard": 4, "pipeline": 1}
+def test_what_is_frozen_has_no_gradients_and_states_and_is_not_reduced(
+    full: ModelTrace, adapted: ModelTrace
+) -> None:
+    """Frozen parameters stay in bfloat16; AdamW keeps two float32 states for each
+    trained one."""
+    hardware, work, fixed = (
+        Hardware.parse("2x4:a100-40g@10gbps"),
+        Workload(TOKENS, 16),
+        {"shard": 4, "pipeline": 1},
+    )
     chosen = plan(adapted, hardware, work, fixed=fixed).chosen
     assert chosen.memory.optimizer == pytest.approx(LAYERS * ADAPTERS * 8 / 4, rel=0.01)
-    assert chosen.memory.parameters == pytest.approx((2 * full.parameters + 4 * LAYERS * ADAPTERS) / 4, rel=0.02)
-    assert chosen.time.replicas < plan(full, hardware, work, fixed=fixed).chosen.time.replicas / 2
+    assert chosen.memory.parameters == pytest.approx(
+        (2 * full.parameters + 4 * LAYERS * ADAPTERS) / 4, rel=0.02
+    )
+    assert (
+        chosen.time.replicas
+        < plan(full, hardware, work, fixed=fixed).chosen.time.replicas / 2
+    )
 
 
 @pytest.mark.slow
-def test_memory_of_adapters_is_that_of_a_run_without_values(adapted: ModelTrace) -> None:
+def test_memory_of_adapters_is_that_of_a_run_without_values(
+    adapted: ModelTrace,
+) -> None:
     """3 %: a trace of two blocks rounds."""
-    found = plan(adapted, Hardware.parse("1x4:a100-40g"), Workload(TOKENS, 16), fixed={"shard": 4, "tensor": 1}).chosen
+    found = plan(
+        adapted,
+        Hardware.parse("1x4:a100-40g"),
+        Workload(TOKENS, 16),
+        fixed={"shard": 4, "tensor": 1},
+    ).chosen
     words = f"tiny+lora:{RANK}"
     question = Question(
-        words, Hardware.parse("1x4:a100-40g"), found.knobs, TOKENS, found.micro_batch, found.count, fields=LLAMA
+        words,
+        Hardware.parse("1x4:a100-40g"),
+        found.knobs,
+        TOKENS,
+        found.micro_batch,
+        found.count,
+        fields=LLAMA,
     )
     ran = dry_run(question)[0]
-    assert ran.total == pytest.approx(found.memory.total - found.memory.margin, rel=0.03)
+    assert ran.total == pytest.approx(
+        found.memory.total - found.memory.margin, rel=0.03
+    )
 
 
 def test_a_rank_of_adapters_is_a_number() -> None:
@@ -88,23 +122,47 @@ def test_what_does_not_fit_a_small_card_fits_with_adapters(
     full: ModelTrace, adapted: ModelTrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before more nodes are offered. The host's memory is fixed to be left alone."""
-    monkeypatch.setattr(planner, "trace", lambda words, tokens: adapted if "+lora" in words else full)
-    room = FITTED.context_gib + 0.85 * 16 * full.parameters / 2**30  # of all states a part
-    hardware = Hardware(1, 1, Device("small", room, 1e12, 1e11, 1e10, "no data sheet", 1e13), 0.0)
-    with pytest.raises(NothingFits, match="adapters of rank 16 alone are trained") as error:
-        plan("tiny", hardware, Workload(TOKENS, 1), fixed={"state_offload": None, "chunked_cross_entropy": 8})
+    monkeypatch.setattr(
+        planner, "trace", lambda words, tokens: adapted if "+lora" in words else full
+    )
+    # Of all states a part.
+    room = FITTED.context_gib + 0.85 * 16 * full.parameters / 2**30
+    hardware = Hardware(
+        1, 1, Device("small", room, 1e12, 1e11, 1e10, "no data sheet", 1e13), 0.0
+    )
+    with pytest.raises(
+        NothingFits, match="adapters of rank 16 alone are trained"
+    ) as error:
+        plan(
+            "tiny",
+            hardware,
+            Workload(TOKENS, 1),
+            fixed={"state_offload": None, "chunked_cross_entropy": 8},
+        )
     words = [said for said, _ in error.value.changes]
     adapters = next(place for place, said in enumerate(words) if "adapters" in said)
     assert not any("nodes" in said for said in words[:adapters])
 
 
 def test_a_deadline_takes_the_fewest_nodes_that_keep_it(full: ModelTrace) -> None:
-    slow = Device("slow", 80.0, 1e10, 1e11, 1e10, "no data sheet", 1e9)  # computing is all of a step
-    found = plan(full, Hardware(4, 4, slow, 1600.0, price=10.0), Workload(TOKENS, 256, tokens=1e12), fixed=ALONE)
+    # Computing is all of a step.
+    slow = Device("slow", 80.0, 1e10, 1e11, 1e10, "no data sheet", 1e9)
+    found = plan(
+        full,
+        Hardware(4, 4, slow, 1600.0, price=10.0),
+        Workload(TOKENS, 256, tokens=1e12),
+        fixed=ALONE,
+    )
     days = found.days()
     assert days is not None
-    fewer, same, more = (within(found, share * days, None) for share in (1e3, 1.001, 0.7))
-    assert fewer.hardware.nodes == 1 and same.hardware.nodes == 4 and more.hardware.nodes > 4
+    fewer, same, more = (
+        within(found, share * days, None) for share in (1e3, 1.001, 0.7)
+    )
+    assert (
+        fewer.hardware.nodes == 1
+        and same.hardware.nodes == 4
+        and more.hardware.nodes > 4
+    )
     for each, limit in ((same, 1.001 * days), (more, 0.7 * days)):
         planned = each.days()
         assert planned is not None and planned <= limit
@@ -120,10 +178,24 @@ def test_a_deadline_and_a_budget_say_what_they_need(full: ModelTrace) -> None:
         within(replace(found, workload=replace(found.workload, tokens=1e9)), None, 100)
 
 
-def test_the_command_takes_tokens_of_a_step_a_price_and_days(full: ModelTrace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_tokens_of_a_step_a_price_and_days(
+    full: ModelTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planner, "trace", lambda words, tokens: full)
-    typed = ["plan", "tiny", "--cluster", "2x4:h100@400gbps", "--seq", "64", "--json", "--tokens", "1e9"]
-    done = CliRunner().invoke(app, [*typed, "--batch-tokens", "1024", "--price", "10", "--days", "1000"])
+    typed = [
+        "plan",
+        "tiny",
+        "--cluster",
+        "2x4:h100@400gbps",
+        "--seq",
+        "64",
+        "--json",
+        "--tokens",
+        "1e9",
+    ]
+    done = CliRunner().invoke(
+        app, [*typed, "--batch-tokens", "1024", "--price", "10", "--days", "1000"]
+    )
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["global_batch"] == 16 and told["cluster"].startswith("1 x 4")

@@ -13,8 +13,11 @@ from smp_core.planner.trace_meter import TraceMeter
 WIDTH = 1000
 
 
-def moved(step: Callable[[torch.Tensor, torch.Tensor], object], what: str = "moved") -> float:
-    """Return the bytes that ``step`` moves, of two float32 vectors of 1,000 elements; "fused": if it is compiled."""
+def moved(
+    step: Callable[[torch.Tensor, torch.Tensor], object], what: str = "moved"
+) -> float:
+    """Return the bytes that ``step`` moves, of two float32 vectors of 1,000 elements;
+    "fused": if it is compiled."""
     with FakeTensorMode():
         x, y = torch.ones(WIDTH), torch.ones(WIDTH)
         with TraceMeter(set()) as meter:
@@ -28,7 +31,8 @@ def test_operators_move_what_they_read_and_write() -> None:
 
 
 def test_views_and_questions_move_nothing() -> None:
-    """Each `device` goes through the dispatcher as an operator that takes a tensor and returns none."""
+    """Each `device` goes through the dispatcher as an operator that takes a tensor and
+    returns none."""
     assert moved(lambda x, y: (x.device, y.device, x.is_same_size(y))) == 0
     assert moved(lambda x, y: x[:10].view(2, 5)) == 0
 
@@ -45,10 +49,13 @@ def product(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("step", "vectors"),
     [
-        (lambda x, y: torch.relu(x + y).mean(), 2),  # two are read, nothing that is made is used
-        (lambda x, y: product(torch.relu(x + y)), 3),  # the product reads what was written
+        # Two are read, nothing that is made is used.
+        (lambda x, y: torch.relu(x + y).mean(), 2),
+        # The product reads what was written.
+        (lambda x, y: product(torch.relu(x + y)), 3),
         (lambda x, y: product(torch.relu(x) * x.mean()), 2),  # x is read once
-        (lambda x, y: (torch.relu(x), product(y), torch.tanh(x)), 2),  # by one kernel before the product, one behind it
+        # By one kernel before the product, one behind it.
+        (lambda x, y: (torch.relu(x), product(y), torch.tanh(x)), 2),
         (lambda x, y: x.mul_(2.0).add_(y), 4),  # x and y are read, and x changed twice
     ],
 )

@@ -1,4 +1,5 @@
-"""Cases of adapters attached to a model, drawn from seeds: each is trained on ranks and in one process."""
+"""Cases of adapters attached to a model, drawn from seeds: each is trained on ranks and
+in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint import load_checkpoint, load_named_optimizer_state, save_checkpoint
+from smp_core.checkpoint import (
+    load_checkpoint,
+    load_named_optimizer_state,
+    save_checkpoint,
+)
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
@@ -24,7 +29,8 @@ from smp_core.topology import Topology
 from tests.core.sharding.frozen_runs import with_decoded_base
 
 WORLD, WIDTH, STEPS = 4, 16, 5
-# Before which step adapters come that are attached last, and after which step a run is saved and another goes on.
+# Before which step adapters come that are attached last, and after which step a run is
+# saved and another goes on.
 LATER, SAVED = 2, 3
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -43,7 +49,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {"shard_degree": 4, "frozen_storage": "int4", "reshard_after_forward": False},
     {"shard_degree": 2, "activations": "full"},
 ]
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
+OPTIMIZERS: dict[
+    str,
+    tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]],
+] = {
     "adamw": (torch.optim.AdamW, torch.optim.AdamW),
     "sgd": (torch.optim.SGD, torch.optim.SGD),
     "adafactor": (Adafactor, torch.optim.Adafactor),
@@ -56,9 +65,10 @@ class Case:
 
     Attributes:
         knobs: the layout.
-        moments: when the adapters "adapter" and "other" come: "before" the model is prepared, "after" that, "later":
-            between two steps.
-        later_by: how the optimizer gets what comes later: a "group" of it, or a "new optimizer".
+        moments: when the adapters "adapter" and "other" come: "before" the model is
+            prepared, "after" that, "later": between two steps.
+        later_by: how the optimizer gets what comes later: a "group" of it, or a "new
+            optimizer".
         swapped: odd ranks attach in another order, and list parameters in another one.
         alone: the rank that alone attaches the second adapter; None: all do.
         places: the modules that get adapters: "blocks", "first block", "root".
@@ -68,7 +78,8 @@ class Case:
         optimizer: of :data:`OPTIMIZERS`.
         micro_batches: of a step.
         clips: the norm is clipped.
-        resumed: the layout of a second run that goes on from a checkpoint; None: there is none.
+        resumed: the layout of a second run that goes on from a checkpoint; None: there
+            is none.
         attached_again: when the second run's adapters come.
     """
 
@@ -93,18 +104,28 @@ class Case:
         return 1e-12 if self.dtype == torch.float64 else 1e-6
 
     def __str__(self) -> str:
-        return ", ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
+        return ", ".join(
+            f"{each.name}={getattr(self, each.name)}" for each in fields(self)
+        )
 
 
 def draw(seed: int) -> Case:
     rng = random.Random(seed)
     pick = rng.choice
-    dtype, alone = pick([torch.float64] * 4 + [torch.float32]), pick([None] * 5 + [0, 3])
+    dtype, alone = (
+        pick([torch.float64] * 4 + [torch.float32]),
+        pick([None] * 5 + [0, 3]),
+    )
     # All ranks make an optimizer where one has an adapter of its own.
     first = "before" if alone is not None else pick(["before", "after", "later"])
     knobs = pick(LAYOUTS)
-    # A frozen part of an adapter that comes before the model is prepared would be codes, too.
-    trained = pick(["adapters", "some", "base"] if "frozen_storage" not in knobs else ["adapters", "base"])
+    # A frozen part of an adapter that comes before the model is prepared would be
+    # codes, too.
+    trained = pick(
+        ["adapters", "some", "base"]
+        if "frozen_storage" not in knobs
+        else ["adapters", "base"]
+    )
     return Case(
         knobs=knobs,
         moments=(first, pick(["before", "after", "later"])),
@@ -115,8 +136,11 @@ def draw(seed: int) -> Case:
         shared=pick([False, False, True]),
         trained=trained,
         dtype=dtype,
-        # Others divide by square roots of gradients, whose rounding float32 shows where they are near zero.
-        optimizer=pick(["adamw", "sgd", "adafactor", "adafactor"]) if dtype == torch.float64 else "sgd",
+        # Others divide by square roots of gradients, whose rounding float32 shows where
+        # they are near zero.
+        optimizer=pick(["adamw", "sgd", "adafactor", "adafactor"])
+        if dtype == torch.float64
+        else "sgd",
         micro_batches=pick([1, 2]),
         clips=pick([False, True]),
         resumed=pick([None, None, *LAYOUTS[:4], *LAYOUTS[6:9]]),
@@ -125,11 +149,15 @@ def draw(seed: int) -> Case:
 
 
 class LowRank(nn.Module):
-    """An adapter with a matrix of fewer rows than ranks, a vector, and a 0-d scale, which computes in its own dtype."""
+    """An adapter with a matrix of fewer rows than ranks, a vector, and a 0-d scale,
+    which computes in its own dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 3, bias=False, dtype=dtype), nn.Linear(3, WIDTH, dtype=dtype)
+        self.a, self.b = (
+            nn.Linear(WIDTH, 3, bias=False, dtype=dtype),
+            nn.Linear(3, WIDTH, dtype=dtype),
+        )
         self.scale = nn.Parameter(torch.ones((), dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +205,13 @@ class Training:
         moments: when adapters come in this run.
     """
 
-    def __init__(self, case: Case, knobs: dict[str, Any] | None, seed: int, moments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        knobs: dict[str, Any] | None,
+        seed: int,
+        moments: Sequence[str],
+    ) -> None:
         self.case, self._seed = case, seed
         self.rank = dist.get_rank() if knobs is not None else 0
         torch.manual_seed(0)
@@ -192,7 +226,11 @@ class Training:
             with_decoded_base(self.model, case.knobs["frozen_storage"])
         self._attach([name for name, moment in names.items() if moment == "before"])
         if knobs is not None:
-            self.parallel = parallelize(self.model, SmpConfig(units=["Block"], **knobs), topology=Topology.discover())
+            self.parallel = parallelize(
+                self.model,
+                SmpConfig(units=["Block"], **knobs),
+                topology=Topology.discover(),
+            )
         self._attach([name for name, moment in names.items() if moment == "after"])
         self.optimizers: list[torch.optim.Optimizer] = []
         if trained := self._trained():
@@ -200,11 +238,20 @@ class Training:
 
     def train(self, begin: int, end: int, ranks: Sequence[int]) -> None:
         """Train steps, with the batches of these ranks."""
-        case, window = self.case, None if self.parallel is None else self.parallel.window
+        case, window = (
+            self.case,
+            None if self.parallel is None else self.parallel.window,
+        )
         for step in range(begin, end):
             if step == LATER and self._later:
                 self._attach(self._later)
-                self._take_in([p for name, p in self._named() if any(f".{each}." in name for each in self._later)])
+                self._take_in(
+                    [
+                        p
+                        for name, p in self._named()
+                        if any(f".{each}." in name for each in self._later)
+                    ]
+                )
             if not self.optimizers:
                 continue  # nothing is trained yet
             for optimizer in self.optimizers:
@@ -225,12 +272,20 @@ class Training:
     def whole(self) -> dict[str, torch.Tensor]:
         """Return all weights, gathered."""
         named = self.model.named_parameters()
-        return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in named
+        }
 
     def save(self, folder: Path) -> None:
         assert self.parallel is not None
-        states = {str(n): self.parallel.optimizer_state(each) for n, each in enumerate(self.optimizers)}
-        save_checkpoint(folder, {"model": self.parallel.model_state(), "optimizers": states})
+        states = {
+            str(n): self.parallel.optimizer_state(each)
+            for n, each in enumerate(self.optimizers)
+        }
+        save_checkpoint(
+            folder, {"model": self.parallel.model_state(), "optimizers": states}
+        )
 
     def load(self, folder: Path) -> None:
         assert self.parallel is not None
@@ -238,7 +293,9 @@ class Training:
         load_checkpoint(folder, {"model": state})
         self.parallel.take_model_state(state)
         for number, optimizer in enumerate(self.optimizers):
-            load_named_optimizer_state(folder, ("optimizers", str(number)), self.parallel.module, optimizer)
+            load_named_optimizer_state(
+                folder, ("optimizers", str(number)), self.parallel.module, optimizer
+            )
 
     def _attach(self, names: Sequence[str]) -> None:
         """Attach adapters, of this rank's values; odd ranks the last one first."""
@@ -289,7 +346,10 @@ def on_ranks(case: Case, folder: Path) -> dict[str, torch.Tensor] | str:
         training.train(0, end, [training.rank])
         if case.resumed is not None:
             training.save(folder)
-            again = tuple("before" if moment == "before" else case.attached_again for moment in case.moments)
+            again = tuple(
+                "before" if moment == "before" else case.attached_again
+                for moment in case.moments
+            )
             training = resumed(case, training, again)
             training.load(folder)
             training.train(SAVED, STEPS, [training.rank])
@@ -301,7 +361,10 @@ def on_ranks(case: Case, folder: Path) -> dict[str, torch.Tensor] | str:
 def resumed(case: Case, before: Training, moments: Sequence[str]) -> Training:
     """Return the second run, whose optimizers have the groups of the first one's."""
     names = {id(p): name for name, p in before.model.named_parameters()}
-    groups = [[[names[id(p)] for p in g["params"]] for g in each.param_groups] for each in before.optimizers]
+    groups = [
+        [[names[id(p)] for p in g["params"]] for g in each.param_groups]
+        for each in before.optimizers
+    ]
     assert case.resumed is not None
     after = Training(case, {**case.resumed, **_codes(case)}, 50 + before.rank, moments)
     assert after.parallel is not None
@@ -309,14 +372,23 @@ def resumed(case: Case, before: Training, moments: Sequence[str]) -> Training:
     after.optimizers = []
     for of_optimizer in groups:
         kind = OPTIMIZERS[case.optimizer][0]
-        made = kind([{"params": [by_name[name] for name in group], "lr": 0.1} for group in of_optimizer])
+        made = kind(
+            [
+                {"params": [by_name[name] for name in group], "lr": 0.1}
+                for group in of_optimizer
+            ]
+        )
         after.parallel.prepare_optimizer(made)
         after.optimizers.append(made)
     return after
 
 
 def _codes(case: Case) -> dict[str, Any]:
-    return {"frozen_storage": case.knobs["frozen_storage"]} if "frozen_storage" in case.knobs else {}
+    return (
+        {"frozen_storage": case.knobs["frozen_storage"]}
+        if "frozen_storage" in case.knobs
+        else {}
+    )
 
 
 def in_one_process(case: Case) -> dict[str, torch.Tensor]:

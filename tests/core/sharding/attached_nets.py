@@ -18,8 +18,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.base(x)
-        for number, name in enumerate(sorted(name for name, _ in self.named_children())):
-            y = y if name == "base" else y + (1 - 3 * number) * self.get_submodule(name)(x)
+        for number, name in enumerate(
+            sorted(name for name, _ in self.named_children())
+        ):
+            y = (
+                y
+                if name == "base"
+                else y + (1 - 3 * number) * self.get_submodule(name)(x)
+            )
         return y.tanh()
 
 
@@ -40,10 +46,20 @@ def net() -> Net:
 
 
 def attach(
-    model: Any, seed: int, width: int = 2, swapped: bool = False, names: Sequence[str] = ("adapter", "other")
+    model: Any,
+    seed: int,
+    width: int = 2,
+    swapped: bool = False,
+    names: Sequence[str] = ("adapter", "other"),
 ) -> None:
     """Attach two adapters to each block, of other values for each seed."""
     torch.manual_seed(seed)
     for block in model.blocks:
         for name in names[::-1] if swapped else names:
-            setattr(block, name, nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)).double())
+            setattr(
+                block,
+                name,
+                nn.Sequential(
+                    nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+                ).double(),
+            )

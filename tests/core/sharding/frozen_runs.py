@@ -1,4 +1,5 @@
-"""A small net with adapters beside a frozen base, on shards that store the base as codes and in one process."""
+"""A small net with adapters beside a frozen base, on shards that store the base as
+codes and in one process."""
 
 from __future__ import annotations
 
@@ -24,19 +25,27 @@ class Adapted(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.base = nn.Linear(inputs, outputs)
-        self.a, self.b = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+        self.a, self.b = (
+            nn.Linear(inputs, 2, bias=False),
+            nn.Linear(2, outputs, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.b(self.a(x))
 
 
 class Block(nn.Module):
-    """Uneven rows of several blocks of codes, fewer rows than ranks, rows too short for codes, vectors."""
+    """Uneven rows of several blocks of codes, fewer rows than ranks, rows too short for
+    codes, vectors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = Adapted(WIDTH, 300), Adapted(300, WIDTH)
-        self.few, self.short, self.norm = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH), nn.LayerNorm(WIDTH)
+        self.few, self.short, self.norm = (
+            nn.Linear(WIDTH, 3),
+            nn.Linear(3, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x + self.down(self.up(x).tanh()) + self.short(self.few(x)))
@@ -47,7 +56,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head.weight = self.embed.weight
 
@@ -55,7 +67,9 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> Net:
@@ -70,7 +84,11 @@ def frozen(model: Any) -> Any:
 
 
 def is_coded(parameter: torch.Tensor) -> bool:
-    return not parameter.requires_grad and parameter.ndim > 1 and parameter[0].numel() >= 16
+    return (
+        not parameter.requires_grad
+        and parameter.ndim > 1
+        and parameter[0].numel() >= 16
+    )
 
 
 @torch.no_grad()
@@ -78,16 +96,26 @@ def with_decoded_base(model: Any, name: Any) -> Any:
     """The model that shards compute with, in one process."""
     for parameter in model.parameters():
         if is_coded(parameter):
-            parameter.copy_(as_codes(parameter, parameter.shape, RowCodec(name)).decoded())
+            parameter.copy_(
+                as_codes(parameter, parameter.shape, RowCodec(name)).decoded()
+            )
     return model
 
 
-def parallel_net(seed: int = 0, dtype: torch.dtype = torch.float64, **knobs: Any) -> ParallelModel:
-    return parallelize(net(seed, dtype), SmpConfig(units=["Block"], **knobs), topology=Topology.discover())
+def parallel_net(
+    seed: int = 0, dtype: torch.dtype = torch.float64, **knobs: Any
+) -> ParallelModel:
+    return parallelize(
+        net(seed, dtype),
+        SmpConfig(units=["Block"], **knobs),
+        topology=Topology.discover(),
+    )
 
 
 def adapters_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    return torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-2
+    )
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -95,7 +123,12 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 6), generator=generator)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Iterable[int], steps: Iterable[int]) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Iterable[int],
+    steps: Iterable[int],
+) -> None:
     for step in steps:
         optimizer.zero_grad()
         losses = [model(batch(step, rank)) for rank in ranks]
@@ -103,13 +136,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Iterable[in
         optimizer.step()
 
 
-def alone(name: str, world: int, steps: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def alone(
+    name: str, world: int, steps: int, dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
     model = with_decoded_base(net(dtype=dtype), name)
     train(model, adapters_of(model), range(world), range(steps))
     return {key: value.detach() for key, value in model.named_parameters()}
 
 
-def on_shards(steps: Iterable[int], dtype: torch.dtype = torch.float64, **knobs: Any) -> ParallelModel:
+def on_shards(
+    steps: Iterable[int], dtype: torch.dtype = torch.float64, **knobs: Any
+) -> ParallelModel:
     parallel = parallel_net(dist.get_rank(), dtype, **knobs)
     optimizer = adapters_of(parallel.module)
     parallel.prepare_optimizer(optimizer)

@@ -12,11 +12,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
-from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.checkpoint.optimizers import (
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
 from tests.core.gpt import SmallGpt
 from tests.core.scenarios import parallel_model
 
-RECIPES: dict[str, dict[str, Any]] = {"bfloat16 model": {}, "mixed": {"param_dtype": "bfloat16"}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "bfloat16 model": {},
+    "mixed": {"param_dtype": "bfloat16"},
+}
 
 
 def bf16_model(recipe: str) -> nn.Module:
@@ -40,7 +46,10 @@ def bf16_tokens(step: int, micro: int, rank: int) -> torch.Tensor:
 
 def one_process_with_masters(recipe: str) -> dict[str, torch.Tensor]:
     computing = bf16_model(recipe).bfloat16()
-    masters = {name: nn.Parameter(p.detach().float()) for name, p in bf16_model(recipe).named_parameters()}
+    masters = {
+        name: nn.Parameter(p.detach().float())
+        for name, p in bf16_model(recipe).named_parameters()
+    }
     optimizer = momentum(masters.values())
     for step in range(BF16_STEPS):
         for name, parameter in computing.named_parameters():
@@ -67,7 +76,11 @@ class HalfPrecisionRun:
 
 
 def half_precision_run(
-    recipe: str, knobs: dict[str, Any], steps: tuple[int, int], load: str | None = None, save: str | None = None
+    recipe: str,
+    knobs: dict[str, Any],
+    steps: tuple[int, int],
+    load: str | None = None,
+    save: str | None = None,
 ) -> HalfPrecisionRun:
     parallel = parallel_model(bf16_model(recipe), **{**RECIPES[recipe], **knobs})
     optimizer = momentum(parallel.module.parameters())
@@ -80,24 +93,37 @@ def half_precision_run(
     for step in range(*steps):
         for micro in range(BF16_MICRO):
             with parallel.window.accumulate(micro < BF16_MICRO - 1):
-                (parallel.module(bf16_tokens(step, micro, dist.get_rank())) / BF16_MICRO).backward()
+                (
+                    parallel.module(bf16_tokens(step, micro, dist.get_rank()))
+                    / BF16_MICRO
+                ).backward()
         optimizer.step()
         optimizer.zero_grad()
     sent = parallel.meter.unfinished().get("all_gather/inter_bytes", 0.0)
-    state, named = parallel.model_state(), named_optimizer_state(parallel.module, optimizer)
+    state, named = (
+        parallel.model_state(),
+        named_optimizer_state(parallel.module, optimizer),
+    )
     if save is not None:
         save_checkpoint(save, {"model": state, "optimizer": named})
     # For a bfloat16 model the weights are those of its optimizer state.
     names = [name for name, _ in parallel.module.named_parameters()]
     fine = {name: named["state"][name].get("smp_master", state[name]) for name in names}
-    weights = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in fine.items()}
+    weights = {
+        name: v.full_tensor() if isinstance(v, DTensor) else v
+        for name, v in fine.items()
+    }
     stored = {parameter.dtype for parameter in parallel.module.parameters()}
-    return HalfPrecisionRun(weights, stored, sent, str(parallel.config.why("optimizer_shard")))
+    return HalfPrecisionRun(
+        weights, stored, sent, str(parallel.config.why("optimizer_shard"))
+    )
 
 
-def assert_near(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """float32 sums of eight gradients in another order, through four steps; an update that was lost to bfloat16 would
-    be 2**-9 of a weight off."""
+def assert_near(
+    seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    """float32 sums of eight gradients in another order, through four steps; an update
+    that was lost to bfloat16 would be 2**-9 of a weight off."""
     for name, value in expected.items():
         assert seen[name].dtype == torch.float32
         assert (seen[name] - value).abs().max() <= 2e-6, name

@@ -25,7 +25,8 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 class Net(nn.Module):
-    """Rows that do not divide, fewer rows than ranks, a matrix tied across units, a 0-d parameter."""
+    """Rows that do not divide, fewer rows than ranks, a matrix tied across units, a 0-d
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,11 @@ def nothing(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Iterable[int], edit: Edit = nothing, begin: int = 0
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Iterable[int],
+    edit: Edit = nothing,
+    begin: int = 0,
 ) -> None:
     """``ranks``: whose batches this process sees."""
     ranks = list(ranks)
@@ -70,15 +75,23 @@ def train(
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .clone()
+    )
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def difference(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    return max((seen[name] - value).abs().max().item() for name, value in expected.items())
+def difference(
+    seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> float:
+    return max(
+        (seen[name] - value).abs().max().item() for name, value in expected.items()
+    )
 
 
 def sharded(knobs: dict[str, Any], seed: int = 0) -> ParallelModel:
@@ -91,7 +104,8 @@ def own_batch(parallel: ParallelModel) -> list[int]:
 
 @register_elementwise
 class Averages(torch.optim.SGD):
-    """Trains at one point and is evaluated at another, as schedule-free optimizers are; steps only while training."""
+    """Trains at one point and is evaluated at another, as schedule-free optimizers are;
+    steps only while training."""
 
     training = False
 

@@ -10,7 +10,9 @@ from torch import nn
 from smp_core.sharding.optimizer.host import step_on_host
 
 
-def offloaded(parameters: list[nn.Parameter], make: Any, device: str = "cpu") -> torch.optim.Optimizer:
+def offloaded(
+    parameters: list[nn.Parameter], make: Any, device: str = "cpu"
+) -> torch.optim.Optimizer:
     optimizer = make(parameters)
     step_on_host(optimizer, torch.device(device))
     return optimizer
@@ -18,13 +20,18 @@ def offloaded(parameters: list[nn.Parameter], make: Any, device: str = "cpu") ->
 
 def bfloat16_parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(n, 3, generator=generator).bfloat16()) for n in (2, 5, 4)]
+    return [
+        nn.Parameter(torch.randn(n, 3, generator=generator).bfloat16())
+        for n in (2, 5, 4)
+    ]
 
 
 def gradients(step: int, parameters: list[nn.Parameter]) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(
+            parameter.dtype
+        )
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -41,4 +48,6 @@ def master_steps(steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for master, parameter in zip(masters, parameters, strict=True):
             master.grad = parameter.grad.float()
         optimizer.step()
-    return [master.detach().bfloat16() for master in masters], [master.detach() for master in masters]
+    return [master.detach().bfloat16() for master in masters], [
+        master.detach() for master in masters
+    ]

@@ -1,5 +1,5 @@
-"""Adapters that are attached after a model was sharded, or to one that came sharded, are one adapter on all ranks, and
-train as in one process."""
+"""Adapters that are attached after a model was sharded, or to one that came sharded,
+are one adapter on all ranks, and train as in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]) 
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    return torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-2
+    )
 
 
 def alone(coded: str | None) -> dict[str, torch.Tensor]:
@@ -58,7 +60,10 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
     rank, model = dist.get_rank(), net()
     asked = SmpConfig(units=["Block"], **knobs)
     if order == "came sharded":
-        asked, mesh = SmpConfig(**knobs), init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "shard"))
+        asked, mesh = (
+            SmpConfig(**knobs),
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "shard")),
+        )
         for block in model.blocks:
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
@@ -68,16 +73,25 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
     if order == "after":
         attach(model, rank, swapped=rank % 2 == 1)
     # Frozen parameters have no gradients, and are not stepped.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if order == "in a group" else adamw(model)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if order == "in a group"
+        else adamw(model)
+    )
     parallel.prepare_optimizer(optimizer)
     if order == "in a group":
         attach(model, rank)
-        optimizer.add_param_group({"params": [each for each in model.parameters() if each.requires_grad]})
+        optimizer.add_param_group(
+            {"params": [each for each in model.parameters() if each.requires_grad]}
+        )
     train(model, optimizer, [rank])
     expected = alone(knobs.get("frozen_storage"))
     pairs = [(value, expected[name]) for name, value in model.named_parameters()]
     return max(
-        ((value.full_tensor() if isinstance(value, DTensor) else value) - other).abs().max().item()
+        ((value.full_tensor() if isinstance(value, DTensor) else value) - other)
+        .abs()
+        .max()
+        .item()
         for value, other in pairs
     )
 
@@ -89,35 +103,50 @@ def attached(order: str, knobs: dict[str, Any]) -> float:
         pytest.param("after", {"shard_degree": 2}, marks=pytest.mark.slow),
         pytest.param("after", {"shard_degree": 1}, marks=pytest.mark.slow),
         ("after", {"shard_degree": 4, "frozen_storage": "int8"}),
-        pytest.param("after", {"shard_degree": 2, "keep_between_micro_batches": "gradients"}, marks=pytest.mark.slow),
+        pytest.param(
+            "after",
+            {"shard_degree": 2, "keep_between_micro_batches": "gradients"},
+            marks=pytest.mark.slow,
+        ),
         ("in a group", {"shard_degree": 2}),
         ("came sharded", {}),
     ],
     ids=str,
 )
-def test_adapters_train_like_one_process_whenever_they_are_attached(order: str, knobs: dict[str, Any]) -> None:
+def test_adapters_train_like_one_process_whenever_they_are_attached(
+    order: str, knobs: dict[str, Any]
+) -> None:
     for seen in run_ranks(attached, WORLD, order, knobs, ranks_per_node=2):
         assert seen <= EXACT
 
 
 def listed_otherwise() -> float:
-    """Adafactor adds up numbers of all parameters in one message, in the order in which they are listed."""
+    """Adafactor adds up numbers of all parameters in one message, in the order in which
+    they are listed."""
     rank, model = dist.get_rank(), net()
     attach(model, rank)
-    parallel = parallelize(model, SmpConfig(units=["Block"], shard_degree=4), topology=Topology.discover())
+    parallel = parallelize(
+        model, SmpConfig(units=["Block"], shard_degree=4), topology=Topology.discover()
+    )
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = Adafactor(trained[::-1] if rank % 2 else trained)
     parallel.prepare_optimizer(optimizer)
     train(model, optimizer, [rank])
     expected = net()
     attach(expected, 0)
-    theirs = torch.optim.Adafactor([each for each in expected.parameters() if each.requires_grad])
+    theirs = torch.optim.Adafactor(
+        [each for each in expected.parameters() if each.requires_grad]
+    )
     train(expected, theirs, list(range(WORLD)))
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    return max((value.full_tensor() - other).abs().max().item() for value, other in pairs)
+    return max(
+        (value.full_tensor() - other).abs().max().item() for value, other in pairs
+    )
 
 
-def test_an_optimizer_that_lists_parameters_in_another_order_on_some_ranks_is_exact() -> None:
+def test_an_optimizer_that_lists_parameters_in_another_order_on_some_ranks_is_exact() -> (
+    None
+):
     assert max(run_ranks(listed_otherwise, WORLD, ranks_per_node=2)) <= EXACT
 
 
@@ -128,14 +157,20 @@ def others_on_a_rank(case: str) -> str:
     attach(model, 0)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("adapter" in name)
-    parallel = parallelize(model, SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover())
+    parallel = parallelize(
+        model, SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover()
+    )
     optimizer = adamw(model)
     parallel.prepare_optimizer(optimizer)
     train(model, optimizer, [rank])
     if "nothing else" in case:
         model.requires_grad_(False)
     before = {name: own_part(value).clone() for name, value in model.named_parameters()}
-    late = [f"late{rank}"] if case == "of other names" else ["late"] * (rank == 2 or "on one" not in case)
+    late = (
+        [f"late{rank}"]
+        if case == "of other names"
+        else ["late"] * (rank == 2 or "on one" not in case)
+    )
     for name in late:
         attach(model, 0, 2 + (rank == 2 and case == "of another shape"), names=[name])
     attached = [value for name, value in model.named_parameters() if "late" in name]
@@ -148,12 +183,17 @@ def others_on_a_rank(case: str) -> str:
             parallel.prepare_optimizer(torch.optim.AdamW(attached[: 2 + (rank == 2)]))
         elif case == "in another group at one rank":
             groups = [{"params": attached[:1]}, {"params": attached[1:]}]
-            parallel.prepare_optimizer(torch.optim.AdamW(groups[:: -1 if rank == 2 else 1]))
+            parallel.prepare_optimizer(
+                torch.optim.AdamW(groups[:: -1 if rank == 2 else 1])
+            )
         elif case in ("of another shape", "of other names"):
             parallel.prepare_optimizer(torch.optim.AdamW(attached))
         train(model, optimizer, [rank])
     except (ValueError, RanksDiverged) as error:
-        assert all(torch.equal(own_part(model.get_parameter(name)), value) for name, value in before.items())
+        assert all(
+            torch.equal(own_part(model.get_parameter(name)), value)
+            for name, value in before.items()
+        )
         return str(error)
     return ""
 
@@ -180,13 +220,17 @@ def test_what_one_rank_does_otherwise_is_refused_on_all_ranks(case: str) -> None
 def saved_and_loaded(folder: Any) -> list[bool]:
     """From one attached after to one attached before, which is sharded."""
     found = []
-    late = parallelize(net(), SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover())
+    late = parallelize(
+        net(), SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover()
+    )
     attach(late.module, 0)
     late.prepare_optimizer(adamw(late.module))
     save_checkpoint(folder, {"model": late.model_state()})
     model = net()
     attach(model, 1)
-    early = parallelize(model, SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover())
+    early = parallelize(
+        model, SmpConfig(units=["Block"], shard_degree=2), topology=Topology.discover()
+    )
     load_checkpoint(folder, {"model": early.model_state()})
     for name, value in early.module.named_parameters():
         assert isinstance(value, DTensor)

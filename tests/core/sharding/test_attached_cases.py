@@ -1,4 +1,5 @@
-"""Adapters attached in any way that a seed draws train as in one process, or are refused on all ranks alike."""
+"""Adapters attached in any way that a seed draws train as in one process, or are
+refused on all ranks alike."""
 
 from __future__ import annotations
 
@@ -8,12 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.sharding.attached_cases import WORLD, Case, draw, in_one_process, on_ranks
+from tests.core.sharding.attached_cases import (
+    WORLD,
+    Case,
+    draw,
+    in_one_process,
+    on_ranks,
+)
 from tests.harness import run_ranks
 
-# What is said where a case is beyond what is built; of a rank that attaches an adapter alone.
-REFUSED = ("build the model in the same way on all ranks", "looks across a tensor", "cannot exchange sums")
-ALONE = ("attached different parameters", "was attached to the model after", "build the model in the same way")
+# What is said where a case is beyond what is built; of a rank that attaches an adapter
+# alone.
+REFUSED = (
+    "build the model in the same way on all ranks",
+    "looks across a tensor",
+    "cannot exchange sums",
+)
+ALONE = (
+    "attached different parameters",
+    "was attached to the model after",
+    "build the model in the same way",
+)
 
 
 def all_on_ranks(cases: list[Case], folder: Path) -> list[Any]:
@@ -37,7 +53,11 @@ def check(seeds: range, folder: Path) -> dict[str, int]:
         for seen in by_rank:
             assert seen.keys() == expected.keys(), what
             for name, value in expected.items():
-                assert torch.equal(seen[name], by_rank[0][name]), (what, name, "ranks differ")
+                assert torch.equal(seen[name], by_rank[0][name]), (
+                    what,
+                    name,
+                    "ranks differ",
+                )
                 assert (seen[name] - value).abs().max() <= case.tolerance, (what, name)
         counts["exact"] += 1
     return counts

@@ -1,4 +1,5 @@
-"""BatchNorm over all ranks equals BatchNorm of the whole batch in one process (float64: 1e-12 for the sums' order)."""
+"""BatchNorm over all ranks equals BatchNorm of the whole batch in one process (float64:
+1e-12 for the sums' order)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.harness import run_ranks
 
 def convnet() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.LazyLinear(5)).double()
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.LazyLinear(5)
+    ).double()
 
 
 def step(model: nn.Module, images: torch.Tensor) -> None:
@@ -22,12 +25,17 @@ def step(model: nn.Module, images: torch.Tensor) -> None:
 
 
 def results(model: nn.Module) -> dict[str, torch.Tensor]:
-    gradients = {f"grad.{name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
+    gradients = {
+        f"grad.{name}": parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
     return gradients | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def batch() -> torch.Tensor:
-    return torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        8, 2, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def run_synced() -> dict[str, torch.Tensor]:
@@ -50,7 +58,9 @@ def convnet_with_weights(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_gradients_and_running_statistics_are_those_of_the_global_batch(world: int) -> None:
+def test_gradients_and_running_statistics_are_those_of_the_global_batch(
+    world: int,
+) -> None:
     model = convnet()
     model(batch())
     model = convnet_with_weights(model)
@@ -58,4 +68,6 @@ def test_gradients_and_running_statistics_are_those_of_the_global_batch(world: i
     expected = results(model)
     for seen in run_ranks(run_synced, world):
         for name, value in expected.items():
-            assert (seen[name] - value).abs().max() <= 1e-12 * max(1.0, value.abs().max().item()), name
+            assert (seen[name] - value).abs().max() <= 1e-12 * max(
+                1.0, value.abs().max().item()
+            ), name

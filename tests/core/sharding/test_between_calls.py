@@ -1,8 +1,9 @@
-"""What a user lists, sets, edits or drops between calls of a sharded model is what is trained.
+"""What a user lists, sets, edits or drops between calls of a sharded model is what is
+trained.
 
-Every case is one procedure, written once and run on a plain model in one process and on a sharded one, whose ranks all
-have the same samples: losses, norms and weights are equal to 1e-12 in float64, which leaves room for another order of
-additions only.
+Every case is one procedure, written once and run on a plain model in one process and on
+a sharded one, whose ranks all have the same samples: losses, norms and weights are
+equal to 1e-12 in float64, which leaves room for another order of additions only.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Net(nn.Module):
         return self.leave(x)
 
     def frozen_inside(self, x: torch.Tensor) -> torch.Tensor:
-        """A method that freezes a layer of the root while it is gathered, and uses the model's forward."""
+        """A method that freezes a layer of the root while it is gathered, and uses the
+        model's forward."""
         self.enter.weight.requires_grad_(False)
         return self(x)
 
@@ -50,7 +52,9 @@ class Side:
 
     def __init__(self, parallel: ParallelModel | None, model: Net) -> None:
         self.parallel, self.model = parallel, model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        self.optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
+        )
         if parallel is not None:
             parallel.prepare_optimizer(self.optimizer)
         self.seen: list[torch.Tensor] = []
@@ -70,7 +74,11 @@ class Side:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        with contextlib.nullcontext() if self.parallel is None else self.parallel.window.accumulate():
+        with (
+            contextlib.nullcontext()
+            if self.parallel is None
+            else self.parallel.window.accumulate()
+        ):
             yield
 
     def clip(self) -> None:
@@ -85,7 +93,10 @@ class Side:
 
     def end(self) -> list[torch.Tensor]:
         weights = (p.detach() for p in self.model.parameters())
-        return [*self.seen, *(p.full_tensor() if isinstance(p, DTensor) else p for p in weights)]
+        return [
+            *self.seen,
+            *(p.full_tensor() if isinstance(p, DTensor) else p for p in weights),
+        ]
 
 
 def freezes_after_a_forward(side: Side) -> None:
@@ -158,7 +169,10 @@ def clips_after_a_forward(side: Side) -> None:
 
 def hooks_on_parameters(side: Side) -> None:
     side.look()
-    handles = [p.register_hook(lambda gradient: gradient * 0.5) for p in side.model.parameters()]
+    handles = [
+        p.register_hook(lambda gradient: gradient * 0.5)
+        for p in side.model.parameters()
+    ]
     side.loss(0).backward()
     side.step()
     for handle in handles:
@@ -168,11 +182,14 @@ def hooks_on_parameters(side: Side) -> None:
 
 
 def penalizes_weights(side: Side) -> None:
-    """A term of the loss that is made of the parameters themselves, before the model's own and after it."""
+    """A term of the loss that is made of the parameters themselves, before the model's
+    own and after it."""
 
     def penalty() -> torch.Tensor:
         terms = [p.square().sum() for p in side.model.parameters()]
-        return 0.1 * sum(term.full_tensor() if isinstance(term, DTensor) else term for term in terms)
+        return 0.1 * sum(
+            term.full_tensor() if isinstance(term, DTensor) else term for term in terms
+        )
 
     for number in range(2):
         with side.accumulate():
@@ -185,7 +202,12 @@ def penalizes_weights(side: Side) -> None:
 
 def zeroes_modules(side: Side) -> None:
     for set_to_none in (True, False):
-        for zeroed in (side.model, side.model.cells[0], side.model.cells, side.model.leave):
+        for zeroed in (
+            side.model,
+            side.model.cells[0],
+            side.model.cells,
+            side.model.leave,
+        ):
             with side.accumulate():
                 side.loss(0).backward()
                 zeroed.zero_grad(set_to_none)
@@ -225,7 +247,10 @@ WORLD = {"optimizer_shard": "world"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "default": {"shard_degree": 2},
     "unsharded after forward": {"shard_degree": 2, "reshard_after_forward": False},
-    "kept through windows": {"shard_degree": 2, "keep_between_micro_batches": "parameters"},
+    "kept through windows": {
+        "shard_degree": 2,
+        "keep_between_micro_batches": "parameters",
+    },
     "whole gradients held": {
         "shard_degree": 2,
         "keep_between_micro_batches": "gradients",
@@ -252,7 +277,9 @@ def on_ranks(name: str) -> dict[str, list[torch.Tensor]]:
         side = Side(parallel, parallel.module)
         procedure(side)
         if parallel.units:
-            assert all(isinstance(p, DTensor) for p in parallel.module.parameters()), procedure.__name__
+            assert all(isinstance(p, DTensor) for p in parallel.module.parameters()), (
+                procedure.__name__
+            )
         found[procedure.__name__] = side.end()
     return found
 
@@ -269,7 +296,11 @@ OFTEN_DRAWN = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in OFTEN_DRAWN else name for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in OFTEN_DRAWN else name
+        for name in LAYOUTS
+    ],
 )
 def test_what_is_done_between_calls_is_as_in_one_process(name: str) -> None:
     [ours, *_] = run_ranks(on_ranks, 4, name, ranks_per_node=2)
@@ -280,8 +311,13 @@ def test_what_is_done_between_calls_is_as_in_one_process(name: str) -> None:
         side = Side(None, Net().double())
         procedure(side)
         expected = side.end()
-        for place, (mine, theirs) in enumerate(zip(ours[procedure.__name__], expected, strict=True)):
-            assert torch.allclose(mine, theirs, rtol=0, atol=1e-12), (procedure.__name__, place)
+        for place, (mine, theirs) in enumerate(
+            zip(ours[procedure.__name__], expected, strict=True)
+        ):
+            assert torch.allclose(mine, theirs, rtol=0, atol=1e-12), (
+                procedure.__name__,
+                place,
+            )
 
 
 def refusals() -> dict[str, str]:
@@ -291,7 +327,9 @@ def refusals() -> dict[str, str]:
         model.enter.weight.data = model.enter.weight.data * 2
 
     def replaced(model: Net) -> None:
-        model.cells[0].layer.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
+        model.cells[0].layer.weight = nn.Parameter(
+            torch.zeros(6, 6, dtype=torch.float64)
+        )
 
     def changed_inside(model: Net) -> None:
         def change(module: nn.Module, _: Any) -> None:
@@ -320,7 +358,8 @@ def test_what_would_be_lost_is_refused() -> None:
         assert "parameter.copy_(value)" in found["assigned_data 2"]
         assert "was replaced after the model was sharded" in found["replaced 2"]
         assert "changed in place inside a forward" in found["changed_inside 2"]
-        assert found["assigned_data 1"] == found["changed_inside 1"] == ""  # plain parameters
+        # Plain parameters.
+        assert found["assigned_data 1"] == found["changed_inside 1"] == ""
 
 
 def copies_zero_their_own() -> tuple[bool, bool]:

@@ -1,4 +1,5 @@
-"""Models and units of classes that ``fully_shard`` cannot derive from train as in one process."""
+"""Models and units of classes that ``fully_shard`` cannot derive from train as in one
+process."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def made(name: str, bases: tuple[object, ...]) -> type[nn.Module]:
     def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(self.inner(x))
 
-    return types.new_class(name, bases, exec_body=lambda own: own.update(__init__=__init__, forward=forward))
+    return types.new_class(
+        name,
+        bases,
+        exec_body=lambda own: own.update(__init__=__init__, forward=forward),
+    )
 
 
 BLOCKS = {
@@ -74,13 +79,17 @@ def trained(kind: str, is_sharded: bool) -> dict[str, torch.Tensor]:
     model = Root(kind).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if is_sharded:
-        parallel = parallelize(model, SmpConfig(shard_degree=2, units={"modules": ["Block"]}))
+        parallel = parallelize(
+            model, SmpConfig(shard_degree=2, units={"modules": ["Block"]})
+        )
         parallel.prepare_optimizer(optimizer)
         for module in (model, *model.blocks):
             order = type(module).__mro__
             assert order.index(FSDPModule) < order.index(nn.Module)
     for seed in range(3):
-        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(
+            4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
         rank = torch.distributed.get_rank() if is_sharded else None
         model(x if rank is None else x.chunk(2)[rank]).backward()
         optimizer.step()
@@ -89,7 +98,9 @@ def trained(kind: str, is_sharded: bool) -> dict[str, torch.Tensor]:
 
 
 def differences() -> dict[str, float]:
-    return {kind: difference(trained(kind, True), trained(kind, False)) for kind in BLOCKS}
+    return {
+        kind: difference(trained(kind, True), trained(kind, False)) for kind in BLOCKS
+    }
 
 
 def test_any_class_trains_like_one_process() -> None:

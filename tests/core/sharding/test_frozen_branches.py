@@ -1,7 +1,9 @@
-"""Parts of a model are frozen, trained again or merged while replicas take different branches: one process's numbers.
+"""Parts of a model are frozen, trained again or merged while replicas take different
+branches: one process's numbers.
 
-The model is `tests.core.fuzz.models.Ways`: branches ``l`` and ``r`` share a layer, ``a`` has an adapter; every linear
-layer is a unit. Compared as random runs are (`tests.core.fuzz.running`).
+The model is `tests.core.fuzz.models.Ways`: branches ``l`` and ``r`` share a layer,
+``a`` has an adapter; every linear layer is a unit. Compared as random runs are
+(`tests.core.fuzz.running`).
 """
 
 from __future__ import annotations
@@ -23,22 +25,52 @@ from tests.harness import run_ranks
 Op = dict[str, Any]
 
 
-def micro(path: str, other: str, hold: bool = False, meanwhile: str = "nothing", what: str = "") -> Op:
+def micro(
+    path: str,
+    other: str,
+    hold: bool = False,
+    meanwhile: str = "nothing",
+    what: str = "",
+) -> Op:
     """A micro-batch: the paths of both replicas, of two ranks each."""
     paths = [path, path, other, other]
-    fixed = {"data": 1, "rows": [1, 2], "vary": "by replica", "calls": 1, "twice": False, "around": "pass"}
-    return {"do": "micro", "paths": paths, "hold": hold, "meanwhile": meanwhile, "what": what, **fixed}
+    fixed = {
+        "data": 1,
+        "rows": [1, 2],
+        "vary": "by replica",
+        "calls": 1,
+        "twice": False,
+        "around": "pass",
+    }
+    return {
+        "do": "micro",
+        "paths": paths,
+        "hold": hold,
+        "meanwhile": meanwhile,
+        "what": what,
+        **fixed,
+    }
 
 
 def freeze(what: str, trainable: bool = False) -> Op:
     return {"do": "freeze", "what": what, "trainable": trainable}
 
 
-STEP: list[Op] = [{"do": "step", "of": None}, {"do": "zero", "how": "optimizer", "of": None}]
+STEP: list[Op] = [
+    {"do": "step", "of": None},
+    {"do": "zero", "how": "optimizer", "of": None},
+]
 TOGETHER = [micro("l r a", "l r a"), *STEP]
 
 SCRIPTS: dict[str, list[Op]] = {
-    "biases frozen after a step": [*TOGETHER, freeze("bias"), micro("l r a", "l"), *STEP, micro("r", "a"), *STEP],
+    "biases frozen after a step": [
+        *TOGETHER,
+        freeze("bias"),
+        micro("l r a", "l"),
+        *STEP,
+        micro("r", "a"),
+        *STEP,
+    ],
     "frozen in the middle of a window": [
         *TOGETHER,
         micro("l r a", "l", hold=True),
@@ -58,7 +90,14 @@ SCRIPTS: dict[str, list[Op]] = {
         micro("a", "r"),
         *STEP,
     ],
-    "units frozen as a whole": [*TOGETHER, freeze("left"), micro("l r", "a"), *STEP, micro("a", "l"), *STEP],
+    "units frozen as a whole": [
+        *TOGETHER,
+        freeze("left"),
+        micro("l r", "a"),
+        *STEP,
+        micro("a", "l"),
+        *STEP,
+    ],
     "between forward and backward": [
         *TOGETHER,
         micro("l r", "a", meanwhile="freeze", what="bias"),
@@ -96,12 +135,21 @@ KNOBS: dict[str, dict[str, Any]] = {
     "masters over the world": {"optimizer_shard": "world"},
 }
 # One of each script and of each knob.
-SAMPLE = [(name, list(KNOBS)[number % len(KNOBS)]) for number, name in enumerate(SCRIPTS)]
+SAMPLE = [
+    (name, list(KNOBS)[number % len(KNOBS)]) for number, name in enumerate(SCRIPTS)
+]
 
 
 def case_of(script: str, knobs: str) -> Case:
     late = "adapted" if "group" in script else None
-    optimizer = {"kind": "SGD, momentum", "kernels": "default", "part": "", "groups": [], "late": late, "frozen": True}
+    optimizer = {
+        "kind": "SGD, momentum",
+        "kernels": "default",
+        "part": "",
+        "groups": [],
+        "late": late,
+        "frozen": True,
+    }
     chosen = {"shard_degree": 2, "units.modules": ["Linear"], **KNOBS[knobs]}
     return Case(0, 4, 2, "ways", "forward", chosen, [optimizer], SCRIPTS[script])
 
@@ -109,7 +157,11 @@ def case_of(script: str, knobs: str) -> Case:
 def trains_like_one_process(named: list[tuple[str, str]]) -> None:
     cases = {name: case for name in named if objection(case := case_of(*name)) is None}
     outcomes = play(list(cases.values()))
-    failed = {name: str(each) for name, each in zip(cases, outcomes, strict=True) if each.problem or each.refused}
+    failed = {
+        name: str(each)
+        for name, each in zip(cases, outcomes, strict=True)
+        if each.problem or each.refused
+    }
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
 
 
@@ -127,11 +179,14 @@ def test_they_do_with_every_knob(knobs: str) -> None:
 
 
 def batch(number: int) -> torch.Tensor:
-    return torch.sin(torch.arange(2.0 * WIDTH, dtype=torch.float64) + number).view(2, WIDTH)
+    return torch.sin(torch.arange(2.0 * WIDTH, dtype=torch.float64) + number).view(
+        2, WIDTH
+    )
 
 
 def by_hand(model: Ways, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Manual optimization: both branches, which share a layer, are trained inside one step, one behind the other."""
+    """Manual optimization: both branches, which share a layer, are trained inside one
+    step, one behind the other."""
     for number, branch in enumerate((model.right, model.left)):
         model.leave(branch(model.enter(batch(number)))).square().mean().backward()
         optimizers[number].step()
@@ -139,7 +194,10 @@ def by_hand(model: Ways, optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def two_optimizers(model: Ways) -> list[torch.optim.Optimizer]:
-    groups = ([*model.right.parameters(), *model.leave.parameters()], model.left.own.parameters())
+    groups = (
+        [*model.right.parameters(), *model.leave.parameters()],
+        model.left.own.parameters(),
+    )
     return [torch.optim.AdamW(group, lr=0.05) for group in groups]
 
 
@@ -147,7 +205,11 @@ def trained_by_hand(every_knobs: list[dict[str, Any]]) -> list[dict[str, torch.T
     found = []
     for knobs in every_knobs:
         torch.manual_seed(0)
-        parallel = parallelize(Ways().double(), SmpConfig(shard_degree=2, units=["Linear"], **knobs), entry="children")
+        parallel = parallelize(
+            Ways().double(),
+            SmpConfig(shard_degree=2, units=["Linear"], **knobs),
+            entry="children",
+        )
         optimizers = two_optimizers(parallel.module)
         for optimizer in optimizers:
             parallel.prepare_optimizer(optimizer)
@@ -176,7 +238,9 @@ def called_by_itself() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     parallel = parallelize(Ways().double(), SmpConfig(shard_degree=2, units=["Turn"]))
     part: nn.Module = parallel.module.left
-    return parallel.call(part, batch(0)).detach(), parallel.module(batch(1), "l r").detach()
+    return parallel.call(part, batch(0)).detach(), parallel.module(
+        batch(1), "l r"
+    ).detach()
 
 
 def test_a_unit_may_be_called_by_itself_before_the_model() -> None:

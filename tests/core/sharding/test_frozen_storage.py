@@ -1,6 +1,6 @@
-"""Frozen weights that are stored and gathered as codes: training beside them has the numbers of one process with the
-decoded base, at every degree and through every checkpoint, and takes the memory and bytes that docs/low-bit-bases.md
-says."""
+"""Frozen weights that are stored and gathered as codes: training beside them has the
+numbers of one process with the decoded base, at every degree and through every
+checkpoint, and takes the memory and bytes that docs/low-bit-bases.md says."""
 
 from __future__ import annotations
 
@@ -60,27 +60,37 @@ KNOBS: list[dict[str, Any]] = [
 ]
 
 
-def at_degrees(names: list[str], degrees: list[int], variants: list[dict[str, Any]]) -> list[float]:
+def at_degrees(
+    names: list[str], degrees: list[int], variants: list[dict[str, Any]]
+) -> list[float]:
     found = []
     for name in names:
         expected = alone(name, WORLD, 3)
         for degree in degrees:
             for knobs in variants:
-                parallel = on_shards(range(3), frozen_storage=name, shard_degree=degree, **knobs)
+                parallel = on_shards(
+                    range(3), frozen_storage=name, shard_degree=degree, **knobs
+                )
                 found.append(furthest(parallel, expected))
     return found
 
 
 @pytest.mark.parametrize("name", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_every_degree_trains_like_one_process_with_the_decoded_base(name: str) -> None:
-    for seen in run_ranks(at_degrees, WORLD, [name], list(DEGREES), [{}], ranks_per_node=2):
+    for seen in run_ranks(
+        at_degrees, WORLD, [name], list(DEGREES), [{}], ranks_per_node=2
+    ):
         assert len(seen) == 3 and max(seen) <= EXACT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
-def test_other_knobs_train_like_one_process_with_the_decoded_base(knobs: dict[str, Any]) -> None:
-    for seen in run_ranks(at_degrees, WORLD, ["int4"], list(DEGREES), [knobs], ranks_per_node=2):
+def test_other_knobs_train_like_one_process_with_the_decoded_base(
+    knobs: dict[str, Any],
+) -> None:
+    for seen in run_ranks(
+        at_degrees, WORLD, ["int4"], list(DEGREES), [knobs], ranks_per_node=2
+    ):
         assert max(seen) <= EXACT
 
 
@@ -95,7 +105,8 @@ def half_precision() -> list[bool]:
 
 
 def test_other_dtypes_train_like_one_process() -> None:
-    """To rounding: 1e-6 in float32; in bfloat16, where a step of 1e-2 is a few of its last digits, two steps' worth."""
+    """To rounding: 1e-6 in float32; in bfloat16, where a step of 1e-2 is a few of its
+    last digits, two steps' worth."""
     assert run_ranks(half_precision, WORLD, ranks_per_node=2) == [[True, True]] * WORLD
 
 
@@ -108,7 +119,8 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))) for _ in range(2)
+            nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+            for _ in range(2)
         )
         self.scale = nn.Parameter(torch.ones(4))
         self.blocks.requires_grad_(False)
@@ -125,16 +137,29 @@ BYTES = {"int8": 1.01, "int4": 0.53}
 
 
 def figures(name: str) -> list[float]:
-    """Bytes an element that a rank stores, and sends in a forward, and what is planned of both."""
-    knobs = {"units": ["Sequential"], "shard_degree": 2, "reshard_after_forward": False, "frozen_storage": name}
+    """Bytes an element that a rank stores, and sends in a forward, and what is planned
+    of both."""
+    knobs = {
+        "units": ["Sequential"],
+        "shard_degree": 2,
+        "reshard_after_forward": False,
+        "frozen_storage": name,
+    }
     parallel = parallelize(Wide(), SmpConfig(**knobs), topology=Topology.discover())
     parallel.module(torch.randn(2, 512)).backward()
     parallel.meter.close_step()
     counted = parallel.meter.per_step()
-    sent = counted.get("all_gather/intra_bytes", 0.0) + counted.get("all_gather/inter_bytes", 0.0)
-    stored = sum(each.untyped_storage().nbytes() for each in codes_of(parallel.module).values())
+    sent = counted.get("all_gather/intra_bytes", 0.0) + counted.get(
+        "all_gather/inter_bytes", 0.0
+    )
+    stored = sum(
+        each.untyped_storage().nbytes() for each in codes_of(parallel.module).values()
+    )
     planned = [estimate(parallel.plan).parameters]
-    planned.append(sum(unit_bytes(parallel.plan, unit, "gathered") for unit in parallel.plan.units) // 2)
+    planned.append(
+        sum(unit_bytes(parallel.plan, unit, "gathered") for unit in parallel.plan.units)
+        // 2
+    )
     return [2 * each / ELEMENTS for each in (stored, sent, *planned)]
 
 
@@ -145,16 +170,35 @@ def test_a_base_takes_and_sends_the_bytes_that_are_stated(name: str) -> None:
 
 
 def beside_decoded(name: str, checkpoint: str) -> list[float]:
-    """Bytes an element between forward and backward, of gathered codes and of decoded weights, in two steps."""
-    asked = {"units": ["Sequential"], "reshard_after_forward": False, "activations": checkpoint}
+    """Bytes an element between forward and backward, of gathered codes and of decoded
+    weights, in two steps."""
+    asked = {
+        "units": ["Sequential"],
+        "reshard_after_forward": False,
+        "activations": checkpoint,
+    }
     parallel = parallelize(
-        Wide(), SmpConfig(shard_degree=2, frozen_storage=name, **asked), topology=Topology.discover()
+        Wide(),
+        SmpConfig(shard_degree=2, frozen_storage=name, **asked),
+        topology=Topology.discover(),
     )
-    members = [member for unit in parallel.units if unit.group is not None for member in unit.group.members]
+    members = [
+        member
+        for unit in parallel.units
+        if unit.group is not None
+        for member in unit.group.members
+    ]
 
     def held() -> list[float]:
-        codes = sum(each.untyped_storage().nbytes() for member in members for each in member.all_gather_outputs)
-        return [each / ELEMENTS for each in (codes, sum(unit.gathered_bytes() for unit in parallel.units))]
+        codes = sum(
+            each.untyped_storage().nbytes()
+            for member in members
+            for each in member.all_gather_outputs
+        )
+        return [
+            each / ELEMENTS
+            for each in (codes, sum(unit.gathered_bytes() for unit in parallel.units))
+        ]
 
     found = []
     for _ in range(2):  # the first gather makes what later ones fill
@@ -164,7 +208,9 @@ def beside_decoded(name: str, checkpoint: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("checkpoint", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "checkpoint", ["none", pytest.param("full", marks=pytest.mark.slow)]
+)
 def test_gathered_codes_do_not_stay_beside_decoded_weights(checkpoint: str) -> None:
     """But for the trained scale's few bytes."""
     for seen in run_ranks(beside_decoded, 2, "int8", checkpoint):
@@ -199,28 +245,38 @@ def through_checkpoints(folder: Path, name: str, dtype: torch.dtype) -> list[str
             # The base bit by bit; adapters to sums in another order.
             is_exact = not value.requires_grad
             off = (whole(value) - expected[key]).abs().max().item()
-            if off > (0 if is_exact else {torch.float64: EXACT, torch.bfloat16: 0.02}[dtype]):
+            if off > (
+                0 if is_exact else {torch.float64: EXACT, torch.bfloat16: 0.02}[dtype]
+            ):
                 wrong.append(f"{before} -> {after}: {key} by {off}")
     return wrong
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    found: torch.Tensor = (
+        tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    )
     return found.detach()
 
 
 @pytest.mark.slow  # in the normal run: tests/lightning/test_frozen_storage.py
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("int8", torch.float64), ("int4", torch.bfloat16)], ids=["int8-float64", "int4-bfloat16"]
+    ("name", "dtype"),
+    [("int8", torch.float64), ("int4", torch.bfloat16)],
+    ids=["int8-float64", "int4-bfloat16"],
 )
 def test_a_checkpoint_goes_on_at_another_degree_with_the_same_base(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    assert run_ranks(through_checkpoints, WORLD, tmp_path, name, dtype, ranks_per_node=2) == [[]] * WORLD
+    assert (
+        run_ranks(through_checkpoints, WORLD, tmp_path, name, dtype, ranks_per_node=2)
+        == [[]] * WORLD
+    )
 
 
 def decoded_out(folder: Path) -> list[str]:
-    """Whole state dicts, files and folders hold decoded weights, for models with codes and without."""
+    """Whole state dicts, files and folders hold decoded weights, for models with codes
+    and without."""
     wrong = []
     expected = with_decoded_base(net(), "int8").state_dict()
     coded = parallel_net(frozen_storage="int8", shard_degree=2)
@@ -235,15 +291,25 @@ def decoded_out(folder: Path) -> list[str]:
     seen = {
         "dict": full,
         "file": torch.load(folder / "whole.pt", weights_only=True)["model"],
-        "folder, without codes": {key: whole(value) for key, value in plain.model_state().items()},
+        "folder, without codes": {
+            key: whole(value) for key, value in plain.model_state().items()
+        },
         "loaded": {key: whole(value) for key, value in again.model_state().items()},
     }
     for what, state in seen.items():
         if state.keys() != expected.keys():
             wrong.append(f"{what}: {sorted(state.keys() ^ expected.keys())}")
-        wrong += [f"{what}: {key}" for key in expected if not torch.equal(state[key], expected[key])]
+        wrong += [
+            f"{what}: {key}"
+            for key in expected
+            if not torch.equal(state[key], expected[key])
+        ]
     other = codes_of(again.module)
-    wrong += [] if other.keys() == codes_of(coded.module).keys() else ["what was loaded is no code any more"]
+    wrong += (
+        []
+        if other.keys() == codes_of(coded.module).keys()
+        else ["what was loaded is no code any more"]
+    )
     return wrong
 
 
@@ -253,7 +319,9 @@ def test_state_dicts_and_files_hold_decoded_weights(tmp_path: Path) -> None:
 
 def moved_and_pickled() -> list[bool]:
     parallel = parallel_net(frozen_storage="int8", shard_degree=2)
-    before = {name: local.codes.clone() for name, local in codes_of(parallel.module).items()}
+    before = {
+        name: local.codes.clone() for name, local in codes_of(parallel.module).items()
+    }
     a_part = next(iter(codes_of(parallel.module).values()))
     restored = pickle.loads(pickle.dumps(a_part))
     parallel.module.to("cpu")
@@ -262,8 +330,10 @@ def moved_and_pickled() -> list[bool]:
     after = codes_of(parallel.module)
     return [
         type(restored) is torch.Tensor and torch.equal(restored, a_part.decoded()),
-        before.keys() == after.keys() and all(torch.equal(before[name], after[name].codes) for name in before),
-        all(local.dtype == torch.float32 for local in after.values()) and first.dtype == torch.float32,
+        before.keys() == after.keys()
+        and all(torch.equal(before[name], after[name].codes) for name in before),
+        all(local.dtype == torch.float32 for local in after.values())
+        and first.dtype == torch.float32,
     ]
 
 
@@ -274,15 +344,24 @@ def test_a_cast_model_keeps_its_codes_and_a_pickled_part_is_a_plain_tensor() -> 
 def built_on_meta(degree: int) -> float:
     with torch.device("meta"):
         model = frozen(Net().double())
-    asked = SmpConfig(units=["Block"], frozen_storage="int4", shard_degree=degree, delayed_init={"seed": 3})
+    asked = SmpConfig(
+        units=["Block"],
+        frozen_storage="int4",
+        shard_degree=degree,
+        delayed_init={"seed": 3},
+    )
     parallel = parallelize(model, asked, topology=Topology.discover())
     with torch.device("meta"):
         plain = frozen(Net().double())
     other = SmpConfig(units=["Block"], shard_degree=degree, delayed_init={"seed": 3})
     expected = parallelize(plain, other, topology=Topology.discover()).module
     as_whole = net(1)
-    as_whole.load_state_dict({name: whole(value) for name, value in expected.state_dict().items()})
-    return furthest(parallel, dict(with_decoded_base(as_whole, "int4").named_parameters()))
+    as_whole.load_state_dict(
+        {name: whole(value) for name, value in expected.state_dict().items()}
+    )
+    return furthest(
+        parallel, dict(with_decoded_base(as_whole, "int4").named_parameters())
+    )
 
 
 def test_a_model_that_is_built_shard_by_shard_gets_the_codes_of_the_whole_one() -> None:
@@ -292,10 +371,15 @@ def test_a_model_that_is_built_shard_by_shard_gets_the_codes_of_the_whole_one() 
 # Codes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str
+)
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_decoded_weights_have_the_same_codes_again(name: Any, dtype: torch.dtype) -> None:
-    """Of all sizes, with rows that are no multiple of a block; a value is off by at most what the codec says."""
+def test_decoded_weights_have_the_same_codes_again(
+    name: Any, dtype: torch.dtype
+) -> None:
+    """Of all sizes, with rows that are no multiple of a block; a value is off by at
+    most what the codec says."""
     codec, bound = RowCodec(name), {"int8": 1 / 250, "int4": 1 / 13.8}[name]
     generator = torch.Generator().manual_seed(0)
     for exponent in range(-12, 15, 3) if dtype == torch.float16 else range(-30, 30, 3):
@@ -310,7 +394,9 @@ def test_decoded_weights_have_the_same_codes_again(name: Any, dtype: torch.dtype
             assert torch.equal(again, codes)
             largest = values.abs().amax().double()
             rounding = torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0.0
-            assert (decoded.double() - values.double()).abs().max() <= largest * (bound + rounding)
+            assert (decoded.double() - values.double()).abs().max() <= largest * (
+                bound + rounding
+            )
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -333,7 +419,11 @@ def refused(case: str) -> str:
     try:
         if case == "nothing frozen":
             model = Net()
-            parallelize(model, SmpConfig(frozen_storage="int8", shard_degree=2), topology=Topology.discover())
+            parallelize(
+                model,
+                SmpConfig(frozen_storage="int8", shard_degree=2),
+                topology=Topology.discover(),
+            )
         elif case == "made trainable later":
             parallel = parallel_net(frozen_storage="int8", shard_degree=2)
             for parameter in parallel.module.parameters():
@@ -365,8 +455,13 @@ def test_what_codes_cannot_be_is_refused_on_all_ranks(case: str, words: str) -> 
 
 
 def test_only_frozen_matrices_are_coded() -> None:
-    names = {name for name, parameter in net().named_parameters() if is_coded(parameter)}
-    assert run_ranks(coded_names, 2) == [names] * 2 and "blocks.0.short.weight" not in names
+    names = {
+        name for name, parameter in net().named_parameters() if is_coded(parameter)
+    }
+    assert (
+        run_ranks(coded_names, 2) == [names] * 2
+        and "blocks.0.short.weight" not in names
+    )
 
 
 def coded_names() -> set[str]:

@@ -1,4 +1,5 @@
-"""Norm and clipping of gradients that are spread over ranks, mixed with plain ones, as one process has them.
+"""Norm and clipping of gradients that are spread over ranks, mixed with plain ones, as
+one process has them.
 
 float64 to 1e-12, relative: sums of a few hundred terms in another order.
 """
@@ -16,7 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.optimizer.grad_norm import NonfiniteGradNormError, clip_grad_value_, grad_norm
+from smp_core.sharding.optimizer.grad_norm import (
+    NonfiniteGradNormError,
+    clip_grad_value_,
+    grad_norm,
+)
 from tests.core.scenarios import Gradients, gradients, parallel_model
 from tests.core.zoo import Mlp
 from tests.harness import run_ranks
@@ -25,7 +30,8 @@ NORMS = [1.0, 2.0, 3.0, math.inf]
 
 
 class Mixed(nn.Module):
-    """Sharded parameters (3 rows: fewer than four ranks), a 0-d one, one tied across units, one that nobody uses."""
+    """Sharded parameters (3 rows: fewer than four ranks), a 0-d one, one tied across
+    units, one that nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +48,9 @@ class Mixed(nn.Module):
 
 
 def batch(rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return torch.randn(
+        4, 6, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
+    )
 
 
 def alone(world: int) -> Mixed:
@@ -65,7 +73,9 @@ def norms_on_ranks(**knobs) -> list[tuple[float, float]]:
     found = []
     for norm_type in NORMS:
         whole = parallel.grad_norm(norm_type)
-        part = parallel.grad_norm(norm_type, parameters=parallel.module.blocks[0].parameters())
+        part = parallel.grad_norm(
+            norm_type, parameters=parallel.module.blocks[0].parameters()
+        )
         for norm in (whole, part):
             assert type(norm) is torch.Tensor and not isinstance(norm, DTensor)
             assert norm.ndim == 0 and norm.dtype == torch.float64
@@ -79,12 +89,19 @@ def test_norms_are_those_of_one_process_and_equal_on_all_ranks(degree: int) -> N
     found = run_ranks(norms_on_ranks, 4, shard_degree=degree, ranks_per_node=2)
     assert all(other == found[0] for other in found), "equal to the last bit"
     for norm_type, (whole, part) in zip(NORMS, found[0], strict=True):
-        for seen, parameters in ((whole, model.parameters()), (part, model.blocks[0].parameters())):
-            expected = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        for seen, parameters in (
+            (whole, model.parameters()),
+            (part, model.blocks[0].parameters()),
+        ):
+            expected = torch.nn.utils.get_total_norm(
+                [p.grad for p in parameters if p.grad is not None], norm_type
+            )
             assert seen == pytest.approx(expected.item(), rel=1e-12), norm_type
 
 
-def clipped_on_ranks(max_norm: float, norm_type: float, **knobs) -> tuple[float, Gradients]:
+def clipped_on_ranks(
+    max_norm: float, norm_type: float, **knobs
+) -> tuple[float, Gradients]:
     parallel = on_ranks(**knobs)
     norm = parallel.clip_grad_norm_(max_norm, norm_type)
     return norm.item(), gradients(parallel.module)
@@ -100,13 +117,19 @@ def assert_gradients(seen: Gradients, model: nn.Module) -> None:
             assert torch.allclose(mine, parameter.grad, rtol=1e-12, atol=1e-12), name
 
 
-@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("max_norm", "clips"), [(0.5, True), (1e6, False)])
-def test_clipping_by_norm_is_that_of_one_process(norm_type: float, max_norm: float, clips: bool) -> None:
+def test_clipping_by_norm_is_that_of_one_process(
+    norm_type: float, max_norm: float, clips: bool
+) -> None:
     model, untouched = alone(4), alone(4)
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
     assert (expected.item() > max_norm) == clips
-    for norm, seen in run_ranks(clipped_on_ranks, 4, max_norm, norm_type, shard_degree=4, ranks_per_node=2):
+    for norm, seen in run_ranks(
+        clipped_on_ranks, 4, max_norm, norm_type, shard_degree=4, ranks_per_node=2
+    ):
         assert norm == pytest.approx(expected.item(), rel=1e-12)
         assert_gradients(seen, model)
         if not clips:
@@ -123,7 +146,9 @@ def test_clipping_by_value_is_that_of_one_process() -> None:
     model = alone(4)
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.3)
     for degree in (2, 4):
-        for seen in run_ranks(clipped_by_value_on_ranks, 4, shard_degree=degree, ranks_per_node=2):
+        for seen in run_ranks(
+            clipped_by_value_on_ranks, 4, shard_degree=degree, ranks_per_node=2
+        ):
             assert_gradients(seen, model)
 
 
@@ -157,8 +182,11 @@ def test_the_norm_of_no_gradients_is_zero() -> None:
 SKIPPED = "skipped (on_nonfinite_grad_norm='skip')"
 
 
-def meet_nonfinite(policy: str, norm_type: float, bad: float, where: int, **knobs) -> dict[str, Any]:
-    """One bad element, in row ``where`` of one parameter: only one rank of each partition group holds it."""
+def meet_nonfinite(
+    policy: str, norm_type: float, bad: float, where: int, **knobs
+) -> dict[str, Any]:
+    """One bad element, in row ``where`` of one parameter: only one rank of each
+    partition group holds it."""
     torch.manual_seed(0)
     parallel = parallel_model(Mixed().double(), on_nonfinite_grad_norm=policy, **knobs)
     optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.1)
@@ -174,7 +202,10 @@ def meet_nonfinite(policy: str, norm_type: float, bad: float, where: int, **knob
         gradient[where] = bad
 
     def weights() -> list[torch.Tensor]:
-        return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in parallel.module.parameters()]
+        return [
+            (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
+            for p in parallel.module.parameters()
+        ]
 
     before = weights()
     said: list[str] = []
@@ -187,37 +218,81 @@ def meet_nonfinite(policy: str, norm_type: float, bad: float, where: int, **knob
         norm, raised = math.nan, str(error)
     finally:
         logging.getLogger("smp").removeHandler(handler)
-    left = [name for name, parameter in parallel.module.named_parameters() if parameter.grad is not None]
+    left = [
+        name
+        for name, parameter in parallel.module.named_parameters()
+        if parameter.grad is not None
+    ]
     optimizer.step()
-    changed = any(not torch.equal(old, new) for old, new in zip(before, weights(), strict=True))
+    changed = any(
+        not torch.equal(old, new) for old, new in zip(before, weights(), strict=True)
+    )
     flags = torch.tensor(float(changed))
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return {"norm": norm, "raised": raised, "left": left, "changed": bool(flags), "said": said}
+    return {
+        "norm": norm,
+        "raised": raised,
+        "left": left,
+        "changed": bool(flags),
+        "said": said,
+    }
 
 
-@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "degree", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+    "bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)]
 )
-def test_all_ranks_skip_a_nonfinite_step_and_rank_0_says_so(degree: int, norm_type: float, bad: float) -> None:
+@pytest.mark.parametrize(
+    "norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "degree",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+        4,
+    ],
+)
+def test_all_ranks_skip_a_nonfinite_step_and_rank_0_says_so(
+    degree: int, norm_type: float, bad: float
+) -> None:
     for where in (0, 5):
         knobs = {"ranks_per_node": 2, "shard_degree": degree}
-        for rank, seen in enumerate(run_ranks(meet_nonfinite, 4, "skip", norm_type, bad, where, **knobs)):
-            assert seen["said"] == ([] if rank else [f"the gradient norm is {bad}: the step is {SKIPPED}"])
+        for rank, seen in enumerate(
+            run_ranks(meet_nonfinite, 4, "skip", norm_type, bad, where, **knobs)
+        ):
+            assert seen["said"] == (
+                [] if rank else [f"the gradient norm is {bad}: the step is {SKIPPED}"]
+            )
             assert seen["left"] == []
             assert not seen["changed"]
-            assert math.isnan(seen["norm"]) if math.isnan(bad) else seen["norm"] == math.inf
+            assert (
+                math.isnan(seen["norm"])
+                if math.isnan(bad)
+                else seen["norm"] == math.inf
+            )
 
 
-@pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.slow)]
+)
 def test_all_ranks_raise_on_a_nonfinite_norm(norm_type: float) -> None:
-    for seen in run_ranks(meet_nonfinite, 4, "raise", norm_type, math.nan, 3, ranks_per_node=2, shard_degree=4):
+    for seen in run_ranks(
+        meet_nonfinite,
+        4,
+        "raise",
+        norm_type,
+        math.nan,
+        3,
+        ranks_per_node=2,
+        shard_degree=4,
+    ):
         assert "on_nonfinite_grad_norm='skip'" in seen["raised"]
 
 
 def test_ignored_nonfinite_norms_go_through_as_in_torch() -> None:
-    for seen in run_ranks(meet_nonfinite, 4, "ignore", 2.0, math.nan, 3, ranks_per_node=2, shard_degree=4):
+    for seen in run_ranks(
+        meet_nonfinite, 4, "ignore", 2.0, math.nan, 3, ranks_per_node=2, shard_degree=4
+    ):
         assert math.isnan(seen["norm"])
         assert seen["changed"]
 
@@ -230,7 +305,8 @@ def norm_of_half(value: float) -> tuple[float, str]:
 
 
 def test_norms_of_bfloat16_gradients_are_float32() -> None:
-    """64 x 64 gradients of 2: the sum of squares 16384 grows by 4, which bfloat16 could not add beyond 1024."""
+    """64 x 64 gradients of 2: the sum of squares 16384 grows by 4, which bfloat16 could
+    not add beyond 1024."""
     assert run_ranks(norm_of_half, 2, 2.0) == [(128.0, "torch.float32")] * 2
 
 

@@ -1,4 +1,5 @@
-"""Dynamic loss scaling sees every non-finite gradient, on whatever rank and in whatever kind of tensor it is."""
+"""Dynamic loss scaling sees every non-finite gradient, on whatever rank and in whatever
+kind of tensor it is."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tests.core.models import global_batches, loss_of
 from tests.harness import run_ranks
 
 
-def scaled_step(spoil: str) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def scaled_step(
+    spoil: str,
+) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     parallel = build(torch.float64, shard_degree=2)
     model = parallel.module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -30,7 +33,9 @@ def scaled_step(spoil: str) -> tuple[float, dict[str, torch.Tensor], dict[str, t
     return scaler.get_scale(), before, full_weights(model)
 
 
-@pytest.mark.parametrize("spoil", [pytest.param("sharded", marks=pytest.mark.slow), "plain"])
+@pytest.mark.parametrize(
+    "spoil", [pytest.param("sharded", marks=pytest.mark.slow), "plain"]
+)
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(spoil: str) -> None:
     for scale, before, after in run_ranks(scaled_step, 2, spoil):
         assert scale == 512.0
@@ -50,4 +55,7 @@ def test_finite_gradients_are_unscaled_once() -> None:
     expected = plain()
     for scale, _, after in run_ranks(scaled_step, 2, "nothing"):
         assert scale == 1024.0
-        assert all((after[name] - value).abs().max() <= 1e-12 for name, value in expected.items())
+        assert all(
+            (after[name] - value).abs().max() <= 1e-12
+            for name, value in expected.items()
+        )

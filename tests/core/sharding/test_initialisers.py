@@ -1,4 +1,5 @@
-"""Delayed initialisation calls the model's own initialisers, names what none of them fills, and needs little memory."""
+"""Delayed initialisation calls the model's own initialisers, names what none of them
+fills, and needs little memory."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_user_init_fn_has_the_last_word_and_leaves_the_rest_to_the_model() -> No
 
     block = materialized(tiny("gpt2"), seed=0, init_fn=init_fn).transformer.h[0]
     own = materialized(tiny("gpt2"), seed=0).transformer.h[0]
-    assert (block.attn.c_proj.weight == 3).all(), "the model's rescaling must not come after init_fn"
+    assert (block.attn.c_proj.weight == 3).all(), (
+        "the model's rescaling must not come after init_fn"
+    )
     assert not block.attn.c_proj.bias.any()
     assert torch.equal(block.mlp.c_proj.weight, own.mlp.c_proj.weight)
 
@@ -114,13 +117,20 @@ class HalfFilled(nn.Linear):
     ("make", "named"),
     [
         (lambda: Forgetful("parameter"), r"parameter 'token' of Forgetful"),
-        (lambda: nn.Sequential(Forgetful("buffer")), r"buffer '0\.positions' of Forgetful"),
+        (
+            lambda: nn.Sequential(Forgetful("buffer")),
+            r"buffer '0\.positions' of Forgetful",
+        ),
         (lambda: Forgetful("attribute"), r"tensor attribute 'table'"),
         (lambda: HalfFilled(2, 2), r"parameter 'weight' of HalfFilled"),
     ],
 )
-def test_what_no_initialiser_fills_is_named_with_the_fix(make: Callable[[], nn.Module], named: str) -> None:
-    with pytest.raises(ValueError, match=named + r".*reset_parameters\(\).*init_fn.*delayed_init=False"):
+def test_what_no_initialiser_fills_is_named_with_the_fix(
+    make: Callable[[], nn.Module], named: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=named + r".*reset_parameters\(\).*init_fn.*delayed_init=False"
+    ):
         materialized(make)
 
 
@@ -130,7 +140,9 @@ def test_init_fn_fills_what_the_class_does_not() -> None:
             nn.init.ones_(module.token)
 
     model = materialized(lambda: Forgetful("parameter"), init_fn=init_fn)
-    assert (model.token == 1).all() and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert (model.token == 1).all() and not any(
+        tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
+    )
 
 
 def test_failing_initialiser_is_named() -> None:
@@ -140,11 +152,16 @@ def test_failing_initialiser_is_named() -> None:
                 return
             raise KeyError("no such scheme")
 
-    with pytest.raises(RuntimeError, match=r"reset_parameters\(\) failed on module '1' \(Broken\).*no such scheme"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"reset_parameters\(\) failed on module '1' \(Broken\).*no such scheme",
+    ):
         materialized(lambda: nn.Sequential(nn.Linear(2, 2), Broken(2, 2)))
 
 
-def test_initialisers_called_by_constructors_only_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_initialisers_called_by_constructors_only_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class SelfMade(nn.Linear):
         def init_weights(self) -> None:
             nn.init.zeros_(self.weight)
@@ -155,21 +172,28 @@ def test_initialisers_called_by_constructors_only_are_reported(caplog: pytest.Lo
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes in storages that are alive on the CPU, and their peak, among those made while it is on."""
+    """Bytes in storages that are alive on the CPU, and their peak, among those made
+    while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         # First, for what is made now may have got the address of what is gone.
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        self.live = {
+            key: entry for key, entry in self.live.items() if not entry[0].expired()
+        }
         for tensor in out if isinstance(out, (list, tuple)) else [out]:
             if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                self.live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                self.live.setdefault(
+                    storage._cdata, (StorageWeakRef(storage), storage.nbytes())
+                )
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
         return out
 
@@ -177,7 +201,13 @@ class LiveBytes(TorchDispatchMode):
 def big_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 64, "n_layer": 6, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+    sizes = {
+        "n_embd": 64,
+        "n_layer": 6,
+        "n_head": 2,
+        "vocab_size": 256,
+        "n_positions": 64,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
@@ -187,22 +217,36 @@ def zero_first_row(module: nn.Module) -> None:
         nn.init.zeros_(module.weight[0])
 
 
-def peak_of_materialisation(init_fn: Callable[[nn.Module], None] | None) -> tuple[int, int]:
+def peak_of_materialisation(
+    init_fn: Callable[[nn.Module], None] | None,
+) -> tuple[int, int]:
     model = on_meta(big_gpt2)
     shard(model, dist.get_world_size(), UNITS)
     with LiveBytes() as live:
         materialize(model, CPU, seed=0, init_fn=init_fn)
-    own = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in [*model.parameters(), *model.buffers()])
+    own = sum(
+        (t.to_local() if isinstance(t, DTensor) else t).nbytes
+        for t in [*model.parameters(), *model.buffers()]
+    )
     return live.peak, own
 
 
-@pytest.mark.parametrize("init_fn", [pytest.param(None, marks=pytest.mark.slow), zero_first_row])
+@pytest.mark.parametrize(
+    "init_fn", [pytest.param(None, marks=pytest.mark.slow), zero_first_row]
+)
 @needs_buffers_filled
-def test_peak_host_memory_is_the_own_shards_and_one_module(init_fn: Callable[[nn.Module], None] | None) -> None:
+def test_peak_host_memory_is_the_own_shards_and_one_module(
+    init_fn: Callable[[nn.Module], None] | None,
+) -> None:
     model = on_meta(big_gpt2)
     total = sum(p.nbytes for p in model.parameters())
-    largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules())
+    largest = max(
+        sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules()
+    )
     for peak, own in run_ranks(peak_of_materialisation, 4, init_fn):
         assert own == pytest.approx(total / 4, rel=0.01)
-        assert largest < peak <= own + largest + 2**14  # 16 KiB: generator states and scalars
-        assert own + largest + 2**14 < 0.5 * total, "the bound must tell one module from the model"
+        # 16 KiB: generator states and scalars.
+        assert largest < peak <= own + largest + 2**14
+        assert own + largest + 2**14 < 0.5 * total, (
+            "the bound must tell one module from the model"
+        )

@@ -1,4 +1,5 @@
-"""What an optimizer keeps over sharded parameters, its states and flags, is there after a resume."""
+"""What an optimizer keeps over sharded parameters, its states and flags, is there after
+a resume."""
 
 from __future__ import annotations
 
@@ -61,18 +62,28 @@ def test_optimizers_that_move_weights_for_evaluation_move_the_models() -> None:
 
 @register_elementwise
 class Hoarder(torch.optim.SGD):
-    """Momentum with every kind of value in its states and groups; each of them counts in a step."""
+    """Momentum with every kind of value in its states and groups; each of them counts
+    in a step."""
 
     def __init__(self, parameters: Any, lr: Any, betas: Any = (0.9, 0.5)) -> None:
         super().__init__(parameters, lr=0.1)
         for group in self.param_groups:
-            group.update(lr=lr, betas=betas, options={"factors": [lr * 2, None, "text", True]}, none=None, words="sgd")
+            group.update(
+                lr=lr,
+                betas=betas,
+                options={"factors": [lr * 2, None, "text", True]},
+                none=None,
+                words="sgd",
+            )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta, other = group["betas"]
-            assert group["options"]["factors"][1:] == [None, "text", True] and group["words"] == "sgd"
+            assert (
+                group["options"]["factors"][1:] == [None, "text", True]
+                and group["words"] == "sgd"
+            )
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -86,7 +97,9 @@ class Hoarder(torch.optim.SGD):
                         nothing=None,
                         nested={"deep": [zeros.clone()]},
                     )
-                    state.update(pair=(zeros.clone(), torch.tensor(1.0, dtype=torch.float64)))
+                    state.update(
+                        pair=(zeros.clone(), torch.tensor(1.0, dtype=torch.float64))
+                    )
                 state["count"] += 1
                 state["number"] += 1
                 state["flag"] = not state["flag"]
@@ -94,8 +107,17 @@ class Hoarder(torch.optim.SGD):
                 moment.mul_(beta).add_(parameter.grad)
                 deep = state["nested"]["deep"][0].mul_(other).add_(moment)
                 scale.mul_(0.9)
-                size = group["lr"] * scale * (1 + state["count"] / 10) * (2 if state["flag"] else 1) / state["number"]
-                parameter.sub_(deep * size.to(deep.dtype) + moment * (group["options"]["factors"][0] / 10))
+                size = (
+                    group["lr"]
+                    * scale
+                    * (1 + state["count"] / 10)
+                    * (2 if state["flag"] else 1)
+                    / state["number"]
+                )
+                parameter.sub_(
+                    deep * size.to(deep.dtype)
+                    + moment * (group["options"]["factors"][0] / 10)
+                )
 
 
 def tensor_rate(parameters: Any) -> torch.optim.Optimizer:
@@ -105,13 +127,19 @@ def tensor_rate(parameters: Any) -> torch.optim.Optimizer:
 
 
 def hoarder(parameters: Any) -> torch.optim.Optimizer:
-    return Hoarder(parameters, lr=torch.tensor(0.05, dtype=torch.float64), betas=(torch.tensor(0.9), torch.tensor(0.5)))
+    return Hoarder(
+        parameters,
+        lr=torch.tensor(0.05, dtype=torch.float64),
+        betas=(torch.tensor(0.9), torch.tensor(0.5)),
+    )
 
 
 MAKERS = {"tensor rate": tensor_rate, "hoarder": hoarder}
 
 
-def resumed(folder: str, moves: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+def resumed(
+    folder: str, moves: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> list[str]:
     wrong = []
     for name, make in MAKERS.items():
         model = net()
@@ -129,9 +157,14 @@ def resumed(folder: str, moves: list[tuple[dict[str, Any], dict[str, Any]]]) -> 
 
             with contextlib.suppress(StopIteration):
                 train(parallel.module, optimizer, own_batch(parallel), until)
-            named = {"model": parallel.model_state(), "optimizer": named_optimizer_state(parallel.module, optimizer)}
+            named = {
+                "model": parallel.model_state(),
+                "optimizer": named_optimizer_state(parallel.module, optimizer),
+            }
             save_checkpoint(path, named)
-            in_one_file = full_state_dict({"optimizer": optimizer.state_dict()}, rank0_only=False)["optimizer"]
+            in_one_file = full_state_dict(
+                {"optimizer": optimizer.state_dict()}, rank0_only=False
+            )["optimizer"]
             for way in ("folder", "file"):
                 again = sharded(after, seed=1)
                 state = again.model_state()
@@ -140,7 +173,9 @@ def resumed(folder: str, moves: list[tuple[dict[str, Any], dict[str, Any]]]) -> 
                 its_optimizer = make(again.module.parameters())
                 again.prepare_optimizer(its_optimizer)
                 if way == "folder":
-                    load_named_optimizer_state(path, ("optimizer",), again.module, its_optimizer)
+                    load_named_optimizer_state(
+                        path, ("optimizer",), again.module, its_optimizer
+                    )
                 else:
                     load_full_optimizer_state(its_optimizer, in_one_file)
                 train(again.module, its_optimizer, own_batch(again), begin=3)
@@ -159,9 +194,14 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize("moves", [MOVES[1:4:2], pytest.param(MOVES, marks=pytest.mark.slow)], ids=len)
-def test_whatever_an_optimizer_keeps_is_there_after_a_resume(moves: list[Any], tmp_path: Path) -> None:
-    """Tensors in groups, alone and in tuples; tensors like parameters and others in nested states; numbers, flags."""
+@pytest.mark.parametrize(
+    "moves", [MOVES[1:4:2], pytest.param(MOVES, marks=pytest.mark.slow)], ids=len
+)
+def test_whatever_an_optimizer_keeps_is_there_after_a_resume(
+    moves: list[Any], tmp_path: Path
+) -> None:
+    """Tensors in groups, alone and in tuples; tensors like parameters and others in
+    nested states; numbers, flags."""
     assert run_ranks(resumed, WORLD, str(tmp_path), moves) == [[]] * WORLD
 
 
@@ -177,5 +217,6 @@ def kernels_after_loading() -> list[tuple[Any, Any]]:
 
 
 def test_loaded_flags_leave_the_choice_of_kernels() -> None:
-    """Plain and sharded parameters of one group cannot be stepped by one foreach kernel."""
+    """Plain and sharded parameters of one group cannot be stepped by one foreach
+    kernel."""
     assert run_ranks(kernels_after_loading, WORLD) == [[(0.5, False)]] * WORLD

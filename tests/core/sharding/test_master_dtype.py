@@ -1,4 +1,5 @@
-"""`master_dtype`: float32 weights of half precision models at every layout; and what is said where there are none."""
+"""`master_dtype`: float32 weights of half precision models at every layout; and what is
+said where there are none."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ MASTERS: list[dict[str, Any]] = [
 
 def planned(model: nn.Module, world: int = 4, **knobs: Any) -> Plan:
     config = SmpConfig(**{"shard_degree": 2, **knobs})
-    return decide(Shapes.of(model, config), config, Cluster(Topology.uniform(world_size=world, ranks_per_node=2)))
+    return decide(
+        Shapes.of(model, config),
+        config,
+        Cluster(Topology.uniform(world_size=world, ranks_per_node=2)),
+    )
 
 
 def test_half_precision_weights_without_masters_are_said_once() -> None:
@@ -62,46 +67,72 @@ def test_half_precision_weights_without_masters_are_said_once() -> None:
         assert plan.warnings == ()
 
 
-@pytest.mark.parametrize("knobs", [{"optimizer_shard": "world"}, {"state_offload": "optimizer"}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [{"optimizer_shard": "world"}, {"state_offload": "optimizer"}], ids=str
+)
 def test_knobs_that_make_masters_refuse_to_have_none(knobs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"master_dtype=None: .* leave master_dtype out"):
+    with pytest.raises(
+        ValueError, match=r"master_dtype=None: .* leave master_dtype out"
+    ):
         SmpConfig(master_dtype=None, **knobs)
 
 
 def test_one_replica_has_the_masters_of_many() -> None:
     plan = planned(bf16_model("bfloat16 model"), world=2, optimizer_shard="world")
-    assert plan.knobs.optimizer_shard == "shard" and plan.knobs.master_dtype == "float32"
+    assert (
+        plan.knobs.optimizer_shard == "shard" and plan.knobs.master_dtype == "float32"
+    )
 
 
 def runs_of(cases: Sequence[dict[str, Any]]) -> list[HalfPrecisionRun]:
-    return [half_precision_run("bfloat16 model", knobs, (0, BF16_STEPS)) for knobs in cases]
+    return [
+        half_precision_run("bfloat16 model", knobs, (0, BF16_STEPS)) for knobs in cases
+    ]
 
 
-@pytest.mark.parametrize("masters", [MASTERS[1::2], pytest.param(MASTERS[::2], marks=pytest.mark.slow)], ids=len)
-def test_a_half_precision_model_trains_as_in_one_process_with_float32_masters(masters: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "masters",
+    [MASTERS[1::2], pytest.param(MASTERS[::2], marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_a_half_precision_model_trains_as_in_one_process_with_float32_masters(
+    masters: list[dict[str, Any]],
+) -> None:
     expected = one_process_with_masters("bfloat16 model")
     for runs in run_ranks(runs_of, 4, masters, ranks_per_node=2):
         for run in runs:
             assert_near(run.weights, expected)
 
 
-def moved_on(folder: str, moves: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[HalfPrecisionRun]:
+def moved_on(
+    folder: str, moves: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+) -> list[HalfPrecisionRun]:
     runs = []
     for number, (before, later) in enumerate(moves):
         saved = f"{folder}/{number}"
         half_precision_run("bfloat16 model", before, (0, 2), save=saved)
-        runs.append(half_precision_run("bfloat16 model", later, (2, BF16_STEPS), load=saved))
+        runs.append(
+            half_precision_run("bfloat16 model", later, (2, BF16_STEPS), load=saved)
+        )
     return runs
 
 
-# Numbers of MASTERS: stored as the weights; of replicas; over the world; on the host; both.
+# Numbers of MASTERS: stored as the weights; of replicas; over the world; on the host;
+# both.
 MOVES = [(0, 3), (3, 5)]
 MORE_MOVES = [(5, 0), (1, 6), (6, 1)]
 
 
-@pytest.mark.parametrize("numbers", [MOVES, pytest.param(MORE_MOVES, marks=pytest.mark.slow)], ids=["some", "more"])
-def test_checkpoints_with_masters_move_between_layouts(numbers: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Stored as the weights, of each rank's part, or on the host: what is saved is float32, and resumed as such."""
+@pytest.mark.parametrize(
+    "numbers",
+    [MOVES, pytest.param(MORE_MOVES, marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
+def test_checkpoints_with_masters_move_between_layouts(
+    numbers: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Stored as the weights, of each rank's part, or on the host: what is saved is
+    float32, and resumed as such."""
     moves = [(MASTERS[before], MASTERS[after]) for before, after in numbers]
     expected = one_process_with_masters("bfloat16 model")
     for runs in run_ranks(moved_on, 4, str(tmp_path), moves, ranks_per_node=2):
@@ -110,10 +141,15 @@ def test_checkpoints_with_masters_move_between_layouts(numbers: list[tuple[int, 
 
 
 def thawed(later: bool, knobs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Four steps; a layer is trainable from the third on, in a unit with others and in one of its own."""
+    """Four steps; a layer is trainable from the third on, in a unit with others and in
+    one of its own."""
     model = bf16_model("bfloat16 model")
     parallel = parallel_model(model, master_dtype="float32", **knobs)
-    layers = [model.blocks[0].up, model.blocks[1]] if hasattr(model, "blocks") else list(model.children())[:1]
+    layers = (
+        [model.blocks[0].up, model.blocks[1]]
+        if hasattr(model, "blocks")
+        else list(model.children())[:1]
+    )
     for layer in layers:
         layer.requires_grad_(False)
     kept = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -124,7 +160,9 @@ def thawed(later: bool, knobs: dict[str, Any]) -> dict[str, torch.Tensor]:
             for layer in layers:
                 layer.requires_grad_(True)
             if not later:
-                optimizer.add_param_group({"params": [p for layer in layers for p in layer.parameters()]})
+                optimizer.add_param_group(
+                    {"params": [p for layer in layers for p in layer.parameters()]}
+                )
         parallel.module(bf16_tokens(step, 0, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -161,6 +199,8 @@ def loaded_without_states(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_weights_loaded_alone_are_the_masters(tmp_path: Path) -> None:
-    for saved, loaded in run_ranks(loaded_without_states, 4, str(tmp_path / "saved"), ranks_per_node=2):
+    for saved, loaded in run_ranks(
+        loaded_without_states, 4, str(tmp_path / "saved"), ranks_per_node=2
+    ):
         assert loaded.dtype == torch.float32 and torch.equal(saved, loaded)
         assert not torch.equal(saved, saved.bfloat16().float())

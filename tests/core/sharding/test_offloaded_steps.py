@@ -1,4 +1,5 @@
-"""A step whose states are on the host is one step to hooks, schedules, closures and whoever edits weights."""
+"""A step whose states are on the host is one step to hooks, schedules, closures and
+whoever edits weights."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from torch import nn
 
 from smp_core.sharding.optimizer import host as host_optimizer
 from tests.core.activations.models import build, tokens
-from tests.core.sharding.state_offload_runs import adamw, bfloat16_parameters, gradients, master_steps, offloaded
+from tests.core.sharding.state_offload_runs import (
+    adamw,
+    bfloat16_parameters,
+    gradients,
+    master_steps,
+    offloaded,
+)
 from tests.harness import run_ranks
 
 
@@ -33,7 +40,8 @@ def test_masters_survive_a_state_dict() -> None:
 
 
 def test_weights_written_from_outside_are_stepped_from() -> None:
-    """A loaded checkpoint or a swapped average counts, also where the master remembers another value."""
+    """A loaded checkpoint or a swapped average counts, also where the master remembers
+    another value."""
     for dtype in (torch.float32, torch.bfloat16):
         parameters = [nn.Parameter(torch.ones(4, dtype=dtype))]
         optimizer = offloaded(parameters, lambda given: torch.optim.SGD(given, lr=0.25))
@@ -41,13 +49,17 @@ def test_weights_written_from_outside_are_stepped_from() -> None:
             parameters[0].data.fill_(value)
             parameters[0].grad = torch.ones(4, dtype=dtype)
             optimizer.step()
-            assert torch.equal(parameters[0], torch.full((4,), value - 0.25, dtype=dtype))
+            assert torch.equal(
+                parameters[0], torch.full((4,), value - 0.25, dtype=dtype)
+            )
 
 
 def test_states_are_loaded_in_the_order_in_which_parameters_lie_in_memory() -> None:
     """A file holds rows; fused kernels walk a parameter and its states side by side."""
 
-    def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.Tensor:
+    def stepped(
+        optimizer: torch.optim.Optimizer, parameter: nn.Parameter
+    ) -> torch.Tensor:
         parameter.grad = torch.sin(torch.arange(6.0)).view(3, 2).t()
         optimizer.step()
         return parameter.detach().clone()
@@ -57,17 +69,27 @@ def test_states_are_loaded_in_the_order_in_which_parameters_lie_in_memory() -> N
     stepped(saved, by_columns), stepped(expected, of_one_piece)
     states = saved.state_dict()
     for entry in states["state"].values():
-        entry |= {key: value.contiguous() for key, value in entry.items() if key.startswith("exp_avg")}
+        entry |= {
+            key: value.contiguous()
+            for key, value in entry.items()
+            if key.startswith("exp_avg")
+        }
     resumed = offloaded([by_columns], adamw)
     resumed.load_state_dict(states)
     assert torch.equal(stepped(resumed, by_columns), stepped(expected, of_one_piece))
 
 
 def test_hooks_schedules_and_closures_are_those_of_one_step() -> None:
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    parameters = [
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3)),
+    ]
     optimizer = offloaded(parameters[:2], lambda given: torch.optim.SGD(given, lr=1.0))
     optimizer.add_param_group({"params": [parameters[2]], "lr": 0.5})
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1.0 / (1 + step)
+    )
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -83,7 +105,11 @@ def test_hooks_schedules_and_closures_are_those_of_one_step() -> None:
         assert optimizer.step(closure) == 7.0
         scheduler.step()
     assert calls == ["before", "closure", "after"] * 2
-    assert [parameter[0].item() for parameter in parameters] == [1 - 1 - 0.5, 1.0, 1 - 0.5 - 0.25]
+    assert [parameter[0].item() for parameter in parameters] == [
+        1 - 1 - 0.5,
+        1.0,
+        1 - 0.5 - 0.25,
+    ]
 
 
 class Counting(torch.optim.SGD):
@@ -107,7 +133,9 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept() -> None:
 
 def test_momentum_of_a_parameter_that_is_reached_later() -> None:
     """Its first step is taken together with later steps of others."""
-    ours, plain = ([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))] for _ in range(2))
+    ours, plain = (
+        [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))] for _ in range(2)
+    )
     optimizers = [
         offloaded(ours, lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)),
         torch.optim.SGD(plain, lr=0.1, momentum=0.9),

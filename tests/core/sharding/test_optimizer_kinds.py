@@ -1,5 +1,6 @@
-"""Optimizers that step parts of tensors (optimizer_shard="world") or some tensors alone (pipeline stages): the lists
-hold what they say, and all others are refused with the line that registers them."""
+"""Optimizers that step parts of tensors (optimizer_shard="world") or some tensors alone
+(pipeline stages): the lists hold what they say, and all others are refused with the
+line that registers them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ class ClipsInside(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         for gradient in gradients:
             gradient.mul_(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
@@ -40,7 +46,9 @@ class Stacked(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["pair"] = torch.stack([parameter.grad, parameter.grad])
+                self.state[parameter]["pair"] = torch.stack(
+                    [parameter.grad, parameter.grad]
+                )
         return super().step(closure)
 
 
@@ -88,7 +96,10 @@ def test_the_lists_hold_what_the_trial_finds() -> None:
     elementwise = [*TORCHS_ELEMENTWISE, *listed(optimizer_kinds._ELEMENTWISE)]
     assert len(elementwise) > 10
     for kind in elementwise:
-        assert difference(over_a_tensor(kind)) is None and difference_together(over_a_tensor(kind)) is None, kind
+        assert (
+            difference(over_a_tensor(kind)) is None
+            and difference_together(over_a_tensor(kind)) is None
+        ), kind
     for kind in (*optimizer_kinds._TENSORWISE, Muon, Adafactor):
         assert difference_together(over_a_tensor(kind)) is None, kind
 
@@ -96,7 +107,9 @@ def test_the_lists_hold_what_the_trial_finds() -> None:
 @pytest.mark.parametrize("kind", [ClipsInside, AcrossTensor, Stacked])
 def test_the_trial_finds_what_looks_further(kind: Any) -> None:
     assert difference(over_a_tensor(kind)) is not None
-    assert (difference_together(over_a_tensor(kind)) is None) == (kind is not ClipsInside)
+    assert (difference_together(over_a_tensor(kind)) is None) == (
+        kind is not ClipsInside
+    )
 
 
 class Together(StepsTogether):
@@ -113,9 +126,13 @@ class Further(Together):
 @pytest.mark.usefixtures("own_lists")
 def test_optimizers_whose_ranks_exchange_step_each_tensor_by_itself() -> None:
     require_tensorwise(over_a_tensor(Together))
-    with pytest.raises(ValueError, match="Further is not known to step each tensor by itself"):
+    with pytest.raises(
+        ValueError, match="Further is not known to step each tensor by itself"
+    ):
         require_tensorwise(over_a_tensor(Further))
-    with pytest.raises(ValueError, match="Together is not known to step each element by itself"):
+    with pytest.raises(
+        ValueError, match="Together is not known to step each element by itself"
+    ):
         require_elementwise(over_a_tensor(Together))
 
 
@@ -126,12 +143,29 @@ def test_only_what_is_listed_or_registered_is_accepted() -> None:
         require_elementwise(over_a_tensor(kind))
         require_tensorwise(over_a_tensor(kind))
     require_tensorwise(over_a_tensor(torch.optim.Muon))
-    for kind in (ClipsInside, Faked, Shampoo, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, Mine):
-        with pytest.raises(ValueError, match=rf"optimizer_shard='world'.*{kind.__name__}.*optimizer_shard='shard'"):
+    for kind in (
+        ClipsInside,
+        Faked,
+        Shampoo,
+        torch.optim.Adafactor,
+        torch.optim.LBFGS,
+        torch.optim.Muon,
+        Mine,
+    ):
+        with pytest.raises(
+            ValueError,
+            match=rf"optimizer_shard='world'.*{kind.__name__}.*optimizer_shard='shard'",
+        ):
             require_elementwise(over_a_tensor(kind))
-    with pytest.raises(ValueError, match=r"not known.* import register_elementwise; register_elementwise\(Mine\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"not known.* import register_elementwise; register_elementwise\(Mine\)$",
+    ):
         require_elementwise(over_a_tensor(Mine))
-    with pytest.raises(ValueError, match=r"not known.* import register_tensorwise; register_tensorwise\(Mine\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"not known.* import register_tensorwise; register_tensorwise\(Mine\)$",
+    ):
         require_tensorwise(over_a_tensor(Mine))
     with pytest.raises(ValueError, match="LBFGS looks across all its parameters"):
         require_tensorwise(over_a_tensor(torch.optim.LBFGS))
@@ -142,7 +176,8 @@ def test_only_what_is_listed_or_registered_is_accepted() -> None:
         require_elementwise(over_a_tensor(Mine))
     register_elementwise(Mine)
     require_elementwise(over_a_tensor(Mine))
-    with pytest.raises(ValueError, match="not known"):  # a derived class may do something else
+    # A derived class may do something else.
+    with pytest.raises(ValueError, match="not known"):
         require_elementwise(over_a_tensor(type("Derived", (Mine,), {})))
 
 

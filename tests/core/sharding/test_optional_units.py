@@ -1,4 +1,5 @@
-"""Branches that only some ranks take in some micro-batches train to one process's numbers as `units.optional`.
+"""Branches that only some ranks take in some micro-batches train to one process's
+numbers as `units.optional`.
 
 Compared to 1e-12 in float64: a few hundred rounding errors of sums in another order.
 """
@@ -20,7 +21,10 @@ from tests.core.equivalence import full_weights
 from tests.core.pictured import small_llava
 from tests.harness import run_ranks
 
-OPTIONAL = {"units": {"modules": ["Block"], "optional": ["left", "right.*"]}, "shard_degree": 2}
+OPTIONAL = {
+    "units": {"modules": ["Block"], "optional": ["left", "right.*"]},
+    "shard_degree": 2,
+}
 STEPS = 3
 
 
@@ -35,7 +39,12 @@ def alone(micro_batches: int) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         for micro in range(micro_batches):
             for rank in range(2):
-                (loss_of(model, batch_of(rank, step, micro), way_of(step, micro, rank)) / 2).backward()
+                (
+                    loss_of(
+                        model, batch_of(rank, step, micro), way_of(step, micro, rank)
+                    )
+                    / 2
+                ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
@@ -50,7 +59,11 @@ def together(micro_batches: int, knobs: dict[str, Any]) -> dict[str, torch.Tenso
         for micro in range(micro_batches):
             with parallel.window.accumulate(micro < micro_batches - 1):
                 rank = dist.get_rank()
-                loss_of(parallel.module, batch_of(rank, step, micro), way_of(step, micro, rank)).backward()
+                loss_of(
+                    parallel.module,
+                    batch_of(rank, step, micro),
+                    way_of(step, micro, rank),
+                ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return full_weights(parallel.module)
@@ -74,15 +87,26 @@ def test_ranks_may_leave_optional_units_out() -> None:
 
 
 def test_optional_modules_belong_to_the_unit_around_them() -> None:
-    units = {unit.name: unit.parameters for unit in plan_units(Branching(), SmpConfig(**OPTIONAL)).units}
+    units = {
+        unit.name: unit.parameters
+        for unit in plan_units(Branching(), SmpConfig(**OPTIONAL)).units
+    }
     assert units.keys() == {""} and len(units[""]) == 10
-    some = plan_units(Branching(), SmpConfig(units={"modules": ["Block"], "optional": ["left.0", "right.1.linear"]}))
+    some = plan_units(
+        Branching(),
+        SmpConfig(
+            units={"modules": ["Block"], "optional": ["left.0", "right.1.linear"]}
+        ),
+    )
     units = {unit.name: unit.parameters for unit in some.units}
     assert units.keys() == {"", "left.1", "right.0", "right.1"}
     assert {"left.0.linear.weight", "left.0.linear.bias"} < set(units[""])
     assert units["right.1"] == ("right.1.linear.weight", "right.1.linear.bias")
     by_size = SmpConfig(units={"min_parameters": 1, "optional": ["Block"]})
-    assert [unit.name for unit in plan_units(Branching(), by_size).units] == ["head", ""]
+    assert [unit.name for unit in plan_units(Branching(), by_size).units] == [
+        "head",
+        "",
+    ]
 
 
 def test_of_another_dtype_they_are_replicated() -> None:
@@ -90,12 +114,15 @@ def test_of_another_dtype_they_are_replicated() -> None:
     model.left.float()
     plan = plan_units(model, SmpConfig(**OPTIONAL))
     assert [unit.name for unit in plan.units] == [""]
-    assert set(plan.replicated) == {name for name, _ in model.named_parameters() if name.startswith("left.")}
+    assert set(plan.replicated) == {
+        name for name, _ in model.named_parameters() if name.startswith("left.")
+    }
 
 
 def test_a_pattern_without_a_module_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"units\.optional='visual' matches no class name and no module name of Branch"
+        ValueError,
+        match=r"units\.optional='visual' matches no class name and no module name of Branch",
     ):
         plan_units(Branching(), SmpConfig(units={"optional": ["visual"]}))
 
@@ -104,9 +131,22 @@ def test_auto_finds_towers_and_refuses_models_without() -> None:
     auto = SmpConfig(units={"optional": "auto"})
     plan = plan_units(small_llava(), auto)
     assert plan.optional == ("model.vision_tower",)
-    assert [unit.name for unit in plan.units] == ["model.language_model.layers.1", "model.language_model.layers.0", ""]
+    assert [unit.name for unit in plan.units] == [
+        "model.language_model.layers.1",
+        "model.language_model.layers.0",
+        "",
+    ]
     wrapped = nn.ModuleDict({"net": small_llava()})
-    assert plan_units(wrapped, auto, entry="steps").optional == ("net.model.vision_tower",)
-    for model in (Branching(), small_llava().model.vision_tower, small_llava().model.language_model):
-        with pytest.raises(ValueError, match=r"units\.optional='auto' finds nothing in .* Name what ranks leave out"):
+    assert plan_units(wrapped, auto, entry="steps").optional == (
+        "net.model.vision_tower",
+    )
+    for model in (
+        Branching(),
+        small_llava().model.vision_tower,
+        small_llava().model.language_model,
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"units\.optional='auto' finds nothing in .* Name what ranks leave out",
+        ):
             plan_units(model, auto)

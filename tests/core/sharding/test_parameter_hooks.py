@@ -1,5 +1,6 @@
-"""Hooks of parameters beyond what random runs draw (tests/core/fuzz/hooks.py): who may register them where, what they
-may refer to, and layers whose weights torch makes anew in each forward."""
+"""Hooks of parameters beyond what random runs draw (tests/core/fuzz/hooks.py): who may
+register them where, what they may refer to, and layers whose weights torch makes anew
+in each forward."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def _words(act: Callable[[], object]) -> str:
 # Optimizers that step in backward
 
 
-def _steps_in_backward(model: nn.Module, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
+def _steps_in_backward(
+    model: nn.Module, ranks: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """torch's tutorial: an optimizer of each parameter, which a hook steps."""
     optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in model.parameters()}
 
@@ -55,7 +58,9 @@ def _steps_in_backward(model: nn.Module, ranks: Sequence[int]) -> dict[str, torc
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step)
     for number in range(3):
-        losses = [model(_samples(number, rank), number != 1).square().mean() for rank in ranks]
+        losses = [
+            model(_samples(number, rank), number != 1).square().mean() for rank in ranks
+        ]
         (sum(losses) / len(ranks)).backward()  # type: ignore[union-attr]
     return {name: whole(p) for name, p in model.named_parameters()}
 
@@ -85,7 +90,9 @@ def refusals() -> dict[str, str]:
 
     def refers(model: nn.Module) -> None:
         optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-        model.enter.bias.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+        model.enter.bias.register_post_accumulate_grad_hook(
+            lambda p: optimizers[p].step()
+        )
 
     def decays(model: nn.Module) -> None:
         weight = model.enter.weight
@@ -98,7 +105,9 @@ def refusals() -> dict[str, str]:
     for register in (refers, decays, on_one_rank):
         model = _net()
         register(model)
-        found[register.__name__] = _words(lambda model=model: _sharded(model, shard_degree=2))
+        found[register.__name__] = _words(
+            lambda model=model: _sharded(model, shard_degree=2)
+        )
 
     # Registered later on one rank: known when the window closes, on all ranks.
     model = _net()
@@ -128,7 +137,9 @@ def refusals() -> dict[str, str]:
 def test_hooks_and_lists_that_could_do_nothing_are_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, 2, ranks_per_node=2):
         for name in ("refers", "decays"):
-            assert "refers to parameters that Net had before it was sharded" in found[name], name
+            assert (
+                "refers to parameters that Net had before it was sharded" in found[name]
+            ), name
             assert "on_fit_start" in found[name]
         assert "leave.weight has a hook" in found["on_one_rank"]
         assert "only on rank 1 'leave.weight' has a hook" in found["later on one rank"]
@@ -145,7 +156,9 @@ def noise() -> list[torch.Tensor]:
     for degree in (1, 2):
         model = _net()
         _sharded(model, shard_degree=degree)
-        model.enter.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+        model.enter.weight.register_hook(
+            lambda gradient: gradient + torch.randn_like(gradient)
+        )
         torch.manual_seed(dist.get_rank())
         model(_samples(0, 0)).sum().backward()
         found.append(whole(model.enter.weight.grad))
@@ -155,14 +168,18 @@ def noise() -> list[torch.Tensor]:
 def test_a_hook_that_draws_random_numbers_gives_all_ranks_the_same() -> None:
     first, *others = run_ranks(noise, 4, ranks_per_node=2)
     for other in others:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True)
+        )
 
 
 def _trained(model: nn.Module, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
         # One forward: a spectral norm changes with each.
-        model(torch.cat([_samples(number, rank) for rank in ranks]).requires_grad_()).square().mean().backward()
+        model(
+            torch.cat([_samples(number, rank) for rank in ranks]).requires_grad_()
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(p) for name, p in model.named_parameters()}
@@ -181,7 +198,12 @@ def over_tensor_ranks() -> tuple[dict[str, torch.Tensor], int]:
     seen: list[torch.Tensor] = []
     model = _hooked(seen)
     recipe = {"plan": {"cells.*.layer": "column_gather"}, "sequence_parallel": False}
-    asked = SmpConfig(tensor_parallel_degree=2, tensor_parallel=recipe, shard_degree=2, units=("Cell",))
+    asked = SmpConfig(
+        tensor_parallel_degree=2,
+        tensor_parallel=recipe,
+        shard_degree=2,
+        units=("Cell",),
+    )
     parallel = parallelize(model, asked)
     return _trained(model, [parallel.mesh.rank // 2]), len(seen)
 
@@ -209,7 +231,9 @@ class Normed(nn.Module):
         self.first: list[str] = []
         for name, module in self.named_children():
             module.register_forward_hook(lambda *_, name=name: self.first.append(name))
-            module.register_full_backward_hook(lambda *_, name=name: self.first.append(f"back {name}"))
+            module.register_full_backward_hook(
+                lambda *_, name=name: self.first.append(f"back {name}")
+            )
 
     def forward(self, x: torch.Tensor, _: bool = True) -> torch.Tensor:
         for module in self.children():
@@ -236,7 +260,9 @@ def normed() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     return found
 
 
-def test_normed_and_parametrized_weights_and_modules_hooks_are_as_in_one_process() -> None:
+def test_normed_and_parametrized_weights_and_modules_hooks_are_as_in_one_process() -> (
+    None
+):
     model = _normed()
     expected = _trained(model, range(2))
     for by_knobs in run_ranks(normed, 2, ranks_per_node=2):
@@ -250,7 +276,8 @@ def test_normed_and_parametrized_weights_and_modules_hooks_are_as_in_one_process
 
 
 class Average:
-    """The arithmetic of diffusers' EMAModel, with its copies of what `parameters` were when it was made."""
+    """The arithmetic of diffusers' EMAModel, with its copies of what `parameters` were
+    when it was made."""
 
     def __init__(self, parameters: Any) -> None:
         self.kept = [parameter.clone().detach() for parameter in parameters]
@@ -265,8 +292,13 @@ class Average:
             parameter.data.copy_(kept.to(parameter.device).data)
 
 
-def _averaged(model: nn.Module, teacher: nn.Module, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
-    average, optimizer = Average(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+def _averaged(
+    model: nn.Module, teacher: nn.Module, ranks: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    average, optimizer = (
+        Average(model.parameters()),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     for number in range(3):
         x = torch.cat([_samples(number, rank) for rank in ranks])
         with torch.no_grad():
@@ -275,7 +307,9 @@ def _averaged(model: nn.Module, teacher: nn.Module, ranks: Sequence[int]) -> dic
         optimizer.step()
         optimizer.zero_grad()
         average.step(model.parameters())
-        for kept, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
+        for kept, parameter in zip(
+            teacher.parameters(), model.parameters(), strict=True
+        ):
             kept.data.mul_(0.9).add_(parameter.detach(), alpha=0.1)
     average.copy_to(model.parameters())
     teacher.load_state_dict(model.state_dict())

@@ -1,4 +1,5 @@
-"""torch.save and pickle write whole tensors or refuse, never this rank's part in silence."""
+"""torch.save and pickle write whole tensors or refuse, never this rank's part in
+silence."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def test_a_sharded_tensor_is_not_pickled() -> None:
     first, second = run_ranks(pickled, 2, 2)
     for seen in (first, second):
         for what in ("weights", "optimizer", "parameter"):
-            assert "this rank's part alone" in seen[what] and "get_state_dict" in seen[what], what
+            assert (
+                "this rank's part alone" in seen[what]
+                and "get_state_dict" in seen[what]
+            ), what
     assert first["own part"].shape == (3, 6) and second["own part"].shape == (2, 6)
     assert first["whole"]["0.weight"].shape == (5, 6) and second["whole"] == {}
 
@@ -57,4 +61,6 @@ def test_what_every_rank_holds_whole_is_pickled_as_plain_tensors() -> None:
     for seen in run_ranks(pickled, 2, 1, param_dtype="bfloat16"):
         for what in ("weights", "optimizer", "parameter"):
             assert not isinstance(seen[what], str), seen[what]
-        assert type(seen["weights"]["0.weight"]) is torch.Tensor and seen["weights"]["0.weight"].shape == (5, 6)
+        assert type(seen["weights"]["0.weight"]) is torch.Tensor and seen["weights"][
+            "0.weight"
+        ].shape == (5, 6)

@@ -1,7 +1,9 @@
-"""An optimizer over sharded parameters does what it does in one process, whatever becomes of its groups, whenever it
-was made, and whatever it keeps; one that cannot is refused on all ranks before the first step.
+"""An optimizer over sharded parameters does what it does in one process, whatever
+becomes of its groups, whenever it was made, and whatever it keeps; one that cannot is
+refused on all ranks before the first step.
 
-float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order."""
+float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another
+order."""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.core.scenarios import parallel_model
-from tests.core.sharding.prepared_runs import LAYOUTS, WORLD, batch, difference, net, own_batch, sharded, train, weights
+from tests.core.sharding.prepared_runs import (
+    LAYOUTS,
+    WORLD,
+    batch,
+    difference,
+    net,
+    own_batch,
+    sharded,
+    train,
+    weights,
+)
 from tests.harness import run_ranks
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -35,7 +47,13 @@ def editing(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     if step == 1:
         optimizer.param_groups[0]["params"].append(model.second[0].bias)
     if step == 2:
-        optimizer.param_groups.append({**optimizer.param_groups[0], "params": [*model.first.parameters()], "lr": 0.02})
+        optimizer.param_groups.append(
+            {
+                **optimizer.param_groups[0],
+                "params": [*model.first.parameters()],
+                "lr": 0.02,
+            }
+        )
     if step == 3:
         optimizer.state.clear()
     if step == 4:
@@ -43,7 +61,8 @@ def editing(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def freezing(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Parameters that are switched off and on where the model has them, and where the optimizer has them."""
+    """Parameters that are switched off and on where the model has them, and where the
+    optimizer has them."""
     weight, bias = optimizer.param_groups[0]["params"]
     if step in (1, 3):
         weight.requires_grad_(step == 3)
@@ -64,12 +83,15 @@ def made(kind: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 def changed_groups() -> list[str]:
     wrong = []
-    for number, (kind, edit) in enumerate(itertools.product(("sgd", "adamw"), (adding, editing, freezing))):
+    for number, (kind, edit) in enumerate(
+        itertools.product(("sgd", "adamw"), (adding, editing, freezing))
+    ):
         model = net()
         optimizer = made(kind, model.head.parameters())
         train(model, optimizer, range(WORLD), edit)
         expected = weights(model)
-        # Every edit in every layout, with one of the kinds: three edits, so that the halves change.
+        # Every edit in every layout, with one of the kinds: three edits, so that the
+        # halves change.
         for knobs in LAYOUTS[number % 2 :: 2]:
             parallel = sharded(knobs)
             optimizer = made(kind, parallel.module.head.parameters())  # type: ignore[operator, union-attr]
@@ -82,7 +104,8 @@ def changed_groups() -> list[str]:
 
 
 def test_groups_that_change_after_prepare_are_stepped_as_in_one_process() -> None:
-    """And ``zero_grad(set_to_none=False)`` of foreach and fused optimizers, over plain and sharded parameters."""
+    """And ``zero_grad(set_to_none=False)`` of foreach and fused optimizers, over plain
+    and sharded parameters."""
     assert run_ranks(changed_groups, WORLD) == [[]] * WORLD
 
 
@@ -99,7 +122,11 @@ def strangers() -> list[str]:
     for knobs in LAYOUTS[:3]:
         parallel = sharded(knobs)
         stranger = nn.Parameter(torch.zeros(3))
-        refused(lambda p=parallel, s=stranger: p.prepare_optimizer(torch.optim.SGD([s], lr=0.1)))
+        refused(
+            lambda p=parallel, s=stranger: p.prepare_optimizer(
+                torch.optim.SGD([s], lr=0.1)
+            )
+        )
         optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.1)
         parallel.prepare_optimizer(optimizer)
         refused(lambda o=optimizer, s=stranger: o.add_param_group({"params": s}))
@@ -133,7 +160,9 @@ def made_before() -> list[str]:
             parallel = parallel_model(model, units=["Sequential"], **knobs)
             assert parallel.prepare_optimizer(optimizer)
             assert parallel.stepped(listed) == parallel.stepped()
-            assert not parallel.prepare_optimizer(optimizer), "a second fit finds it as it is"
+            assert not parallel.prepare_optimizer(optimizer), (
+                "a second fit finds it as it is"
+            )
             train(model, optimizer, own_batch(parallel))
             apart = difference(weights(model), expected)
             if not apart <= 1e-12:
@@ -161,15 +190,24 @@ def stepped_apart() -> str:
 
 
 def test_states_that_not_every_rank_has_are_refused_on_all() -> None:
-    assert all("other states on some ranks" in said for said in run_ranks(stepped_apart, WORLD))
+    assert all(
+        "other states on some ranks" in said for said in run_ranks(stepped_apart, WORLD)
+    )
 
 
 def with_schedule() -> int:
     parallel = sharded({"shard_degree": 2, "state_offload": "optimizer"})
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1.0 / (1 + step)
+    )
     parallel.prepare_optimizer(optimizer)
-    train(parallel.module, optimizer, own_batch(parallel), lambda model, optimizer, step: step and schedule.step())
+    train(
+        parallel.module,
+        optimizer,
+        own_batch(parallel),
+        lambda model, optimizer, step: step and schedule.step(),
+    )
     return optimizer.host_bytes()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -212,25 +250,39 @@ def kinds_on_shards() -> dict[str, str]:
         except ValueError as error:
             said[name] = str(error)
     parallel = parallel_model(net(), shard_degree=1)
-    parallel.prepare_optimizer(torch.optim.Adafactor(parallel.module.parameters(), lr=0.1))
+    parallel.prepare_optimizer(
+        torch.optim.Adafactor(parallel.module.parameters(), lr=0.1)
+    )
     return said
 
 
 def test_optimizers_that_cannot_step_shards_are_refused_on_all_ranks() -> None:
-    """Also one that would fail on the rank alone whose shard is empty, and leave the others waiting."""
+    """Also one that would fail on the rank alone whose shard is empty, and leave the
+    others waiting."""
     first, *others = run_ranks(kinds_on_shards, WORLD)
     assert all(said == first for said in others)
-    # torch's Rprop steps DTensors from 2.15 on, and then as in one process; the trial finds out.
-    refused = {"torch": "Adafactor", "closure": "LBFGS", "rprop": "Rprop", "empty": "FailsWhereEmpty"}
+    # torch's Rprop steps DTensors from 2.15 on, and then as in one process; the trial
+    # finds out.
+    refused = {
+        "torch": "Adafactor",
+        "closure": "LBFGS",
+        "rprop": "Rprop",
+        "empty": "FailsWhereEmpty",
+    }
     if first["rprop"] == "accepted":
         del refused["rprop"]
     for name, kind in refused.items():
-        assert f"{kind} cannot step sharded parameters" in first[name] and "AdamW, or shard_degree=1" in first[name]
+        assert (
+            f"{kind} cannot step sharded parameters" in first[name]
+            and "AdamW, or shard_degree=1" in first[name]
+        )
     assert "AdamW8bit is torchao's" in first["torchao"]
     assert first["mine"] == "accepted"
 
 
-def search_lines(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]) -> list[float]:
+def search_lines(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int]
+) -> list[float]:
     """Steps by a line search; what each returned."""
     returned = []
     for step in range(3):
@@ -248,14 +300,18 @@ def search_lines(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list
 
 
 def line_search(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+    return torch.optim.LBFGS(
+        parameters, lr=0.5, max_iter=6, line_search_fn="strong_wolfe"
+    )
 
 
 def sharded_line_search() -> tuple[list[float], dict[str, torch.Tensor]]:
     parallel = sharded({"shard_degree": 1})
     optimizer = line_search(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)
-    return search_lines(parallel.module, optimizer, own_batch(parallel)), weights(parallel.module)
+    return search_lines(parallel.module, optimizer, own_batch(parallel)), weights(
+        parallel.module
+    )
 
 
 def test_a_line_search_decides_by_the_loss_of_all_ranks() -> None:

@@ -1,4 +1,5 @@
-"""Random numbers that are drawn into sharded tensors, or like them, are those of one process at every degree."""
+"""Random numbers that are drawn into sharded tensors, or like them, are those of one
+process at every degree."""
 
 from __future__ import annotations
 
@@ -53,18 +54,26 @@ def drawn(parameters: Iterable[nn.Parameter]) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def drawn_on_ranks(knobs: dict[str, Any], own_seeds: bool) -> tuple[dict[str, list[torch.Tensor]], list[float]]:
+def drawn_on_ranks(
+    knobs: dict[str, Any], own_seeds: bool
+) -> tuple[dict[str, list[torch.Tensor]], list[float]]:
     parallel = parallel_model(model(), **knobs)
     if not own_seeds:
         return drawn(parallel.module.parameters()), []
     torch.manual_seed(dist.get_rank())
-    shown = [whole(torch.randn_like(parameter)) for parameter in parallel.module.parameters()]
+    shown = [
+        whole(torch.randn_like(parameter)) for parameter in parallel.module.parameters()
+    ]
     nn.init.normal_(parallel.module[0].weight)
-    return {"own seeds": [*shown, whole(parallel.module[0].weight)]}, torch.rand(2).tolist()
+    return {"own seeds": [*shown, whole(parallel.module[0].weight)]}, torch.rand(
+        2
+    ).tolist()
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"shard_degree": 2}, pytest.param({"shard_degree": 4}, marks=pytest.mark.slow)], ids=str
+    "knobs",
+    [{"shard_degree": 2}, pytest.param({"shard_degree": 4}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_what_is_drawn_is_what_one_process_draws(knobs: dict[str, Any]) -> None:
     expected = drawn(model().parameters())
@@ -75,8 +84,14 @@ def test_what_is_drawn_is_what_one_process_draws(knobs: dict[str, Any]) -> None:
 
 
 def test_ranks_with_seeds_of_their_own_agree_and_keep_them() -> None:
-    """Replicas hold the same weights; what a rank draws for itself afterwards is its own."""
-    (first, mine), *others = run_ranks(drawn_on_ranks, 4, {"shard_degree": 2}, True, ranks_per_node=2)
+    """Replicas hold the same weights; what a rank draws for itself afterwards is its
+    own."""
+    (first, mine), *others = run_ranks(
+        drawn_on_ranks, 4, {"shard_degree": 2}, True, ranks_per_node=2
+    )
     for found, theirs in others:
-        assert all(torch.equal(a, b) for a, b in zip(first["own seeds"], found["own seeds"], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first["own seeds"], found["own seeds"], strict=True)
+        )
         assert theirs != mine

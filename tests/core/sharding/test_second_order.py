@@ -1,5 +1,5 @@
-"""Gradients of gradients (penalties of GANs, adversarial samples) equal one process's to 1e-12 in float64, which leaves
-room for another order of additions."""
+"""Gradients of gradients (penalties of GANs, adversarial samples) equal one process's
+to 1e-12 in float64, which leaves room for another order of additions."""
 
 from __future__ import annotations
 
@@ -39,11 +39,16 @@ def _samples(number: int, rank: int) -> torch.Tensor:
 
 
 def gradient_penalty(critic: nn.Module, number: int, rank: int) -> torch.Tensor:
-    """WGAN-GP: forwards of real and generated samples behind the one whose gradient is differentiated."""
+    """WGAN-GP: forwards of real and generated samples behind the one whose gradient is
+    differentiated."""
     real, made = _samples(number, rank), _samples(number + 50, rank)
     between = (0.3 * real + 0.7 * made).requires_grad_(True)
     (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-    return critic(made).mean() - critic(real).mean() + 10 * (gradient.norm(dim=1) - 1).square().mean()
+    return (
+        critic(made).mean()
+        - critic(real).mean()
+        + 10 * (gradient.norm(dim=1) - 1).square().mean()
+    )
 
 
 def r1(critic: nn.Module, number: int, rank: int) -> torch.Tensor:
@@ -60,12 +65,15 @@ def curvature(critic: nn.Module, number: int, rank: int) -> torch.Tensor:
     """Two differentiated passes, one through the other."""
     x = _samples(number, rank).requires_grad_(True)
     (first,) = torch.autograd.grad(critic(x).square().sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad((first * _samples(number + 7, rank)).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(
+        (first * _samples(number + 7, rank)).sum(), x, create_graph=True
+    )
     return second.square().mean()
 
 
 def adversarial(critic: nn.Module, number: int, rank: int) -> torch.Tensor:
-    """A gradient of samples that is not differentiated, and a look at its norm that nothing follows."""
+    """A gradient of samples that is not differentiated, and a look at its norm that
+    nothing follows."""
     x = _samples(number, rank).requires_grad_(True)
     loss = critic(x).square().mean()
     (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -80,8 +88,16 @@ KNOBS: list[dict[str, Any]] = [
     {"shard_degree": 1},
     {"shard_degree": 2},
     {"shard_degree": 4, "reshard_after_forward": False},
-    {"shard_degree": 2, "reshard_after_forward": False, "keep_between_micro_batches": "parameters"},
-    {"shard_degree": 2, "reshard_after_forward": True, "keep_between_micro_batches": "gradients"},
+    {
+        "shard_degree": 2,
+        "reshard_after_forward": False,
+        "keep_between_micro_batches": "parameters",
+    },
+    {
+        "shard_degree": 2,
+        "reshard_after_forward": True,
+        "keep_between_micro_batches": "gradients",
+    },
     {"shard_degree": 4, "reshard_after_forward": "node"},
     {"shard_degree": 2, "optimizer_shard": "world"},
     {"shard_degree": 2, "activations": "full"},
@@ -95,13 +111,19 @@ def _critic() -> nn.Module:
     return Critic().double()
 
 
-def _train(parallel: ParallelModel | None, critic: nn.Module, name: str, ranks: Sequence[int]) -> dict[str, Any]:
+def _train(
+    parallel: ParallelModel | None, critic: nn.Module, name: str, ranks: Sequence[int]
+) -> dict[str, Any]:
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.05, momentum=0.9)
     if parallel is not None:
         parallel.prepare_optimizer(optimizer)
     for number in range(6):
         last = number % 2 == 1
-        with contextlib.nullcontext() if parallel is None or last else parallel.window.accumulate():
+        with (
+            contextlib.nullcontext()
+            if parallel is None or last
+            else parallel.window.accumulate()
+        ):
             losses = [LOSSES[name](critic, number, rank) for rank in ranks]
             (sum(losses) / len(ranks)).backward()  # type: ignore[union-attr]
         if last:
@@ -119,7 +141,9 @@ def together(cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("cases", [NORMAL, pytest.param(ALL, marks=pytest.mark.slow)], ids=("some", "all"))
+@pytest.mark.parametrize(
+    "cases", [NORMAL, pytest.param(ALL, marks=pytest.mark.slow)], ids=("some", "all")
+)
 def test_gradients_of_gradients_are_one_processs(cases: list[tuple[str, int]]) -> None:
     expected = {name: _train(None, _critic(), name, range(4)) for name, _ in cases}
     for found in run_ranks(together, 4, cases, ranks_per_node=2):
@@ -135,7 +159,10 @@ def refused() -> list[str]:
     parallel_model(critic, units=("Cell",), shard_degree=2)
     split = _critic()
     recipe = {"plan": {"cells.*.layer": "column_gather"}, "sequence_parallel": False}
-    parallelize(split, SmpConfig(tensor_parallel_degree=2, tensor_parallel=recipe, units=("Cell",)))
+    parallelize(
+        split,
+        SmpConfig(tensor_parallel_degree=2, tensor_parallel=recipe, units=("Cell",)),
+    )
     passes: list[Callable[[], object]] = [
         lambda: critic(_samples(0, 0)).square().mean().backward(create_graph=True),
         lambda: gradient_penalty(split, 0, 0).backward(),

@@ -1,7 +1,8 @@
-"""Parameters that several layers share, in half precision, with float32 weights or float32 masters, at every layout.
+"""Parameters that several layers share, in half precision, with float32 weights or
+float32 masters, at every layout.
 
-Models, what they share, units, dtypes and knobs are drawn. One process computes with a copy of the model in half
-precision, and steps float32 weights.
+Models, what they share, units, dtypes and knobs are drawn. One process computes with a
+copy of the model in half precision, and steps float32 weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Part(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
         self.norm = nn.LayerNorm(WIDTH)
         self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
         self.scale = nn.Parameter(torch.tensor(0.7))
@@ -67,7 +71,11 @@ class Sharing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.recomputes
+                else block(x)
+            )
         return self.head(torch.tanh(x))
 
 
@@ -81,16 +89,34 @@ class Case:
         self.half = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16])
         self.masters_of_half = draw.random() < 0.5
         name = str(self.half).removeprefix("torch.")
-        dtypes = {"master_dtype": "float32"} if self.masters_of_half else {"param_dtype": name}
-        modules = draw.choice([["Linear"], ["Part"], ["Linear", "Part"], ["LayerNorm", "Part"]])
+        dtypes = (
+            {"master_dtype": "float32"}
+            if self.masters_of_half
+            else {"param_dtype": name}
+        )
+        modules = draw.choice(
+            [["Linear"], ["Part"], ["Linear", "Part"], ["LayerNorm", "Part"]]
+        )
         degrees = [degree for degree in (1, 2, 4) if degree <= ranks]
-        self.knobs = {"shard_degree": draw.choice(degrees), "units": {"modules": modules}, **dtypes}
+        self.knobs = {
+            "shard_degree": draw.choice(degrees),
+            "units": {"modules": modules},
+            **dtypes,
+        }
         if not self.recomputes and draw.random() < 0.4:
-            self.knobs["activations"] = {"checkpoint": {"blocks.?": draw.choice(["full", "selective"])}}
-        states = [{"optimizer_shard": "world"}, {"state_offload": "all"}, {"state_offload": "optimizer"}]
+            self.knobs["activations"] = {
+                "checkpoint": {"blocks.?": draw.choice(["full", "selective"])}
+            }
+        states = [
+            {"optimizer_shard": "world"},
+            {"state_offload": "all"},
+            {"state_offload": "optimizer"},
+        ]
         self.knobs.update(draw.choice([{}, {}, *states]))
         if draw.random() < 0.3:
-            self.knobs["keep_between_micro_batches"] = draw.choice(["parameters", "gradients"])
+            self.knobs["keep_between_micro_batches"] = draw.choice(
+                ["parameters", "gradients"]
+            )
         self.frozen = draw.choice(["", "", "enter", "blocks.1.up"])
 
     def model(self) -> nn.Module:
@@ -119,7 +145,10 @@ class Case:
             optimizer.zero_grad()
         states = parallel.optimizer_state(optimizer)["state"]
         state = parallel.model_state()
-        return {name: whole(states.get(name, {}).get("smp_master", value)).float() for name, value in state.items()}
+        return {
+            name: whole(states.get(name, {}).get("smp_master", value)).float()
+            for name, value in state.items()
+        }
 
     def alone(self, ranks: int) -> dict[str, torch.Tensor]:
         """Computes in half precision, with sums and steps in float32."""
@@ -134,7 +163,9 @@ class Case:
                     computing.zero_grad()
                     self.loss(computing, step, micro, rank).backward()
                     for master, parameter in of:
-                        sums[master] += 0 if parameter.grad is None else parameter.grad.float()
+                        sums[master] += (
+                            0 if parameter.grad is None else parameter.grad.float()
+                        )
             for master in sums:
                 master.grad = sums[master] / ranks if master.requires_grad else None
             optimizer.step()
@@ -147,18 +178,29 @@ def drawn(numbers: Sequence[int]) -> list[Any]:
         try:
             found.append(Case(number, dist.get_world_size()).together())
         except Exception as error:
-            raise RuntimeError(f"case {number}: {vars(Case(number, dist.get_world_size()))}") from error
+            raise RuntimeError(
+                f"case {number}: {vars(Case(number, dist.get_world_size()))}"
+            ) from error
     return found
 
 
 @pytest.mark.parametrize(
     ("ranks", "numbers"),
-    [(4, range(2)), *(pytest.param(ranks, range(2, 105), marks=pytest.mark.slow) for ranks in (2, 4))],
+    [
+        (4, range(2)),
+        *(
+            pytest.param(ranks, range(2, 105), marks=pytest.mark.slow)
+            for ranks in (2, 4)
+        ),
+    ],
     ids=str,
 )
-def test_shared_parameters_train_in_half_precision_as_in_one_process(ranks: int, numbers: Sequence[int]) -> None:
-    """A use of a shared parameter adds its gradient in half precision there and in float32 here: 2**-8 of a gradient
-    is allowed. A missing or doubled one, or an update lost to half precision, is far more."""
+def test_shared_parameters_train_in_half_precision_as_in_one_process(
+    ranks: int, numbers: Sequence[int]
+) -> None:
+    """A use of a shared parameter adds its gradient in half precision there and in
+    float32 here: 2**-8 of a gradient is allowed. A missing or doubled one, or an update
+    lost to half precision, is far more."""
     of_ranks = run_ranks(drawn, ranks, numbers, ranks_per_node=2)
     for number, *runs in zip(numbers, *of_ranks, strict=True):
         case = Case(number, ranks)
@@ -168,4 +210,6 @@ def test_shared_parameters_train_in_half_precision_as_in_one_process(ranks: int,
                 value = expected[name]
                 moved = (value - begun[name]).abs().max()
                 off = (run[name] - value).abs().max()
-                assert off <= 0.02 * moved + 1e-6, f"case {number} {vars(case)}: {name} is {off} off, moved {moved}"
+                assert off <= 0.02 * moved + 1e-6, (
+                    f"case {number} {vars(case)}: {name} is {off} off, moved {moved}"
+                )

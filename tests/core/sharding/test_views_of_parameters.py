@@ -1,4 +1,5 @@
-"""A unit whose forward gives a view of its own parameters, or one of them: their memory is freed behind it."""
+"""A unit whose forward gives a view of its own parameters, or one of them: their memory
+is freed behind it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = self.places(x.shape[1])
-        x = x + (places if isinstance(places, torch.Tensor) else places["table"][: x.shape[1]] * places["scale"])
+        x = x + (
+            places
+            if isinstance(places, torch.Tensor)
+            else places["table"][: x.shape[1]] * places["scale"]
+        )
         for block in self.blocks:
             x = x + block(x)
         return x.square().mean()
@@ -44,7 +49,11 @@ def trained(gives: str, shards: bool) -> tuple[list[float], torch.Tensor]:
     """Losses of two steps, and the table behind them."""
     torch.manual_seed(0)
     model, x = Model(gives).double(), torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
-    parallel = parallelize(model, SmpConfig(shard_degree=2, units=["Table", "Linear"])) if shards else None
+    parallel = (
+        parallelize(model, SmpConfig(shard_degree=2, units=["Table", "Linear"]))
+        if shards
+        else None
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if parallel is not None:
         parallel.prepare_optimizer(optimizer)

@@ -1,4 +1,5 @@
-"""Outputs of units that are views and written into behind them: FSDP2 then does not see the backward pass come."""
+"""Outputs of units that are views and written into behind them: FSDP2 then does not see
+the backward pass come."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ def write_into_the_models_output() -> str:
     return str(caught.value)
 
 
-def test_a_model_that_does_not_hear_of_the_backward_pass_is_an_error_at_the_step() -> None:
+def test_a_model_that_does_not_hear_of_the_backward_pass_is_an_error_at_the_step() -> (
+    None
+):
     """No unit heard of it: the step changed nothing, in silence."""
     for said in run_ranks(write_into_the_models_output, 2):
-        assert "left gradients in the model" in said and "Write x = x + y for x += y" in said
+        assert (
+            "left gradients in the model" in said
+            and "Write x = x + y for x += y" in said
+        )

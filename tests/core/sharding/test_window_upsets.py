@@ -1,6 +1,7 @@
 """A window that does not come to its end: abandoned, failed, or zeroed in the middle.
 
-Nothing of it may reach the next step, which is compared with one that saw nothing else, to 1e-12 in float64.
+Nothing of it may reach the next step, which is compared with one that saw nothing else,
+to 1e-12 in float64.
 """
 
 from __future__ import annotations
@@ -35,15 +36,23 @@ PLAIN = SCENARIOS["everything is used"]
 
 
 def same_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        mine, other = (p.to_local() if isinstance(p, DTensor) else p for p in (mine, other))
+    for (name, mine), other in zip(
+        ours.named_parameters(), theirs.parameters(), strict=True
+    ):
+        mine, other = (
+            p.to_local() if isinstance(p, DTensor) else p for p in (mine, other)
+        )
         assert torch.allclose(mine, other, rtol=0, atol=1e-12), name
 
 
 def step_after(disturbance: str, **knobs) -> None:
-    """A disturbed window, ``abandon()``, and a step; beside it the same step of a model that saw nothing else."""
+    """A disturbed window, ``abandon()``, and a step; beside it the same step of a model
+    that saw nothing else."""
     disturbed, fresh = net_on_ranks(PLAIN, **knobs), net_on_ranks(PLAIN, **knobs)
-    optimizers = [torch.optim.AdamW(parallel.module.parameters(), lr=0.1) for parallel in (disturbed, fresh)]
+    optimizers = [
+        torch.optim.AdamW(parallel.module.parameters(), lr=0.1)
+        for parallel in (disturbed, fresh)
+    ]
     for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
         parallel.prepare_optimizer(optimizer)
     for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
@@ -92,22 +101,33 @@ def disturb(parallel: ParallelModel, disturbance: str) -> None:
         handle.remove()
     elif kind == "failed backward of other cells on each replica":
         ways = "0lr 1lr 2lr" if parallel.mesh.replicate_rank else "0lr 2lr"
-        freeze(parallel.module, "never", False)  # it would keep all sums until the end of the pass
-        fail_in_backward(parallel, target, last=True, failing=Scenario(by_path(lambda micro, rank: ways)))
+        # It would keep all sums until the end of the pass.
+        freeze(parallel.module, "never", False)
+        fail_in_backward(
+            parallel,
+            target,
+            last=True,
+            failing=Scenario(by_path(lambda micro, rank: ways)),
+        )
         freeze(parallel.module, "never", True)
     else:
         fail_in_backward(parallel, target, last=kind == "failed last backward")
 
 
-def fail_in_backward(parallel: ParallelModel, target: nn.Module, last: bool, failing: Scenario = PLAIN) -> None:
-    """A first micro-batch, then one whose backward raises where the gradient of ``target``'s output arrives."""
+def fail_in_backward(
+    parallel: ParallelModel, target: nn.Module, last: bool, failing: Scenario = PLAIN
+) -> None:
+    """A first micro-batch, then one whose backward raises where the gradient of
+    ``target``'s output arrives."""
 
     def refuse(gradient: torch.Tensor) -> None:
         raise Deliberate
 
     with parallel.window.accumulate():
         PLAIN.loss(parallel.module, 7, parallel.mesh.data_rank).backward()
-    handle = target.register_forward_hook(lambda module, inputs, output: output.register_hook(refuse) and None)
+    handle = target.register_forward_hook(
+        lambda module, inputs, output: output.register_hook(refuse) and None
+    )
     with pytest.raises(Deliberate), parallel.window.accumulate(not last):
         failing.loss(parallel.module, 8, parallel.mesh.data_rank).backward()
     handle.remove()
@@ -118,7 +138,11 @@ DISTURBANCES = [
     "closed window",
     "forward without backward",
     *(f"failed forward at {where}" for where in (0, 2, "root")),
-    *(f"failed {which} backward at {where}" for which in ("first", "last") for where in (0, 1, 2, "root")),
+    *(
+        f"failed {which} backward at {where}"
+        for which in ("first", "last")
+        for where in (0, 1, 2, "root")
+    ),
 ]
 
 
@@ -144,10 +168,22 @@ def steps_after(disturbances: list[str], **knobs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degree", "knobs"), [(1, {}), (2, {}), (4, {}), (2, BOTH), (4, BOTH), (4, KEPT), (4, HELD)], ids=str
+    ("degree", "knobs"),
+    [(1, {}), (2, {}), (4, {}), (2, BOTH), (4, BOTH), (4, KEPT), (4, HELD)],
+    ids=str,
 )
-def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, knobs: dict) -> None:
-    run_ranks(steps_after, 4, DISTURBANCES, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
+def test_nothing_of_an_abandoned_window_reaches_the_next_step(
+    degree: int, knobs: dict
+) -> None:
+    run_ranks(
+        steps_after,
+        4,
+        DISTURBANCES,
+        shard_degree=degree,
+        ranks_per_node=2,
+        timeout=600,
+        **knobs,
+    )
 
 
 def test_nothing_of_an_abandoned_window_of_each_kind_reaches_the_next_step() -> None:
@@ -168,9 +204,13 @@ DIFFERENT_SUMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "cases", [DIFFERENT_SUMS[:2], pytest.param(DIFFERENT_SUMS[2:], marks=pytest.mark.slow)], ids=["some", "more"]
+    "cases",
+    [DIFFERENT_SUMS[:2], pytest.param(DIFFERENT_SUMS[2:], marks=pytest.mark.slow)],
+    ids=["some", "more"],
 )
-def test_an_abandoned_window_of_which_replicas_had_sent_different_sums(cases: list[dict[str, Any]]) -> None:
+def test_an_abandoned_window_of_which_replicas_had_sent_different_sums(
+    cases: list[dict[str, Any]],
+) -> None:
     """One replica had sent the sums of three units, the other of one."""
     run_ranks(steps_after_different_sums, 4, cases, ranks_per_node=2)
 
@@ -191,10 +231,16 @@ def go_on_after_failure(**knobs) -> list[str]:
 
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_going_on_after_a_failed_backward_without_abandon_is_refused(degree: int) -> None:
-    for refused in run_ranks(go_on_after_failure, 4, shard_degree=degree, ranks_per_node=2):
+def test_going_on_after_a_failed_backward_without_abandon_is_refused(
+    degree: int,
+) -> None:
+    for refused in run_ranks(
+        go_on_after_failure, 4, shard_degree=degree, ranks_per_node=2
+    ):
         assert len(refused) == 4
-        assert all("window.abandon()" in message and "failed" in message for message in refused)
+        assert all(
+            "window.abandon()" in message and "failed" in message for message in refused
+        )
 
 
 def zero_in_the_middle(which: str, **knobs) -> Gradients:
@@ -213,10 +259,17 @@ def zero_in_the_middle(which: str, **knobs) -> Gradients:
 
 
 def left_and_others(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    left = [parameter for name, parameter in model.named_parameters() if "left" in name or "gain" in name]
+    left = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "left" in name or "gain" in name
+    ]
     ids = {id(parameter) for parameter in left}
     others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    return {"left": torch.optim.SGD(left, lr=0.1), "others": torch.optim.SGD(others, lr=0.1)}
+    return {
+        "left": torch.optim.SGD(left, lr=0.1),
+        "others": torch.optim.SGD(others, lr=0.1),
+    }
 
 
 def zero_in_the_middle_alone(which: str) -> Gradients:
@@ -241,8 +294,12 @@ def zero_in_the_middle_alone(which: str) -> Gradients:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("which", ["left", pytest.param("both", marks=pytest.mark.slow)])
-def test_zero_grad_in_the_middle_drops_what_the_window_holds_of_its_parameters(which: str, knobs: dict) -> None:
+@pytest.mark.parametrize(
+    "which", ["left", pytest.param("both", marks=pytest.mark.slow)]
+)
+def test_zero_grad_in_the_middle_drops_what_the_window_holds_of_its_parameters(
+    which: str, knobs: dict
+) -> None:
     expected = zero_in_the_middle_alone(which)
     for seen in run_ranks(zero_in_the_middle, 4, which, ranks_per_node=2, **knobs):
         assert differences(seen, expected) == []
@@ -253,16 +310,25 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
+        self.first, self.second = (
+            nn.Linear(3, 4, bias=False),
+            nn.Linear(3, 4, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         second = self.second(x)
-        return self.first(x).sum() + (second.detach() if dist.get_rank() == 1 else second).sum()
+        return (
+            self.first(x).sum()
+            + (second.detach() if dist.get_rank() == 1 else second).sum()
+        )
 
 
 def zeroed_where_a_rank_has_nothing_else(**knobs) -> Gradients:
     parallel = parallel_model(Pair().double(), units=("Linear",), **knobs)
-    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in parallel.module.children())
+    first, second = (
+        torch.optim.SGD(part.parameters(), lr=0.1)
+        for part in parallel.module.children()
+    )
     for optimizer in (first, second):
         parallel.prepare_optimizer(optimizer)
     with parallel.window.accumulate():
@@ -283,9 +349,13 @@ def zeroed_where_a_rank_has_nothing_else(**knobs) -> Gradients:
     ids=str,
 )
 def test_a_window_stays_open_on_a_rank_that_has_nothing_left_in_it(knobs: dict) -> None:
-    for seen in run_ranks(zeroed_where_a_rank_has_nothing_else, 4, ranks_per_node=2, **knobs):
+    for seen in run_ranks(
+        zeroed_where_a_rank_has_nothing_else, 4, ranks_per_node=2, **knobs
+    ):
         assert seen["first.weight"] is None
-        assert seen["second.weight"] is not None and seen["second.weight"].unique().tolist() == [0.75]
+        assert seen["second.weight"] is not None and seen[
+            "second.weight"
+        ].unique().tolist() == [0.75]
 
 
 def stepped_while_open(every_knobs: list[dict]) -> list[Gradients]:
@@ -300,14 +370,27 @@ def stepped_while_open(every_knobs: list[dict]) -> list[Gradients]:
             run_window(parallel, PLAIN)
         assert parallel.window.is_open
         optimizer.step()
-        found.append({name: before[name] - value for name, value in full_weights(parallel.module).items()})
+        found.append(
+            {
+                name: before[name] - value
+                for name, value in full_weights(parallel.module).items()
+            }
+        )
     return found
 
 
 def test_a_step_closes_an_open_window() -> None:
-    """As one process steps what was accumulated, whoever forgot to say which micro-batch is the last."""
-    every_knobs = [{"shard_degree": 1}, {"shard_degree": 2, **HELD}, {"shard_degree": 2, "optimizer_shard": "world"}]
-    expected = {name: 0.0 * Net().get_parameter(name) if g is None else g for name, g in alone(PLAIN, 4).items()}
+    """As one process steps what was accumulated, whoever forgot to say which
+    micro-batch is the last."""
+    every_knobs = [
+        {"shard_degree": 1},
+        {"shard_degree": 2, **HELD},
+        {"shard_degree": 2, "optimizer_shard": "world"},
+    ]
+    expected = {
+        name: 0.0 * Net().get_parameter(name) if g is None else g
+        for name, g in alone(PLAIN, 4).items()
+    }
     for found in run_ranks(stepped_while_open, 4, every_knobs, ranks_per_node=2):
         for moved in found:
             assert differences(moved, expected) == []

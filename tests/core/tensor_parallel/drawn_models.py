@@ -1,5 +1,6 @@
-"""Random models with split layers, random plans and layouts, beside one process: what blocks and the forward around
-them do to tokens, and what else blocks read and return."""
+"""Random models with split layers, random plans and layouts, beside one process: what
+blocks and the forward around them do to tokens, and what else blocks read and
+return."""
 
 from __future__ import annotations
 
@@ -17,14 +18,54 @@ from torch import nn
 from smp_core.cluster.layout import Axis
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
-from tests.core.tensor_parallel.model_cases import Training, Wide, differences, full, own_loss
+from tests.core.tensor_parallel.model_cases import (
+    Training,
+    Wide,
+    differences,
+    full,
+    own_loss,
+)
 
 WIDTH, INNER, WORDS, SAMPLES, STEPS = 16, 32, 24, 4, 4
 
-MIXING = ("", "", "", "conv", "cumsum", "mean", "roll", "positions", "batch norm", "window", "before column", "zeroed")
-BETWEEN = ("", "", "", "", "scale", "skip", "cumsum", "mean", "positions", "collected", "detached")
+MIXING = (
+    "",
+    "",
+    "",
+    "conv",
+    "cumsum",
+    "mean",
+    "roll",
+    "positions",
+    "batch norm",
+    "window",
+    "before column",
+    "zeroed",
+)
+BETWEEN = (
+    "",
+    "",
+    "",
+    "",
+    "scale",
+    "skip",
+    "cumsum",
+    "mean",
+    "positions",
+    "collected",
+    "detached",
+)
 ATTENTION = ("", "inline", "module", "named", "named", "rotary")
-CONDITIONS = ("film", "film by token", "gate", "memory", "masked memory", "returned", "inner bias", "attribute")
+CONDITIONS = (
+    "film",
+    "film by token",
+    "gate",
+    "memory",
+    "masked memory",
+    "returned",
+    "inner bias",
+    "attribute",
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +73,8 @@ class Drawn:
     """One random training.
 
     Attributes:
-        plan: "written", "infer", or "carried": by a Transformers model, for its perceptrons only.
+        plan: "written", "infer", or "carried": by a Transformers model, for its
+            perceptrons only.
         conditions: what blocks read besides tokens.
         given: how these are given: "position", "keyword", "tuple", "first".
         made: by whom: "module" (trained), "data" or "data with gradients".
@@ -60,7 +102,8 @@ def draw(seed: int) -> Drawn:
     return Drawn(
         seed,
         rng.choice(("written", "written", "infer", "carried")),
-        4 if mixing == "batch norm" else rng.choice((2, 4)),  # whose statistics are of one rank's samples
+        # Whose statistics are of one rank's samples.
+        4 if mixing == "batch norm" else rng.choice((2, 4)),
         rng.random() < 0.8,
         rng.choice(ATTENTION),
         mixing,
@@ -75,7 +118,9 @@ def draw(seed: int) -> Drawn:
     )
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> torch.Tensor:
     q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
 
@@ -98,7 +143,11 @@ class DrawnBlock(nn.Module):
     def __init__(self, case: Drawn) -> None:
         super().__init__()
         self.case = case
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+        )
         if case.attention == "inline":
             self.mix, self.back = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         elif case.attention:
@@ -127,7 +176,9 @@ class DrawnBlock(nn.Module):
         if kind == "batch norm":
             return x + self.statistics(x.transpose(1, 2)).transpose(1, 2)
         if kind == "window":
-            return x + x.unflatten(1, (-1, 2)).mean(2, keepdim=True).expand(-1, -1, 2, -1).flatten(1, 2)
+            return x + x.unflatten(1, (-1, 2)).mean(2, keepdim=True).expand(
+                -1, -1, 2, -1
+            ).flatten(1, 2)
         if kind == "zeroed":
             return x + self.gate * x.mean(1, keepdim=True)
         return x
@@ -142,15 +193,26 @@ class DrawnBlock(nn.Module):
         if "memory" in kind:
             mask = torch.ones(1, x.shape[1], c.shape[1], dtype=torch.bool)
             mask[..., -1] = kind != "masked memory"
-            return x + _attend(self.q(x), *self.kv(c).chunk(2, -1), attn_mask=mask[:, None])
+            return x + _attend(
+                self.q(x), *self.kv(c).chunk(2, -1), attn_mask=mask[:, None]
+            )
         return x
 
     def forward(self, x: torch.Tensor, *conditions: Any, **named: Any) -> Any:
         case = self.case
         if case.given == "first" and conditions:
             x, conditions = conditions[-1], (x, *conditions[:-1])
-        given = [*(conditions[0] if case.given == "tuple" and conditions else conditions), *named.values()]
-        of = dict(zip([kind for kind in case.conditions if kind != "attribute"], given, strict=True))
+        given = [
+            *(conditions[0] if case.given == "tuple" and conditions else conditions),
+            *named.values(),
+        ]
+        of = dict(
+            zip(
+                [kind for kind in case.conditions if kind != "attribute"],
+                given,
+                strict=True,
+            )
+        )
         if "attribute" in case.conditions:
             of["attribute"] = self.attribute
         for kind, c in of.items():
@@ -161,11 +223,17 @@ class DrawnBlock(nn.Module):
         elif case.attention:
             x = x + self.attend(x)
         h = self.norm(x)
-        inner = torch.tanh(self.up(h + h.mean(1, keepdim=True) if case.mixing == "before column" else h))
+        inner = torch.tanh(
+            self.up(
+                h + h.mean(1, keepdim=True) if case.mixing == "before column" else h
+            )
+        )
         if "inner bias" in of:
             inner = inner * (1 + of["inner bias"].mean(-1)[:, None, None])
         x = x + self.down(inner)
-        return (x, of["returned"] + of["returned"].tanh() / 2) if "returned" in of else x
+        return (
+            (x, of["returned"] + of["returned"].tanh() / 2) if "returned" in of else x
+        )
 
 
 class DrawnModel(nn.Module):
@@ -176,7 +244,11 @@ class DrawnModel(nn.Module):
         self.blocks = nn.ModuleList(DrawnBlock(case) for _ in range(3))
         if case.shares:
             self.blocks[2].norm = self.blocks[0].norm
-        self.condition = nn.Linear(WORDS, WIDTH) if case.made == "module" and case.conditions else None
+        self.condition = (
+            nn.Linear(WORDS, WIDTH)
+            if case.made == "module" and case.conditions
+            else None
+        )
         self.head = nn.Linear(WIDTH, WORDS)
         self.example_input_array = torch.arange(2 * case.tokens).view(2, -1) % WORDS
         self.leaves: list[torch.Tensor] = []
@@ -194,7 +266,11 @@ class DrawnModel(nn.Module):
             if self.condition is not None:
                 c = self.condition(c)
             else:
-                c = c[..., :WIDTH].contiguous().requires_grad_(self.case.made == "data with gradients")
+                c = (
+                    c[..., :WIDTH]
+                    .contiguous()
+                    .requires_grad_(self.case.made == "data with gradients")
+                )
             self.leaves.append(c)
             yield kind, c
 
@@ -220,7 +296,9 @@ class DrawnModel(nn.Module):
             x = x + sum(each.detach().mean(1, keepdim=True) for each in collected)
         return self.head(x)
 
-    def _between(self, x: torch.Tensor, first: torch.Tensor, number: int) -> torch.Tensor:
+    def _between(
+        self, x: torch.Tensor, first: torch.Tensor, number: int
+    ) -> torch.Tensor:
         kind = self.case.between
         if kind == "scale":
             return x * (1 + 0.1 * number)
@@ -234,10 +312,16 @@ class DrawnModel(nn.Module):
             return x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10
         return x
 
-    def _called(self, block: Any, x: torch.Tensor, conditions: dict[str, torch.Tensor]) -> Any:
+    def _called(
+        self, block: Any, x: torch.Tensor, conditions: dict[str, torch.Tensor]
+    ) -> Any:
         if "attribute" in conditions:
             block.attribute = conditions["attribute"]
-        given = {kind.replace(" ", "_"): c for kind, c in conditions.items() if kind != "attribute"}
+        given = {
+            kind.replace(" ", "_"): c
+            for kind, c in conditions.items()
+            if kind != "attribute"
+        }
         if self.case.given == "keyword":
             return block(x, **given)
         if self.case.given == "tuple":
@@ -254,7 +338,10 @@ def _carrying(case: Drawn) -> nn.Module:
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=32, use_cache=rng.random() < 0.5,
     )  # fmt: skip
-    perceptrons = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise"}
+    perceptrons = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+    }
     config.base_model_tp_plan = {**perceptrons, "layers.*.mlp.down_proj": "rowwise"}
     return transformers.LlamaForCausalLM(config)
 
@@ -268,7 +355,11 @@ def build(case: Drawn) -> Any:
 
 
 def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens) if isinstance(model, DrawnModel) else model(input_ids=tokens).logits
+    logits = (
+        model(tokens)
+        if isinstance(model, DrawnModel)
+        else model(input_ids=tokens).logits
+    )
     return own_loss(logits, tokens, WORDS)
 
 
@@ -281,7 +372,11 @@ def trained(case: Drawn, model: Any, parallel: Any = None) -> Training:
         parallel.prepare_optimizer(optimizer)
     for step in range(STEPS):
         batch = torch.randint(WORDS, (SAMPLES, case.tokens), generator=generator)
-        own = batch if parallel is None else batch.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        own = (
+            batch
+            if parallel is None
+            else batch.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        )
         with Wide():
             loss = _loss(model, own)
             loss.backward()
@@ -293,7 +388,11 @@ def trained(case: Drawn, model: Any, parallel: Any = None) -> Training:
         seen.take(model, total.item(), 0.0, step)
         for number, leaf in enumerate(getattr(model, "leaves", ())):
             if leaf.is_leaf and leaf.grad is not None:
-                grads = leaf.grad if parallel is None else leaf.grad / parallel.mesh.data_size
+                grads = (
+                    leaf.grad
+                    if parallel is None
+                    else leaf.grad / parallel.mesh.data_size
+                )
                 seen.gradients[f"{step} condition {number}"] = _of_all(grads, parallel)
         optimizer.step()
         optimizer.zero_grad()
@@ -322,8 +421,13 @@ def _plan_of(case: Drawn) -> Any:
 def outcome(case: Drawn) -> list[str] | str:
     """Differences from one process, or the words of a refusal before the first step."""
     recipe = {"plan": _plan_of(case), "sequence_parallel": case.sequence}
-    knobs: dict[str, Any] = {"tensor_parallel_degree": case.tensor, "shard_degree": 1, "tensor_parallel": recipe}
-    # Transformers casts to float32 there, out of the reach of `Wide`; batch norms count recomputed batches again.
+    knobs: dict[str, Any] = {
+        "tensor_parallel_degree": case.tensor,
+        "shard_degree": 1,
+        "tensor_parallel": recipe,
+    }
+    # Transformers casts to float32 there, out of the reach of `Wide`; batch norms count
+    # recomputed batches again.
     if case.recomputes and case.plan != "carried" and case.mixing != "batch norm":
         knobs["activations"] = "full"
     expected = trained(case, build(case))

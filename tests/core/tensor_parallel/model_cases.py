@@ -1,7 +1,8 @@
-"""Tiny models over tensor ranks and in one process: losses, norms, gradients and weights in float64.
+"""Tiny models over tensor ranks and in one process: losses, norms, gradients and
+weights in float64.
 
-Transformers computes its loss, its norms and its softmax in float32, also of float64 models; :class:`Wide` leaves
-these casts out, on both sides.
+Transformers computes its loss, its norms and its softmax in float32, also of float64
+models; :class:`Wide` leaves these casts out, on both sides.
 """
 
 from __future__ import annotations
@@ -24,17 +25,27 @@ from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.sharding.weights.delayed_init import materialize
 from smp_core.tensor_parallel.roles import transformers_model
-from tests.core.tensor_parallel.models import MODELS, PLANS, SAMPLES, STEPS, TOKENS, VOCABULARY, Pixels
+from tests.core.tensor_parallel.models import (
+    MODELS,
+    PLANS,
+    SAMPLES,
+    STEPS,
+    TOKENS,
+    VOCABULARY,
+    Pixels,
+)
 from tests.harness import run_ranks
 
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 class Wide(TorchFunctionMode):
-    """Casts of float64 tensors to float32 are left out. For forward and backward passes: every look at a tensor's
-    attribute is slower under it."""
+    """Casts of float64 tensors to float32 are left out. For forward and backward
+    passes: every look at a tensor's attribute is slower under it."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
         if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
@@ -43,14 +54,19 @@ class Wide(TorchFunctionMode):
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
-        if func in _PRODUCTS and {arg.dtype for arg in args} == {torch.float32, torch.float64}:
-            args = tuple(arg.double() for arg in args)  # a float32 cast of integers: positions times frequencies
+        if func in _PRODUCTS and {arg.dtype for arg in args} == {
+            torch.float32,
+            torch.float64,
+        }:
+            # A float32 cast of integers: positions times frequencies.
+            args = tuple(arg.double() for arg in args)
         return func(*args, **kwargs)
 
 
 def wide_when_computed_again(model: nn.Module) -> nn.Module:
-    """Let blocks, and attention, perceptrons and norms in them, leave casts out by themselves: backward passes begin
-    outside of the mode around them, and Transformers recomputes inside of a block."""
+    """Let blocks, and attention, perceptrons and norms in them, leave casts out by
+    themselves: backward passes begin outside of the mode around them, and Transformers
+    recomputes inside of a block."""
 
     def wide(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with Wide():
@@ -59,7 +75,9 @@ def wide_when_computed_again(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for block in list(module) if isinstance(module, nn.ModuleList) else ():
             for part in (block, *block.children()):
-                if any(True for _ in part.children()) or type(part).__module__.startswith("transformers."):
+                if any(True for _ in part.children()) or type(
+                    part
+                ).__module__.startswith("transformers."):
                     part.forward = functools.partial(wide, part.forward)
     return model
 
@@ -80,10 +98,14 @@ def build(kind: str, seed: int = 0, delayed: bool = False) -> nn.Module:
 def batches(micro_batches: int, steps: int = STEPS) -> torch.Tensor:
     """[steps, micro-batches, samples, tokens]"""
     generator = torch.Generator().manual_seed(7)
-    return torch.randint(0, VOCABULARY, (steps, micro_batches, SAMPLES, TOKENS), generator=generator)
+    return torch.randint(
+        0, VOCABULARY, (steps, micro_batches, SAMPLES, TOKENS), generator=generator
+    )
 
 
-def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int = VOCABULARY, **_: Any) -> torch.Tensor:
+def own_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int = VOCABULARY, **_: Any
+) -> torch.Tensor:
     """Transformers' causal loss, written out."""
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
     return F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
@@ -98,7 +120,11 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        .detach()
+        .clone()
+    )
 
 
 @dataclass
@@ -114,18 +140,32 @@ class Training:
         self.losses.append(loss)
         self.norms.append(norm)
         if self.shows_gradients:
-            found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            self.gradients |= {f"{step} {name}": full(gradient) for name, gradient in found.items()}
+            found = {
+                name: p.grad
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+            self.gradients |= {
+                f"{step} {name}": full(gradient) for name, gradient in found.items()
+            }
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # Gradients of key biases are zero but for rounding errors; a small eps would make steps of these.
+    # Gradients of key biases are zero but for rounding errors; a small eps would make
+    # steps of these.
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
 @functools.cache
-def alone(kind: str, micro_batches: int, steps: int = STEPS, max_norm: float = 0.5, delayed: bool = False) -> Training:
-    """The same training in one process; ``delayed``: from the values of delayed initialisation."""
+def alone(
+    kind: str,
+    micro_batches: int,
+    steps: int = STEPS,
+    max_norm: float = 0.5,
+    delayed: bool = False,
+) -> Training:
+    """The same training in one process; ``delayed``: from the values of delayed
+    initialisation."""
     seen = Training()
     model: Any = build(kind, delayed=delayed)
     if delayed:
@@ -162,16 +202,31 @@ class Case:
     mutation: str = ""
     steps: int = STEPS
 
-    def parallel(self, device: torch.device | None = None, **more: Any) -> ParallelModel:
+    def parallel(
+        self, device: torch.device | None = None, **more: Any
+    ) -> ParallelModel:
         model = build(self.kind, seed=dist.get_rank()).to(device)
         if "activations" in dict(self.knobs) and "compile" not in dict(self.knobs):
             model = wide_when_computed_again(model)
-        recipe = {"plan": PLANS.get(self.kind, "auto"), "sequence_parallel": self.sequence}
-        knobs = {"shard_degree": self.shard, "tensor_parallel_degree": self.tensor, "tensor_parallel": recipe}
-        return parallelize(model, SmpConfig(**{**knobs, **dict(self.knobs), **more}), device=device or "cpu")
+        recipe = {
+            "plan": PLANS.get(self.kind, "auto"),
+            "sequence_parallel": self.sequence,
+        }
+        knobs = {
+            "shard_degree": self.shard,
+            "tensor_parallel_degree": self.tensor,
+            "tensor_parallel": recipe,
+        }
+        return parallelize(
+            model,
+            SmpConfig(**{**knobs, **dict(self.knobs), **more}),
+            device=device or "cpu",
+        )
 
 
-def together(case: Case, max_norm: float = 0.5, device: torch.device | None = None) -> Training:
+def together(
+    case: Case, max_norm: float = 0.5, device: torch.device | None = None
+) -> Training:
     """The training over the ranks of the default group."""
     seen = Training(shows_gradients=dict(case.knobs).get("optimizer_shard") != "world")
     parallel = case.parallel(device)
@@ -196,7 +251,8 @@ def together(case: Case, max_norm: float = 0.5, device: torch.device | None = No
 
 
 def trained(case: Case, steps: int = 2) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """A model and its optimizer after some steps of one micro-batch, for checkpoints."""
+    """A model and its optimizer after some steps of one micro-batch, for
+    checkpoints."""
     parallel = case.parallel()
     optimizer = optimizer_of(parallel.module)
     parallel.prepare_optimizer(optimizer)
@@ -208,25 +264,38 @@ def trained(case: Case, steps: int = 2) -> tuple[ParallelModel, torch.optim.Opti
     return parallel, optimizer
 
 
-def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def everything(
+    parallel: ParallelModel, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     states = named_optimizer_state(parallel.module, optimizer)["state"]
     found = {name: full(value) for name, value in parallel.model_state().items()}
     for name, entry in states.items():
-        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
+        found |= {
+            f"{name} {key}": full(value)
+            for key, value in entry.items()
+            if torch.is_tensor(value)
+        }
     return found
 
 
-def differences(seen: Training, expected: Training, tolerance: float = 1e-12) -> list[str]:
-    """What is further off than ``tolerance`` from the training of one process; gradients where ``seen`` has any."""
+def differences(
+    seen: Training, expected: Training, tolerance: float = 1e-12
+) -> list[str]:
+    """What is further off than ``tolerance`` from the training of one process;
+    gradients where ``seen`` has any."""
     found = []
     for what in ("losses", "norms"):
-        for step, (ours, theirs) in enumerate(zip(getattr(seen, what), getattr(expected, what), strict=True)):
+        for step, (ours, theirs) in enumerate(
+            zip(getattr(seen, what), getattr(expected, what), strict=True)
+        ):
             if not abs(ours - theirs) <= tolerance:
                 found.append(f"{what} of step {step}: {ours} against {theirs}")
     for what in ("gradients", "weights") if seen.gradients else ("weights",):
         ours, theirs = getattr(seen, what), getattr(expected, what)
         if ours.keys() != theirs.keys():
-            found.append(f"{what} of {sorted(ours.keys() ^ theirs.keys())} on one side only")
+            found.append(
+                f"{what} of {sorted(ours.keys() ^ theirs.keys())} on one side only"
+            )
         for name in ours.keys() & theirs.keys():
             worst = (ours[name] - theirs[name]).abs().max().item()
             if not worst <= tolerance:
@@ -238,7 +307,14 @@ def several(cases: list[Case]) -> list[Training]:
     return [together(case) for case in cases]
 
 
-def assert_like_one_process(cases: list[Case], world: int, ranks_per_node: int | None = None) -> None:
-    for rank, trained in enumerate(run_ranks(several, world, cases, ranks_per_node=ranks_per_node, timeout=1200)):
+def assert_like_one_process(
+    cases: list[Case], world: int, ranks_per_node: int | None = None
+) -> None:
+    for rank, trained in enumerate(
+        run_ranks(several, world, cases, ranks_per_node=ranks_per_node, timeout=1200)
+    ):
         for case, seen in zip(cases, trained, strict=True):
-            assert differences(seen, alone(case.kind, case.micro_batches, case.steps)) == [], f"{case} on rank {rank}"
+            assert (
+                differences(seen, alone(case.kind, case.micro_batches, case.steps))
+                == []
+            ), f"{case} on rank {rank}"

@@ -1,4 +1,5 @@
-"""Tiny models whose layers are split over tensor ranks: Transformers' and some that carry no plan."""
+"""Tiny models whose layers are split over tensor ranks: Transformers' and some that
+carry no plan."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ _COMMON = {
     "eos_token_id": 2,
     "use_cache": False,
 }
-_NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout_prob": 0.0}
+_NO_DROPOUT = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+}
 
 
 def _causal(kind: str, **changes: Any) -> Callable[[], nn.Module]:
@@ -47,18 +52,32 @@ def _gpt2(layers: int = 2) -> nn.Module:
 
 
 def _opt() -> nn.Module:
-    changes = {"ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0, "word_embed_proj_dim": 32}
+    changes = {
+        "ffn_dim": 48,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "word_embed_proj_dim": 32,
+    }
     return transformers.OPTForCausalLM(transformers.OPTConfig(**{**_COMMON, **changes}))
 
 
 def _bert() -> nn.Module:
     changes = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(transformers.BertConfig(**{**_COMMON, **changes}))
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**{**_COMMON, **changes})
+    )
 
 
 def _falcon(**changes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        known = {**_COMMON, **_NO_DROPOUT, "ffn_hidden_size": 48, "alibi": False, "bias": True, **changes}
+        known = {
+            **_COMMON,
+            **_NO_DROPOUT,
+            "ffn_hidden_size": 48,
+            "alibi": False,
+            "bias": True,
+            **changes,
+        }
         return transformers.FalconForCausalLM(transformers.FalconConfig(**known))
 
     return make
@@ -71,27 +90,47 @@ def _bloom() -> nn.Module:
 
 def _t5(**changes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        known = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-        known |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}
-        return transformers.T5ForConditionalGeneration(transformers.T5Config(**known, **changes))
+        known = {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+        }
+        known |= {
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+            "relative_attention_num_buckets": 8,
+        }
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**known, **changes)
+        )
 
     return make
 
 
 class Pixels(nn.Module):
-    """A vision transformer with nine patches and one token more, over pictures that tokens make."""
+    """A vision transformer with nine patches and one token more, over pictures that
+    tokens make."""
 
     def __init__(self) -> None:
         super().__init__()
         config = transformers.ViTConfig(
-            **{**_COMMON, **_NO_DROPOUT}, image_size=TOKENS, patch_size=4, num_channels=1, num_labels=VOCABULARY
+            **{**_COMMON, **_NO_DROPOUT},
+            image_size=TOKENS,
+            patch_size=4,
+            num_channels=1,
+            num_labels=VOCABULARY,
         )
         config.attention_probs_dropout_prob = 0.0
         self.vit = transformers.ViTForImageClassification(config)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         wave = (tokens.double() / VOCABULARY - 0.5).to(self.vit.classifier.bias.dtype)
-        return self.vit(pixel_values=(wave[:, None, :, None] + wave.square()[:, None, None, :])).logits
+        return self.vit(
+            pixel_values=(wave[:, None, :, None] + wave.square()[:, None, None, :])
+        ).logits
 
 
 class PlainBlock(nn.Module):
@@ -118,7 +157,10 @@ class PlainAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, _ = x.shape
-        q, k, v = (part.view(batch, tokens, -1, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            part.view(batch, tokens, -1, 8).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v)
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
 
@@ -139,7 +181,8 @@ class PlainModel(nn.Module):
 
 
 class HalvedModel(PlainModel):
-    """One whose initialiser reads what it overwrites, in all of its modules, and draws for one after the other."""
+    """One whose initialiser reads what it overwrites, in all of its modules, and draws
+    for one after the other."""
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -167,11 +210,14 @@ class OddBlock(PlainBlock):
         self.gate, self.statistics = nn.Parameter(torch.tensor(0.5)), nn.BatchNorm1d(32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.gate + self.statistics(x.transpose(1, 2)).transpose(1, 2)
+        return super().forward(x) * self.gate + self.statistics(
+            x.transpose(1, 2)
+        ).transpose(1, 2)
 
 
 class RoutingBlock(PlainBlock):
-    """A sample goes to one of two experts; the examples all to one, so that recordings do not see the other."""
+    """A sample goes to one of two experts; the examples all to one, so that recordings
+    do not see the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +246,10 @@ class OddModel(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(OddBlock() for _ in range(2))
-        self.early, self.late = nn.BatchNorm1d(TOKENS), nn.BatchNorm1d(TOKENS, affine=False)
+        self.early, self.late = (
+            nn.BatchNorm1d(TOKENS),
+            nn.BatchNorm1d(TOKENS, affine=False),
+        )
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.register_buffer("factor", torch.rand(()))  # rank 0's counts
         self.example_input_array = torch.zeros(2, TOKENS, dtype=torch.long)
@@ -230,7 +279,9 @@ class EncoderModel(nn.Module):
         super().__init__()
         self.example_input_array = torch.arange(12).view(2, 6)
         self.words = nn.Embedding(VOCABULARY, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 48, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, VOCABULARY)
 
@@ -239,14 +290,19 @@ class EncoderModel(nn.Module):
 
 
 class StrangeBlock(nn.Module):
-    """Names and numbers that nobody knows: attention in the block's own attributes, a weight between the halves of
-    the perceptron, a norm of each head, a filter over tokens."""
+    """Names and numbers that nobody knows: attention in the block's own attributes, a
+    weight between the halves of the perceptron, a norm of each head, a filter over
+    tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
         self.core = StrangeCore()
-        self.wide, self.narrow, self.bend = nn.Linear(32, 48), nn.Linear(48, 32), nn.PReLU()
+        self.wide, self.narrow, self.bend = (
+            nn.Linear(32, 48),
+            nn.Linear(48, 32),
+            nn.PReLU(),
+        )
         self.smooth = Smooth()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -264,7 +320,10 @@ class StrangeCore(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, _ = x.shape
-        q, k, v = (part(x).view(batch, tokens, self.lot, 8).transpose(1, 2) for part in (self.a, self.b, self.c))
+        q, k, v = (
+            part(x).view(batch, tokens, self.lot, 8).transpose(1, 2)
+            for part in (self.a, self.b, self.c)
+        )
         mixed = F.scaled_dot_product_attention(self.level(q), k, v)
         return self.d(mixed.transpose(1, 2).reshape(batch, tokens, self.span))
 
@@ -293,7 +352,9 @@ def _lora(kind: str, targets: list[str]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import peft
 
-        return peft.get_peft_model(MODELS[kind](), peft.LoraConfig(r=4, target_modules=targets, lora_alpha=8))
+        return peft.get_peft_model(
+            MODELS[kind](), peft.LoraConfig(r=4, target_modules=targets, lora_alpha=8)
+        )
 
     return make
 
@@ -331,14 +392,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "phi3": _causal("Phi3", resid_pdrop=0.0, embd_pdrop=0.0),
     "olmo2": _causal("Olmo2"),
     "gpt_neox": _causal("GPTNeoX", **_NO_DROPOUT),
-    "starcoder2": _causal("Starcoder2", attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0),
-    "falcon": _falcon(new_decoder_architecture=True, num_attention_heads=8, num_kv_heads=4),
+    "starcoder2": _causal(
+        "Starcoder2", attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0
+    ),
+    "falcon": _falcon(
+        new_decoder_architecture=True, num_attention_heads=8, num_kv_heads=4
+    ),
     "falcon_heads": _falcon(multi_query=False, parallel_attn=False),
     "bloom": _bloom,
     "vit": Pixels,
     "t5": _t5(),
     "t5_gated": _t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-    "llama_lora": _lora("llama", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
+    "llama_lora": _lora(
+        "llama", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    ),
     "gpt2_lora": _lora("gpt2", ["c_attn", "c_proj", "c_fc"]),
     "glm": _causal("Glm", head_dim=8, attention_dropout=0.0),
 }

@@ -1,8 +1,9 @@
 """torch's fused products over symmetric memory, on gloo.
 
-Their CUDA implementations cut operands up, lay out what comes back and multiply with plain torch; only the copies
-between devices are CUDA's. Here these are collectives, and the rest is torch's own, so that shapes, strides and
-dimensions mean what they mean on a device. Streams, and what happens at the same time, are not played.
+Their CUDA implementations cut operands up, lay out what comes back and multiply with
+plain torch; only the copies between devices are CUDA's. Here these are collectives, and
+the rest is torch's own, so that shapes, strides and dimensions mean what they mean on a
+device. Streams, and what happens at the same time, are not played.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric  # torch defines the operators there
-from torch.distributed.distributed_c10d import _resolve_process_group  # as the operators find their group
+
+# Torch defines the operators there.
+import torch.distributed._symmetric_memory as symmetric
+
+# As the operators find their group.
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 Consumer = Callable[[list[torch.Tensor], int], None]
 
 
 def _gather_and_consume(
-    shards: list[torch.Tensor], consumer: Consumer, gathered: list[torch.Tensor], name: Any, *_: bool
+    shards: list[torch.Tensor],
+    consumer: Consumer,
+    gathered: list[torch.Tensor],
+    name: Any,
+    *_: bool,
 ) -> None:
     group: Any = _resolve_process_group(name)
     for shard, all_of_it in zip(shards, gathered, strict=True):
@@ -32,7 +41,10 @@ def _gather_and_consume(
 
 
 def _produce_and_exchange(
-    producer: Callable[[int, torch.Tensor], None], output: torch.Tensor, name: Any, out_chunk_dim: int = 0
+    producer: Callable[[int, torch.Tensor], None],
+    output: torch.Tensor,
+    name: Any,
+    out_chunk_dim: int = 0,
 ) -> None:
     group: Any = _resolve_process_group(name)
     assert out_chunk_dim == 0
@@ -43,17 +55,37 @@ def _produce_and_exchange(
 
 
 def _gather_products(
-    part: torch.Tensor, factors: list[torch.Tensor], dim: int, group: Any, *, return_A: bool = True
+    part: torch.Tensor,
+    factors: list[torch.Tensor],
+    dim: int,
+    group: Any,
+    *,
+    return_A: bool = True,
 ) -> Any:
-    # Operands of other dtypes are an error in the products themselves, dimensions in the function that is called.
-    with mock.patch.object(symmetric, "_pipelined_multi_all_gather_and_consume", _gather_and_consume):
+    # Operands of other dtypes are an error in the products themselves, dimensions in
+    # the function that is called.
+    with mock.patch.object(
+        symmetric, "_pipelined_multi_all_gather_and_consume", _gather_and_consume
+    ):
         return symmetric._fused_all_gather_matmul_impl(
-            torch.ops.aten.mm.out, part, factors, None, [{}] * len(factors), [None] * len(factors), dim, group, return_A
+            torch.ops.aten.mm.out,
+            part,
+            factors,
+            None,
+            [{}] * len(factors),
+            [None] * len(factors),
+            dim,
+            group,
+            return_A,
         )
 
 
-def _product_scatter(tensor: torch.Tensor, factor: torch.Tensor, reduce: str, dim: int, group: Any) -> torch.Tensor:
-    with mock.patch.object(symmetric, "_pipelined_produce_and_all2all", _produce_and_exchange):
+def _product_scatter(
+    tensor: torch.Tensor, factor: torch.Tensor, reduce: str, dim: int, group: Any
+) -> torch.Tensor:
+    with mock.patch.object(
+        symmetric, "_pipelined_produce_and_all2all", _produce_and_exchange
+    ):
         return symmetric._fused_matmul_reduce_scatter_impl(
             torch.ops.aten.mm.out, tensor, factor, {}, tensor.dtype, reduce, dim, group
         )
@@ -66,7 +98,9 @@ def symmetric_memory_on_cpu() -> Iterator[None]:
     library.impl("fused_all_gather_matmul", _gather_products, "CPU")
     library.impl("fused_matmul_reduce_scatter", _product_scatter, "CPU")
     try:
-        with mock.patch("smp_core.tensor_parallel.rules._missing_for_overlap", return_value=None):
+        with mock.patch(
+            "smp_core.tensor_parallel.rules._missing_for_overlap", return_value=None
+        ):
             yield
     finally:
         library._destroy()  # there is no public way

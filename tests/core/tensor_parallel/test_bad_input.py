@@ -1,4 +1,5 @@
-"""What cannot be split is refused with what to write instead, before any rank changes its model."""
+"""What cannot be split is refused with what to write instead, before any rank changes
+its model."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Unplanned(nn.Module):
 def falcon(**changes: Any) -> nn.Module:
     config = {"alibi": False, "multi_query": False, "num_attention_heads": 2, **changes}
     return transformers.FalconForCausalLM(
-        transformers.FalconConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, **config)
+        transformers.FalconConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, **config
+        )
     )
 
 
@@ -41,9 +44,17 @@ def falcon(**changes: Any) -> nn.Module:
     ("model", "plan", "said"),
     [
         (PlainModel, "auto", "PlainModel is no Transformers model; write globs"),
-        (PlainModel, {"*.qkv": "columns"}, r"'columns' is no role; allowed: 'column'.*'column:N'"),
+        (
+            PlainModel,
+            {"*.qkv": "columns"},
+            r"'columns' is no role; allowed: 'column'.*'column:N'",
+        ),
         (PlainModel, {"*.qkv": "row:3"}, "'row:3' is no role"),
-        (PlainModel, {**GLOBS, "*.q_proj": "column"}, r"no module matches '\*\.q_proj'.*for example"),
+        (
+            PlainModel,
+            {**GLOBS, "*.q_proj": "column"},
+            r"no module matches '\*\.q_proj'.*for example",
+        ),
         (PlainModel, {"*.up": "replicate"}, "splits no layer"),
         (Unplanned, {"up": "column"}, r"up \(Conv1d\) is no linear layer.*'replicate'"),
         (Unplanned, {"words": "vocabulary"}, r"max_norm.*'replicate'"),
@@ -62,13 +73,27 @@ def falcon(**changes: Any) -> nn.Module:
             "encoder-decoder",
         ),
         (
-            lambda: transformers.MptForCausalLM(transformers.MptConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)),
+            lambda: transformers.MptForCausalLM(
+                transformers.MptConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)
+            ),
             "auto",
             "MptForCausalLM carries no plan.*write globs",
         ),
-        (lambda: falcon(alibi=True), "auto", "FalconForCausalLM with config.alibi=True is not built yet; write globs"),
-        (lambda: falcon(multi_query=True), "auto", "config.multi_query=True is not built"),
-        (lambda: falcon(new_decoder_architecture=True, num_kv_heads=1), "auto", "1 groups of heads on 2 ranks"),
+        (
+            lambda: falcon(alibi=True),
+            "auto",
+            "FalconForCausalLM with config.alibi=True is not built yet; write globs",
+        ),
+        (
+            lambda: falcon(multi_query=True),
+            "auto",
+            "config.multi_query=True is not built",
+        ),
+        (
+            lambda: falcon(new_decoder_architecture=True, num_kv_heads=1),
+            "auto",
+            "1 groups of heads on 2 ranks",
+        ),
     ],
 )
 def test_plans_that_do_not_fit_a_model(model: Any, plan: Any, said: str) -> None:
@@ -84,23 +109,36 @@ def test_plans_that_do_not_fit_a_model(model: Any, plan: Any, said: str) -> None
         (6, {"across_nodes": True}, "allowed: 1, 2, 4$"),
     ],
 )
-def test_degrees_that_do_not_fit_a_node(degree: int, recipe: dict[str, Any], said: str) -> None:
+def test_degrees_that_do_not_fit_a_node(
+    degree: int, recipe: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
-        require_tensor_degree(SmpConfig(tensor_parallel_degree=degree, tensor_parallel=recipe), Topology.uniform(16, 4))
+        require_tensor_degree(
+            SmpConfig(tensor_parallel_degree=degree, tensor_parallel=recipe),
+            Topology.uniform(16, 4),
+        )
     require_tensor_degree(
-        SmpConfig(tensor_parallel_degree=8, tensor_parallel={"across_nodes": True}), Topology.uniform(16, 4)
+        SmpConfig(tensor_parallel_degree=8, tensor_parallel={"across_nodes": True}),
+        Topology.uniform(16, 4),
     )
 
 
 def heads_that_do_not_fit() -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=48, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=6, head_dim=4
+        vocab_size=48,
+        hidden_size=24,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        head_dim=4,
     )
     return transformers.LlamaForCausalLM(config)
 
 
 def with_dropout() -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=48, n_embd=8, n_layer=1, n_head=4))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=48, n_embd=8, n_layer=1, n_head=4)
+    )
 
 
 def with_states() -> nn.Module:
@@ -141,8 +179,9 @@ def without_example() -> nn.Module:
 
 
 class OtherOnRank1(PlainBlock):
-    """A block of equal parameters on all ranks, whose forward on rank 1 turns features around between two layers: a
-    part of them is another part then, and these layers stay whole."""
+    """A block of equal parameters on all ranks, whose forward on rank 1 turns features
+    around between two layers: a part of them is another part then, and these layers
+    stay whole."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attend(self.before(x))
@@ -160,8 +199,16 @@ def other_on_rank_1() -> nn.Module:
 INFERRED = {"tensor_parallel": {"plan": "infer"}}
 TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 REFUSED = {
-    "heads": (heads_that_do_not_fit, {}, "does not divide the 6 heads of model.layers.0.self_attn.q_proj; allowed: 1"),
-    "dropout": (with_dropout, {"tensor_parallel": {"sequence_parallel": False}}, "write tensor_parallel={'sequence_p"),
+    "heads": (
+        heads_that_do_not_fit,
+        {},
+        "does not divide the 6 heads of model.layers.0.self_attn.q_proj; allowed: 1",
+    ),
+    "dropout": (
+        with_dropout,
+        {"tensor_parallel": {"sequence_parallel": False}},
+        "write tensor_parallel={'sequence_p",
+    ),
     "states": (with_states, {}, "set config.output_hidden_states = False"),
     "sinks": (with_sinks, {}, "sinks of model.layers.0.self_attn belongs to heads"),
     "compiled": (
@@ -184,13 +231,33 @@ REFUSED = {
         INFERRED,
         "cannot be inspected: it is run once to see what its blocks do; set",
     ),
-    "no blocks": (Unplanned, INFERRED, "no layer of Unplanned was found that 2 ranks can share; write globs"),
-    "found apart": (other_on_rank_1, INFERRED, "give all ranks the same example (example_input_array"),
-    "infer and fp8": (PlainModel, {**INFERRED, "fp8": {}}, "tensor_parallel.plan='infer' and fp8; write globs"),
-    "hooks": (with_hook, {"tensor_parallel": {"plan": GLOBS}}, "blocks.1 has forward hooks, which would see 1/T"),
+    "no blocks": (
+        Unplanned,
+        INFERRED,
+        "no layer of Unplanned was found that 2 ranks can share; write globs",
+    ),
+    "found apart": (
+        other_on_rank_1,
+        INFERRED,
+        "give all ranks the same example (example_input_array",
+    ),
+    "infer and fp8": (
+        PlainModel,
+        {**INFERRED, "fp8": {}},
+        "tensor_parallel.plan='infer' and fp8; write globs",
+    ),
+    "hooks": (
+        with_hook,
+        {"tensor_parallel": {"plan": GLOBS}},
+        "blocks.1 has forward hooks, which would see 1/T",
+    ),
     "all tokens": (
         PlainModel,
-        {"tensor_parallel": {"plan": {**GLOBS, "*.up": "column_gather", "*.down": "replicate"}}},
+        {
+            "tensor_parallel": {
+                "plan": {**GLOBS, "*.up": "column_gather", "*.down": "replicate"}
+            }
+        },
         "blocks.0.up is 'column_gather' in blocks.0, whose tokens are split",
     ),
     "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),
@@ -203,7 +270,11 @@ def refusals() -> dict[str, str]:
         degree = 4 if name == "heads" else 2
         MODELS["refused"] = make
         try:
-            Case("refused", tensor=degree, knobs=tuple({"tensor_parallel": {}, **knobs}.items())).parallel()
+            Case(
+                "refused",
+                tensor=degree,
+                knobs=tuple({"tensor_parallel": {}, **knobs}.items()),
+            ).parallel()
         except ValueError as error:
             found[name] = str(error)
         finally:
@@ -221,7 +292,9 @@ def test_models_and_knobs_that_are_not_exact_are_refused_on_all_ranks() -> None:
 def other_batches() -> str:
     parallel = Case("llama").parallel()
     own = torch.full((2, 4), 1 + parallel.mesh.rank)
-    with pytest.raises(ValueError, match="tensor ranks read different batches") as caught:
+    with pytest.raises(
+        ValueError, match="tensor ranks read different batches"
+    ) as caught:
         parallel.module(input_ids=own)
     return str(caught.value)
 

@@ -1,4 +1,5 @@
-"""Checkpoints know nothing of tensor ranks: any layout saves, any other one loads the same bits."""
+"""Checkpoints know nothing of tensor ranks: any layout saves, any other one loads the
+same bits."""
 
 from __future__ import annotations
 
@@ -10,10 +11,20 @@ import torch
 import transformers
 
 from smp_core.checkpoint.live_state import full_state_dict
-from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.checkpoint.optimizers import (
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
 from smp_core.checkpoint.reader import load_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
-from tests.core.tensor_parallel.model_cases import Case, batches, build, everything, full, trained
+from tests.core.tensor_parallel.model_cases import (
+    Case,
+    batches,
+    build,
+    everything,
+    full,
+    trained,
+)
 from tests.harness import run_ranks
 
 KINDS = ("llama", "gpt2")
@@ -42,13 +53,19 @@ def load(folder: Path, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
         states: dict[str, Any] = {"model": parallel.model_state()}
         load_checkpoint(folder / case.kind, states)
         parallel.take_model_state(states["model"])
-        load_named_optimizer_state(folder / case.kind, ("optimizer",), parallel.module, optimizer)
+        load_named_optimizer_state(
+            folder / case.kind, ("optimizer",), parallel.module, optimizer
+        )
         parallel.reshard()
         seen.append(everything(parallel, optimizer))
     return seen
 
 
-OTHERS = [(4, {"tensor": 4, "shard": 1}), (1, {"tensor": 1, "shard": 1}), (4, {"tensor": 1, "shard": 4})]
+OTHERS = [
+    (4, {"tensor": 4, "shard": 1}),
+    (1, {"tensor": 1, "shard": 1}),
+    (4, {"tensor": 1, "shard": 4}),
+]
 
 
 @pytest.mark.parametrize(
@@ -59,22 +76,34 @@ OTHERS = [(4, {"tensor": 4, "shard": 1}), (1, {"tensor": 1, "shard": 1}), (4, {"
 def test_any_layout_loads_what_another_saved(
     kinds: tuple[str, ...], others: list[tuple[int, dict[str, int]]], tmp_path: Path
 ) -> None:
-    saved = run_ranks(save, 4, tmp_path, [Case(kind, tensor=2, shard=2) for kind in kinds])[0]
+    saved = run_ranks(
+        save, 4, tmp_path, [Case(kind, tensor=2, shard=2) for kind in kinds]
+    )[0]
     for world, layout in others:
-        for loaded in run_ranks(load, world, tmp_path, [Case(kind, **layout) for kind in kinds]):
+        for loaded in run_ranks(
+            load, world, tmp_path, [Case(kind, **layout) for kind in kinds]
+        ):
             for kind, ours, theirs in zip(kinds, loaded, saved, strict=True):
                 assert ours.keys() == theirs.keys()
-                assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"{kind} on {layout}"
+                assert all(torch.equal(ours[name], theirs[name]) for name in theirs), (
+                    f"{kind} on {layout}"
+                )
 
 
-SAVERS = [(4, {"tensor": 1, "shard": 4}), (4, {"tensor": 4, "shard": 1}), (1, {"tensor": 1, "shard": 1})]
+SAVERS = [
+    (4, {"tensor": 1, "shard": 4}),
+    (4, {"tensor": 4, "shard": 1}),
+    (1, {"tensor": 1, "shard": 1}),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "saver"),
     [pytest.param(kind, n, marks=pytest.mark.slow) for kind in KINDS for n in range(3)],
 )
-def test_tensor_ranks_load_what_other_layouts_saved(kind: str, saver: int, tmp_path: Path) -> None:
+def test_tensor_ranks_load_what_other_layouts_saved(
+    kind: str, saver: int, tmp_path: Path
+) -> None:
     world, layout = SAVERS[saver]
     (saved,) = run_ranks(save, world, tmp_path, [Case(kind, **layout)])[0]
     for (loaded,) in run_ranks(load, 4, tmp_path, [Case(kind, tensor=2, shard=2)]):

@@ -1,4 +1,5 @@
-"""Tensor ranks together with everything else that is done to a model: the numbers of one process."""
+"""Tensor ranks together with everything else that is done to a model: the numbers of
+one process."""
 
 from __future__ import annotations
 
@@ -37,14 +38,24 @@ from tests.core.tensor_parallel.model_cases import (
 from tests.harness import run_ranks
 from tests.older_transformers import needs_buffers_filled
 
-WORLD, ON_HOST, ALL_ON_HOST = ("optimizer_shard", "world"), ("state_offload", "optimizer"), ("state_offload", "all")
+WORLD, ON_HOST, ALL_ON_HOST = (
+    ("optimizer_shard", "world"),
+    ("state_offload", "optimizer"),
+    ("state_offload", "all"),
+)
 
 CHUNKED = ("chunked_cross_entropy", 7)
 
-# Optimizer states over the world or on the host, parameters or inputs of blocks on the host, losses in chunks. The
-# first of each belongs to the normal run.
-OVER_REPLICAS = [Case("llama", micro_batches=3, knobs=(WORLD, CHUNKED)), Case("gpt2", knobs=(WORLD, ON_HOST))]
-INPUTS_ON_HOST = ("activations", {"checkpoint": "full", "offload": True, "loading_horizon": 1})
+# Optimizer states over the world or on the host, parameters or inputs of blocks on the
+# host, losses in chunks. The first of each belongs to the normal run.
+OVER_REPLICAS = [
+    Case("llama", micro_batches=3, knobs=(WORLD, CHUNKED)),
+    Case("gpt2", knobs=(WORLD, ON_HOST)),
+]
+INPUTS_ON_HOST = (
+    "activations",
+    {"checkpoint": "full", "offload": True, "loading_horizon": 1},
+)
 IN_ONE_GROUP = [
     Case("llama", knobs=(ALL_ON_HOST, INPUTS_ON_HOST)),
     Case("gpt2", micro_batches=3, knobs=(ON_HOST, CHUNKED)),
@@ -52,7 +63,9 @@ IN_ONE_GROUP = [
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_states_elsewhere_and_losses_in_chunks_train_like_one_process(number: int) -> None:
+def test_states_elsewhere_and_losses_in_chunks_train_like_one_process(
+    number: int,
+) -> None:
     """float64, 1e-12: see test_equivalence."""
     assert_like_one_process([OVER_REPLICAS[number]], 4)
     assert_like_one_process([IN_ONE_GROUP[number]], 2)
@@ -78,7 +91,9 @@ def assert_compiled_like_one_process(cases: list[Case]) -> None:
             assert graphs > 0, case
 
 
-@pytest.mark.slow  # in the normal run: blocks with experts, in tests/core/expert_parallel/test_equivalence.py
+# In the normal run: blocks with experts, in
+# tests/core/expert_parallel/test_equivalence.py.
+@pytest.mark.slow
 def test_compiled_blocks_train_like_one_process() -> None:
     assert_compiled_like_one_process([Case("plain", knobs=(COMPILED,))])
 
@@ -86,14 +101,27 @@ def test_compiled_blocks_train_like_one_process() -> None:
 @pytest.mark.slow
 def test_compiled_blocks_of_more_models_train_like_one_process() -> None:
     kinds = ["llama", "gpt2", "gemma2", "bloom"]
-    cases = [Case(kind, sequence=split, knobs=(COMPILED,)) for kind in kinds for split in (True, False)]
-    assert_compiled_like_one_process([*cases, Case("llama", micro_batches=3, knobs=(COMPILED,))])
+    cases = [
+        Case(kind, sequence=split, knobs=(COMPILED,))
+        for kind in kinds
+        for split in (True, False)
+    ]
+    assert_compiled_like_one_process(
+        [*cases, Case("llama", micro_batches=3, knobs=(COMPILED,))]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama_tied", "qwen3", "gpt2", "gemma2", "mixtral"])
 def test_states_elsewhere_and_losses_in_chunks_on_every_layout(kind: str) -> None:
-    elsewhere: list[Any] = [(WORLD,), (ON_HOST,), (ALL_ON_HOST,), (WORLD, ON_HOST), (CHUNKED,), (CHUNKED, WORLD)]
+    elsewhere: list[Any] = [
+        (WORLD,),
+        (ON_HOST,),
+        (ALL_ON_HOST,),
+        (WORLD, ON_HOST),
+        (CHUNKED,),
+        (CHUNKED, WORLD),
+    ]
     cases = [
         Case(kind, 2, shard, sequence, micro_batches, knobs)
         for knobs, shard, (sequence, micro_batches) in itertools.product(
@@ -115,23 +143,37 @@ def assert_like_whole_sequences(runs: list[sequences.Run]) -> None:
             assert loss < 1e-12 and gradient < 1e-12 and largest > 1e-3, run
 
 
-LLAMA, GPT2 = sequences.Run("llama", 2, 2, tensor=2), sequences.Run("gpt2", 2, 2, "left", tensor=2)
+LLAMA, GPT2 = (
+    sequences.Run("llama", 2, 2, tensor=2),
+    sequences.Run("gpt2", 2, 2, "left", tensor=2),
+)
 
 
-@pytest.mark.parametrize("run", [pytest.param(LLAMA, marks=pytest.mark.slow), GPT2], ids=lambda run: run.model)
-def test_sequences_and_layers_over_ranks_are_those_of_one_process(run: sequences.Run) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(LLAMA, marks=pytest.mark.slow), GPT2],
+    ids=lambda run: run.model,
+)
+def test_sequences_and_layers_over_ranks_are_those_of_one_process(
+    run: sequences.Run,
+) -> None:
     assert_like_whole_sequences([run])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_neox", "mistral", "qwen3", "gemma3", "olmo2", "phi3", "starcoder2"])
+@pytest.mark.parametrize(
+    "name", ["gpt_neox", "mistral", "qwen3", "gemma3", "olmo2", "phi3", "starcoder2"]
+)
 def test_sequences_and_layers_of_more_models(name: str) -> None:
     kinds = itertools.product(("plain", "right", "packed"), (False, True))
-    assert_like_whole_sequences([sequences.Run(name, 2, 2, rows, again, tensor=2) for rows, again in kinds])
+    assert_like_whole_sequences(
+        [sequences.Run(name, 2, 2, rows, again, tensor=2) for rows, again in kinds]
+    )
 
 
 def losses_of_models(knobs: dict[str, Any]) -> tuple[float, float]:
-    """The loss that the model computes of its part of the sequences, and of whole ones."""
+    """The loss that the model computes of its part of the sequences, and of whole
+    ones."""
     with Wide():
         batch = sequences.whole_batch(sequences.Run("llama", 2, 2))
         parallel = parallelize(sequences.build("llama"), SmpConfig(**knobs))
@@ -146,7 +188,11 @@ def losses_of_models(knobs: dict[str, Any]) -> tuple[float, float]:
 
 def test_the_models_own_loss_of_a_part_of_a_sequence_and_of_the_vocabulary() -> None:
     # 47 words cannot be split over two ranks.
-    layout = {"shard_degree": 2, "context_parallel_degree": 2, "tensor_parallel_degree": 2}
+    layout = {
+        "shard_degree": 2,
+        "context_parallel_degree": 2,
+        "tensor_parallel_degree": 2,
+    }
     for ours, whole in run_ranks(losses_of_models, 4, layout):
         assert abs(ours - whole) < 1e-12
 
@@ -187,7 +233,9 @@ def steps_of(parallel: ParallelModel, steps: int) -> Trained:
     trained = Trained(whole(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parallel.prepare_optimizer(optimizer)
-    data = torch.randint(WORDS, (steps, 4, 8), generator=torch.Generator().manual_seed(7))
+    data = torch.randint(
+        WORDS, (steps, 4, 8), generator=torch.Generator().manual_seed(7)
+    )
     for batch in data:
         own = batch.chunk(mesh.data_size)[mesh.data_rank]
         loss = model(input_ids=own, labels=own).loss
@@ -216,25 +264,40 @@ def trainings(layout: dict[str, Any], variants: list[dict[str, Any]]) -> list[Tr
     return found
 
 
-def check_fp8_and_delayed(world: int, layout: dict[str, Any], variants: list[dict[str, Any]]) -> None:
-    """First weights of a delayed initialisation bit for bit; losses within 1e-6, which is a few roundings of float32.
+def check_fp8_and_delayed(
+    world: int, layout: dict[str, Any], variants: list[dict[str, Any]]
+) -> None:
+    """First weights of a delayed initialisation bit for bit; losses within 1e-6, which
+    is a few roundings of float32.
 
-    In FP8 a rank sees some of a row layer's inputs and of a column layer's gradients: without the other ranks' amax its
-    scales would be others. Inputs and weights have the amaxes of one process; gradients where one batch is not divided.
+    In FP8 a rank sees some of a row layer's inputs and of a column layer's gradients:
+    without the other ranks' amax its scales would be others. Inputs and weights have
+    the amaxes of one process; gradients where one batch is not divided.
     """
     (alone,) = run_ranks(trainings, 1, {"shard_degree": 1}, variants)
     ranks = run_ranks(trainings, world, layout, variants)
     for number, (variant, expected) in enumerate(zip(variants, alone, strict=True)):
         for seen in (rank[number] for rank in ranks):
             if "delayed_init" in variant:
-                assert all(torch.equal(seen.first[name], value) for name, value in expected.first.items()), variant
-                torch.testing.assert_close(seen.losses, expected.losses, atol=1e-6, rtol=0)
+                assert all(
+                    torch.equal(seen.first[name], value)
+                    for name, value in expected.first.items()
+                ), variant
+                torch.testing.assert_close(
+                    seen.losses, expected.losses, atol=1e-6, rtol=0
+                )
             if "fp8" in variant:
                 one_batch = world == layout["tensor_parallel_degree"]
                 roles = slice(0, 3 if one_batch else 2)
-                for ours, theirs in zip(seen.histories, expected.histories, strict=True):
-                    torch.testing.assert_close(ours[..., roles], theirs[..., roles], rtol=1e-5, atol=0)
-                assert all(map(torch.equal, seen.scales, ranks[0][number].scales)), variant
+                for ours, theirs in zip(
+                    seen.histories, expected.histories, strict=True
+                ):
+                    torch.testing.assert_close(
+                        ours[..., roles], theirs[..., roles], rtol=1e-5, atol=0
+                    )
+                assert all(map(torch.equal, seen.scales, ranks[0][number].scales)), (
+                    variant
+                )
             torch.testing.assert_close(seen.losses, expected.losses, atol=2e-6, rtol=0)
 
 
@@ -247,22 +310,39 @@ DELAYED, FP8 = {"delayed_init": True}, {"fp8": RECIPE}
     [pytest.param(4, 2, DELAYED, marks=pytest.mark.slow), (2, 1, FP8)],
     ids=["delayed", "FP8"],
 )
-def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process(world: int, shard: int, which: Any) -> None:
-    check_fp8_and_delayed(world, {"shard_degree": shard, "tensor_parallel_degree": 2}, [which])
+def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process(
+    world: int, shard: int, which: Any
+) -> None:
+    check_fp8_and_delayed(
+        world, {"shard_degree": shard, "tensor_parallel_degree": 2}, [which]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2), (1, 2)], ids=str)
 @needs_buffers_filled
-def test_delayed_initialisation_and_fp8_on_more_layouts(layout: tuple[int, int]) -> None:
+def test_delayed_initialisation_and_fp8_on_more_layouts(
+    layout: tuple[int, int],
+) -> None:
     in_bytes = Fp8Recipe(amax_history_len=4, fp8_all_gather=False)
-    variants = [DELAYED, FP8, {**DELAYED, **FP8}, {"fp8": in_bytes}, {**FP8, **dict([WORLD])}]
-    check_fp8_and_delayed(4, {"shard_degree": layout[0], "tensor_parallel_degree": layout[1]}, variants)
+    variants = [
+        DELAYED,
+        FP8,
+        {**DELAYED, **FP8},
+        {"fp8": in_bytes},
+        {**FP8, **dict([WORLD])},
+    ]
+    check_fp8_and_delayed(
+        4, {"shard_degree": layout[0], "tensor_parallel_degree": layout[1]}, variants
+    )
 
 
 def poisoned() -> bool:
-    """One tensor rank alone sees an infinity, in a product whose output does not show it to the others."""
-    parallel = parallelize(llama(), SmpConfig(shard_degree=1, tensor_parallel_degree=2, fp8=RECIPE))
+    """One tensor rank alone sees an infinity, in a product whose output does not show
+    it to the others."""
+    parallel = parallelize(
+        llama(), SmpConfig(shard_degree=1, tensor_parallel_degree=2, fp8=RECIPE)
+    )
     assert parallel.fp8 is not None
     before, state = steps_of(parallel, 1).weights, parallel.fp8.state
 
@@ -282,7 +362,9 @@ def test_an_infinity_that_one_rank_sees_drops_the_step_on_all() -> None:
     assert run_ranks(poisoned, 2) == [True, True]
 
 
-def scaled(spoilt: str) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def scaled(
+    spoilt: str,
+) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     parallel = Case("llama").parallel()
     model, mesh = parallel.module, parallel.mesh
     whole_first = sorted(model.parameters(), key=lambda p: p.device_mesh.ndim)  # type: ignore[attr-defined]
@@ -300,8 +382,12 @@ def scaled(spoilt: str) -> tuple[float, dict[str, torch.Tensor], dict[str, torch
 
 
 def test_a_non_finite_gradient_of_one_tensor_rank_skips_the_step_on_all() -> None:
-    for scale, before, after in run_ranks(scaled, 2, "model.layers.0.self_attn.q_proj.weight"):
-        assert scale == 512 and all(torch.equal(after[name], value) for name, value in before.items())
+    for scale, before, after in run_ranks(
+        scaled, 2, "model.layers.0.self_attn.q_proj.weight"
+    ):
+        assert scale == 512 and all(
+            torch.equal(after[name], value) for name, value in before.items()
+        )
 
 
 def test_scaled_gradients_are_unscaled_once() -> None:
@@ -312,7 +398,10 @@ def test_scaled_gradients_are_unscaled_once() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     for scale, _, after in run_ranks(scaled, 2, ""):
         assert scale == 1024
-        assert all((after[name] - value).abs().max() < 1e-12 for name, value in model.state_dict().items())
+        assert all(
+            (after[name] - value).abs().max() < 1e-12
+            for name, value in model.state_dict().items()
+        )
 
 
 def half_precision(layout: dict[str, Any]) -> Trained:
@@ -320,7 +409,10 @@ def half_precision(layout: dict[str, Any]) -> Trained:
 
 
 def test_float16_parameters_compute_like_those_of_one_process() -> None:
-    """Losses of about 4 within 2e-3, a rounding of float16; one partition group of two ranks is the reference."""
+    """Losses of about 4 within 2e-3, a rounding of float16; one partition group of two
+    ranks is the reference."""
     (expected, *_) = run_ranks(half_precision, 2, {"shard_degree": 2})
-    for seen in run_ranks(half_precision, 2, {"shard_degree": 1, "tensor_parallel_degree": 2}):
+    for seen in run_ranks(
+        half_precision, 2, {"shard_degree": 1, "tensor_parallel_degree": 2}
+    ):
         torch.testing.assert_close(seen.losses, expected.losses, atol=2e-3, rtol=0)

@@ -1,4 +1,5 @@
-"""Products of split layers in pieces, behind their messages: numbers, messages and their order, and what is refused."""
+"""Products of split layers in pieces, behind their messages: numbers, messages and
+their order, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_core.tensor_parallel.fused import PIECES, gather_products, product_scatter
 from smp_core.torch_facts.compat import symmetric_memory_operators
-from tests.core.tensor_parallel.model_cases import Case, Training, alone, batches, differences, loss_of, together
+from tests.core.tensor_parallel.model_cases import (
+    Case,
+    Training,
+    alone,
+    batches,
+    differences,
+    loss_of,
+    together,
+)
 from tests.core.tensor_parallel.models import GLOBS, MODELS, PlainBlock, PlainModel
 from tests.core.tensor_parallel.symmetric_memory_stand_in import symmetric_memory_on_cpu
 from tests.harness import run_ranks
@@ -24,7 +33,13 @@ RECOMPUTED = ("activations", "full")
 OVERLAPS = ("sums", "pieces", "fused")
 
 
-def overlapping(kind: str, overlap: str, *knobs: tuple[str, Any], plan: Any = "auto", micro_batches: int = 1) -> Case:
+def overlapping(
+    kind: str,
+    overlap: str,
+    *knobs: tuple[str, Any],
+    plan: Any = "auto",
+    micro_batches: int = 1,
+) -> Case:
     recipe = ("tensor_parallel", {"plan": plan, "overlap": overlap})
     return Case(kind, micro_batches=micro_batches, knobs=(recipe, *knobs))
 
@@ -33,7 +48,8 @@ def played(overlap: str) -> contextlib.AbstractContextManager[None]:
     return symmetric_memory_on_cpu() if overlap == "fused" else contextlib.nullcontext()
 
 
-# Conv1D with biases, alongside a packed weight that is exchanged; frozen weights, whose adapters read the same tokens.
+# Conv1D with biases, alongside a packed weight that is exchanged; frozen weights, whose
+# adapters read the same tokens.
 CASES = [
     overlapping("gpt2", "pieces", ("activations", "selective"), micro_batches=2),
     overlapping("llama_lora", "pieces"),
@@ -52,7 +68,11 @@ def bytes_of_a_step(overlap: str) -> dict[str, float]:
         for _ in range(2):
             loss_of(parallel.module, batches(1)[0, 0]).backward()
             parallel.meter.close_step()
-    return {name: value for name, value in parallel.meter.per_step().items() if "bytes" in name and "tensor_" in name}
+    return {
+        name: value
+        for name, value in parallel.meter.per_step().items()
+        if "bytes" in name and "tensor_" in name
+    }
 
 
 Shapes = list[tuple[torch.Size, tuple[int, ...]]]
@@ -62,9 +82,16 @@ def shapes_of_operators(device: str) -> Shapes:
     """What the operators return: shapes and strides."""
     operators, group = symmetric_memory_operators(), dist.group.WORLD
     assert group is not None
-    part, factor = torch.ones(3, 4, 6, device=device), torch.ones(10, 6, device=device).t()
-    gathered, (product,) = operators.fused_all_gather_matmul(part, [factor], 1, group.group_name)
-    total = operators.fused_matmul_reduce_scatter(product.contiguous(), factor.t(), "sum", 1, group.group_name)
+    part, factor = (
+        torch.ones(3, 4, 6, device=device),
+        torch.ones(10, 6, device=device).t(),
+    )
+    gathered, (product,) = operators.fused_all_gather_matmul(
+        part, [factor], 1, group.group_name
+    )
+    total = operators.fused_matmul_reduce_scatter(
+        product.contiguous(), factor.t(), "sum", 1, group.group_name
+    )
     return [(each.shape, each.stride()) for each in (gathered, product, total)]
 
 
@@ -76,12 +103,16 @@ def seen_on_ranks() -> Any:
 
 
 def test_pieces_train_like_one_process_and_send_the_same_bytes() -> None:
-    """float64, 1e-12: see test_equivalence. Also where blocks are recomputed: a row layer's product is made only once
-    if nothing wants it twice, and what is sent is that of the other overlap."""
+    """float64, 1e-12: see test_equivalence. Also where blocks are recomputed: a row
+    layer's product is made only once if nothing wants it twice, and what is sent is
+    that of the other overlap."""
     for trainings, bytes_sent, (shapes, on_meta) in run_ranks(seen_on_ranks, 2):
         for case, seen in zip(CASES, trainings, strict=True):
             assert differences(seen, alone(case.kind, case.micro_batches)) == [], case
-        assert bytes_sent[0] == bytes_sent[1] == bytes_sent[2] and sum(bytes_sent[0].values()) > 0
+        assert (
+            bytes_sent[0] == bytes_sent[1] == bytes_sent[2]
+            and sum(bytes_sent[0].values()) > 0
+        )
         assert shapes == on_meta
 
 
@@ -98,12 +129,16 @@ class Noted(TorchDispatchMode):
             start_reduce_scatter=self._begin(self._half),
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
             self.events.append("product")
         return func(*args, **(kwargs or {}))
 
-    def _begin(self, result: Callable[..., torch.Tensor]) -> Callable[..., Callable[[], torch.Tensor]]:
+    def _begin(
+        self, result: Callable[..., torch.Tensor]
+    ) -> Callable[..., Callable[[], torch.Tensor]]:
         def start(*args: Any) -> Callable[[], torch.Tensor]:
             self.events.append("start")
             return lambda: self.events.append("end") or result(*args)  # type: ignore[func-returns-value]
@@ -147,13 +182,27 @@ def gated() -> nn.Module:
 
 
 REFUSED = {
-    "fused": (overlapping("llama", "fused"), "for CUDA, and the device is cpu; write tensor_parallel={'overlap': 'pie"),
+    "fused": (
+        overlapping("llama", "fused"),
+        "for CUDA, and the device is cpu; write tensor_parallel={'overlap': 'pie",
+    ),
     "whole": (
-        Case("llama", knobs=(("tensor_parallel", {"overlap": "pieces", "sequence_parallel": False}),)),
+        Case(
+            "llama",
+            knobs=(
+                ("tensor_parallel", {"overlap": "pieces", "sequence_parallel": False}),
+            ),
+        ),
         "only tokens are gathered in pieces, and they stay whole",
     ),
-    "fp8": (overlapping("llama", "pieces", ("fp8", True)), "FP8 layers are not multiplied in pieces; leave fp8 out"),
-    "nothing": (overlapping("plain", "pieces", plan={"head": "column_gather"}), "has no effect: no split layer among"),
+    "fp8": (
+        overlapping("llama", "pieces", ("fp8", True)),
+        "FP8 layers are not multiplied in pieces; leave fp8 out",
+    ),
+    "nothing": (
+        overlapping("plain", "pieces", plan={"head": "column_gather"}),
+        "has no effect: no split layer among",
+    ),
     "other inputs": (
         overlapping("gated", "pieces", plan={**GLOBS, "*.gate": "column"}),
         "their common input is gathered, and blocks.1.up did not read it; write tensor_parallel={'overlap': 'sums'}",

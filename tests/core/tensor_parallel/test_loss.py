@@ -1,4 +1,5 @@
-"""Cross entropy over a split vocabulary is torch's, gradients included; float64, sums in another order."""
+"""Cross entropy over a split vocabulary is torch's, gradients included; float64, sums
+in another order."""
 
 from __future__ import annotations
 
@@ -31,10 +32,14 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 def split_loss(smoothing: float) -> tuple[float, torch.Tensor]:
     world = dist.get_world_size()
-    axis = TensorAxis(dist.group.WORLD, CommMeter(Topology.uniform(world, world), dist.get_rank()))
+    axis = TensorAxis(
+        dist.group.WORLD, CommMeter(Topology.uniform(world, world), dist.get_rank())
+    )
     logits, targets = inputs()
     own = axis.part(logits.detach(), -1).requires_grad_()
-    loss = cross_entropy_sum(own, targets, axis, ignore_index=-7, label_smoothing=smoothing)
+    loss = cross_entropy_sum(
+        own, targets, axis, ignore_index=-7, label_smoothing=smoothing
+    )
     (3 * loss).backward()
     assert own.grad is not None
     return loss.item(), own.grad
@@ -43,11 +48,15 @@ def split_loss(smoothing: float) -> tuple[float, torch.Tensor]:
 @pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(smoothing: float) -> None:
     logits, targets = inputs()
-    expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-7, label_smoothing=smoothing)
+    expected = F.cross_entropy(
+        logits, targets, reduction="sum", ignore_index=-7, label_smoothing=smoothing
+    )
     (3 * expected).backward()
     found = run_ranks(split_loss, 3, smoothing)
     assert all(loss == pytest.approx(expected.item(), rel=1e-14) for loss, _ in found)
-    torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), logits.grad, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in found], -1), logits.grad, rtol=1e-13, atol=1e-15
+    )
 
 
 def outputs_of(case: Case) -> dict[str, object]:
@@ -58,8 +67,14 @@ def outputs_of(case: Case) -> dict[str, object]:
     with torch.no_grad():
         # 11 tokens on two ranks: padded where nothing is trained.
         evaluated = model(input_ids=tokens[:, :11], labels=tokens[:, :11])
-    halves = training.loss * 2, model(input_ids=tokens, labels=tokens, num_items_in_batch=44).loss
-    with warnings.catch_warnings(record=True) as warned, pytest.raises(ValueError) as error:
+    halves = (
+        training.loss * 2,
+        model(input_ids=tokens, labels=tokens, num_items_in_batch=44).loss,
+    )
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        pytest.raises(ValueError) as error,
+    ):
         loss_of(model, tokens[:, :11])
     return {
         "no logits": training.logits is None,

@@ -1,8 +1,8 @@
-"""Blocks hold a part of their tokens where they compute the same with it, and all of them elsewhere: numbers are those
-of one process, or refused in words on all ranks.
+"""Blocks hold a part of their tokens where they compute the same with it, and all of
+them elsewhere: numbers are those of one process, or refused in words on all ranks.
 
-float64: 1e-8 is many rounding errors of models that add up their tokens in every block, and a token too few or a
-gradient left out is orders larger.
+float64: 1e-8 is many rounding errors of models that add up their tokens in every block,
+and a token too few or a gradient left out is orders larger.
 """
 
 from __future__ import annotations
@@ -90,9 +90,16 @@ def dropping() -> nn.Module:
 def llama_of_experts() -> nn.Module:
     """A plan for perceptrons only, as mixtures of experts carry one."""
     config = transformers.LlamaConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
-    perceptrons = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise"}
+    perceptrons = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+    }
     config.base_model_tp_plan = {**perceptrons, "layers.*.mlp.down_proj": "rowwise"}
     return transformers.LlamaForCausalLM(config)
 
@@ -105,21 +112,33 @@ def step(parallel: ParallelModel) -> None:
 
 
 def after_a_step(name: str) -> tuple[list[bool], list[list[bool]], list[str]]:
-    """Which blocks hold a part of their tokens, between which tokens stay split, and what was said."""
+    """Which blocks hold a part of their tokens, between which tokens stay split, and
+    what was said."""
     made = {"placed": placed, "jumping": JumpingModel, "experts": llama_of_experts}
     model = made.get(name, MODELS.get(name))().double()  # type: ignore[misc]
     plan = "auto" if isinstance(model, transformers.PreTrainedModel) else GLOBS
     said: list[str] = []
-    with mock.patch.object(blocks.logger, "warning", lambda text, *args: said.append(text % args)):
-        parallel = parallelize(model, SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": plan}))
+    with mock.patch.object(
+        blocks.logger, "warning", lambda text, *args: said.append(text % args)
+    ):
+        parallel = parallelize(
+            model, SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": plan})
+        )
         step(parallel)
     assert parallel.tensor is not None
     stacks = parallel.tensor.stacks
-    return [tokens.split for stack in stacks for tokens in stack.tokens], [stack.links for stack in stacks], said
+    return (
+        [tokens.split for stack in stacks for tokens in stack.tokens],
+        [stack.links for stack in stacks],
+        said,
+    )
 
 
 def several_after_a_step() -> dict[str, Any]:
-    return {name: after_a_step(name) for name in ("plain", "placed", "jumping", "llama", "gpt2", "experts")}
+    return {
+        name: after_a_step(name)
+        for name in ("plain", "placed", "jumping", "llama", "gpt2", "experts")
+    }
 
 
 def test_tokens_are_split_in_and_between_blocks_that_can_do_with_a_part() -> None:
@@ -132,13 +151,17 @@ def test_tokens_are_split_in_and_between_blocks_that_can_do_with_a_part() -> Non
         assert rank or "tokens stay whole in blocks.1" in said[0]
         split, _, said = found["experts"]
         assert split == [False, False]
-        assert rank or ("tokens stay whole in model.layers.0" in said[0] and len(said) == 1)
+        assert rank or (
+            "tokens stay whole in model.layers.0" in said[0] and len(said) == 1
+        )
 
 
 def refusals() -> list[str]:
     found = []
     for make in (dropping, ChangingModel):
-        parallel = parallelize(make(), SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": GLOBS}))
+        parallel = parallelize(
+            make(), SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": GLOBS})
+        )
         try:
             for _ in range(2):
                 step(parallel)
@@ -162,7 +185,9 @@ def anomalies() -> tuple[float, str]:
         loss.backward()
         parallel.window.abandon()
         with pytest.raises(RuntimeError, match="returned nan values") as caught:
-            (parallel.module(input_ids=tokens, labels=tokens).loss * torch.nan).backward()
+            (
+                parallel.module(input_ids=tokens, labels=tokens).loss * torch.nan
+            ).backward()
     return loss.item(), str(caught.value)
 
 
@@ -189,8 +214,13 @@ def stepped_by_adafactor() -> list[str]:
     return said
 
 
-def test_optimizers_that_cannot_step_shards_of_split_layers_are_refused_before_the_first_step() -> None:
+def test_optimizers_that_cannot_step_shards_of_split_layers_are_refused_before_the_first_step() -> (
+    None
+):
     for adafactor, adamw, rprop in run_ranks(stepped_by_adafactor, 4):
-        assert "Adafactor cannot step sharded parameters" in adafactor and "without tensor ranks" in adafactor
+        assert (
+            "Adafactor cannot step sharded parameters" in adafactor
+            and "without tensor ranks" in adafactor
+        )
         assert adamw == "stepped"
         assert rprop == "stepped" or "Rprop cannot step sharded parameters" in rprop

@@ -1,7 +1,9 @@
-"""Plans that are written compute what the unsplit model computes, or are refused before the first optimizer step with
-words that name the layer: random attentions, perceptrons and experts of models that nobody knows, beside one process.
+"""Plans that are written compute what the unsplit model computes, or are refused before
+the first optimizer step with words that name the layer: random attentions, perceptrons
+and experts of models that nobody knows, beside one process.
 
-float64: 1e-9 is many rounding errors; a head too many or a norm over half the features is orders larger.
+float64: 1e-9 is many rounding errors; a head too many or a norm over half the features
+is orders larger.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ KINDS = {
     "largest of two": (_PERCEPTRON, True),
     "largest of two, far apart": (_PERCEPTRON, False),
     "layers in a list": ({"*.a.layers.0": "column", "*.a.layers.1": "row"}, True),
-    "softmax between layers in a list": ({"*.a.layers.0": "column", "*.a.layers.1": "row"}, False),
+    "softmax between layers in a list": (
+        {"*.a.layers.0": "column", "*.a.layers.1": "row"},
+        False,
+    ),
     "experts": ({"*.a.experts": "experts"}, True),
     "experts, interleaved": ({"*.a.experts": "experts"}, False),
 }
@@ -99,7 +104,10 @@ class Attention(nn.Module):
         if "by heads" in self.kind:
             return list(self.qkv(x).view(batch, tokens, -1, 3, self.head_dim).unbind(3))
         if "packed" in self.kind:
-            return [part.view(batch, tokens, -1, self.head_dim) for part in self.qkv(x).chunk(3, -1)]
+            return [
+                part.view(batch, tokens, -1, self.head_dim)
+                for part in self.qkv(x).chunk(3, -1)
+            ]
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.kind == "norm of queries":
             q = F.rms_norm(q, q.shape[-1:])
@@ -110,9 +118,16 @@ class Attention(nn.Module):
         if self.kind == "heads by constants":
             return [part.view(batch, tokens, 4, 4) for part in (q, k, v)]
         if self.kind == "heads of features apart":
-            return [part.unflatten(-1, (self.head_dim, -1)).transpose(-1, -2) for part in (q, k, v)]
+            return [
+                part.unflatten(-1, (self.head_dim, -1)).transpose(-1, -2)
+                for part in (q, k, v)
+            ]
         q, k, v = (part.view(batch, tokens, -1, self.head_dim) for part in (q, k, v))
-        return [F.layer_norm(q, q.shape[-1:]) if self.kind == "norm of heads" else q, k, v]
+        return [
+            F.layer_norm(q, q.shape[-1:]) if self.kind == "norm of heads" else q,
+            k,
+            v,
+        ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.transpose(1, 2) for part in self._parts(x))
@@ -157,7 +172,9 @@ class Listed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.layers[0](x)
-        return self.layers[1](inner.softmax(-1) if "softmax" in self.kind else inner.tanh())
+        return self.layers[1](
+            inner.softmax(-1) if "softmax" in self.kind else inner.tanh()
+        )
 
 
 class Experts(nn.Module):
@@ -171,7 +188,11 @@ class Experts(nn.Module):
         total = torch.zeros_like(x)
         for weight, back in zip(self.gate_up_proj, self.down_proj, strict=True):
             inner = F.linear(x, weight)
-            gate, up = inner.unflatten(-1, (-1, 2)).unbind(-1) if "interleaved" in self.kind else inner.chunk(2, -1)
+            gate, up = (
+                inner.unflatten(-1, (-1, 2)).unbind(-1)
+                if "interleaved" in self.kind
+                else inner.chunk(2, -1)
+            )
             total = total + F.linear(F.silu(gate) * up, back)
         return total
 
@@ -190,7 +211,9 @@ def _module_of(kind: str) -> nn.Module:
         return Routed(kind)
     if "in a list" in kind:
         return Listed(kind)
-    is_attention = kind.startswith(("heads", "packed", "norm of queries", "norm of heads", "scores"))
+    is_attention = kind.startswith(
+        ("heads", "packed", "norm of queries", "norm of heads", "scores")
+    )
     return Attention(kind) if is_attention else Perceptron(kind)
 
 
@@ -211,7 +234,9 @@ class Model(nn.Module):
         blocks = [Block(case) for _ in range(2)]
         if case.place == "alone":
             self.first, self.second = blocks
-        self.blocks = nn.ModuleList(blocks) if case.place == "list" else nn.Sequential(*blocks)
+        self.blocks = (
+            nn.ModuleList(blocks) if case.place == "list" else nn.Sequential(*blocks)
+        )
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +245,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def trained(case: Drawn, model: nn.Module, parallel: object = None) -> list[torch.Tensor]:
+def trained(
+    case: Drawn, model: nn.Module, parallel: object = None
+) -> list[torch.Tensor]:
     """Outputs, losses and weights of some steps."""
     found = []
     generator = torch.Generator().manual_seed(case.seed)
@@ -229,7 +256,11 @@ def trained(case: Drawn, model: nn.Module, parallel: object = None) -> list[torc
         parallel.prepare_optimizer(optimizer)
     steps = 2
     x = torch.randn(4, 8, WIDTH, generator=generator, dtype=torch.float64)
-    own = x if parallel is None else x.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+    own = (
+        x
+        if parallel is None
+        else x.chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+    )
     if case.evaluates_first:
         with torch.no_grad():
             output = model.eval()(own)
@@ -249,7 +280,10 @@ def trained(case: Drawn, model: nn.Module, parallel: object = None) -> list[torc
 def outcome(case: Drawn) -> tuple[float, str]:
     """The largest difference from one process, and the words of a refusal."""
     plan = KINDS[case.kind][0]
-    knobs = {"tensor_parallel_degree": case.tensor, "shard_degree": 2 if case.tensor == 2 else 1}
+    knobs = {
+        "tensor_parallel_degree": case.tensor,
+        "shard_degree": 2 if case.tensor == 2 else 1,
+    }
     if case.units:
         knobs["units"] = {"modules": ["Linear"]}
     if case.recomputes and case.place == "list" and not case.units:
@@ -259,11 +293,17 @@ def outcome(case: Drawn) -> tuple[float, str]:
     expected = trained(case, Model(case).double())
     torch.manual_seed(case.seed)
     try:
-        parallel = parallelize(Model(case).double(), SmpConfig(**knobs, tensor_parallel=recipe))
+        parallel = parallelize(
+            Model(case).double(), SmpConfig(**knobs, tensor_parallel=recipe)
+        )
         seen = trained(case, parallel.module, parallel)
     except Exception as error:
         return 0.0, f"{type(error).__name__}: {error}"
-    pairs = [(ours, theirs) for ours, theirs in zip(seen, expected, strict=True) if ours.ndim or ours]
+    pairs = [
+        (ours, theirs)
+        for ours, theirs in zip(seen, expected, strict=True)
+        if ours.ndim or ours
+    ]
     return max((ours - theirs).abs().max().item() for ours, theirs in pairs), ""
 
 
@@ -277,7 +317,11 @@ def assert_exact_or_refused(seeds: list[int]) -> None:
         for seed, (worst, said) in zip(seeds, found, strict=True):
             case = draw(seed)
             is_exact = KINDS[case.kind][1]
-            refused = said.startswith("ValueError: tensor_parallel") and "unsplit" in said and ".a" in said
+            refused = (
+                said.startswith("ValueError: tensor_parallel")
+                and "unsplit" in said
+                and ".a" in said
+            )
             if (worst > 1e-9 or said) if is_exact else not refused:
                 wrong.append(f"rank {rank}, {case}: {worst:.2g} off; said {said!r}")
     assert not wrong, "\n".join(wrong)
@@ -289,7 +333,9 @@ def test_written_plans_compute_what_one_process_does_or_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(10, 110, 20))
-def test_more_written_plans_compute_what_one_process_does_or_are_refused(first: int) -> None:
+def test_more_written_plans_compute_what_one_process_does_or_are_refused(
+    first: int,
+) -> None:
     assert_exact_or_refused(list(range(first, first + 20)))
 
 

@@ -22,10 +22,14 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_float64_stays_where_float32_is_asked_for(in_float64: None, name: str) -> None:
-    """As in eager attention and label smoothing of Transformers, where float32 hid the last digits of the loss."""
+    """As in eager attention and label smoothing of Transformers, where float32 hid the
+    last digits of the loss."""
     x = torch.tensor([[0.1, 0.7, 0.2]], dtype=torch.float64)
     plain = getattr(x, name)(1)
-    for asked in (getattr(x, name)(1, dtype=torch.float32), getattr(torch, name)(x, 1, dtype=torch.float32)):
+    for asked in (
+        getattr(x, name)(1, dtype=torch.float32),
+        getattr(torch, name)(x, 1, dtype=torch.float32),
+    ):
         assert asked.dtype == torch.float64 and torch.equal(asked, plain)
     assert getattr(x.half(), name)(1, dtype=torch.float32).dtype == torch.float32
     if name.endswith("softmax"):

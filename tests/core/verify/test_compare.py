@@ -1,4 +1,5 @@
-"""Records that differ in one thing: where a layout parts from one process, and what is said to have caused it."""
+"""Records that differ in one thing: where a layout parts from one process, and what is
+said to have caused it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from smp_core.verify.activations import STEP, Activations, Moments, difference, over_ranks
+from smp_core.verify.activations import (
+    STEP,
+    Activations,
+    Moments,
+    difference,
+    over_ranks,
+)
 from smp_core.verify.causes import likely_causes
 from smp_core.verify.compare import Comparison, compare
 from smp_core.verify.recorder import Record, Recorder, turn_off_dropout
@@ -21,11 +28,18 @@ FLOAT64 = tolerance_of({}, float64=True)
 
 
 def a_record(rank: int, data_size: int) -> Record:
-    """One step of a model of two linear layers, as a rank of `data_size` or as one process sees it."""
+    """One step of a model of two linear layers, as a rank of `data_size` or as one
+    process sees it."""
     generator = torch.Generator().manual_seed(0)
     names = ("first.weight", "second.weight")
-    start = {name: torch.randn(3, 3, generator=generator, dtype=torch.float64) for name in names}
-    gradients = {name: torch.randn(3, 3, generator=generator, dtype=torch.float64) for name in names}
+    start = {
+        name: torch.randn(3, 3, generator=generator, dtype=torch.float64)
+        for name in names
+    }
+    gradients = {
+        name: torch.randn(3, 3, generator=generator, dtype=torch.float64)
+        for name in names
+    }
     first = {name: start[name] - 0.1 * gradients[name] for name in names}
     samples = ["a", "b"]
     return Record(
@@ -43,7 +57,12 @@ def a_record(rank: int, data_size: int) -> Record:
         end=first,
         digests={name: (float(value.sum()), 0.0) for name, value in first.items()},
         metrics={"seen": 2.0},
-        facts={"frozen": [], "BatchNorm per rank": [], "dtypes": ["float64"], "degrees": {"shard": data_size}},
+        facts={
+            "frozen": [],
+            "BatchNorm per rank": [],
+            "dtypes": ["float64"],
+            "degrees": {"shard": data_size},
+        },
     )
 
 
@@ -102,12 +121,16 @@ def freeze(ranks: list[Record]) -> None:
 
 def double_updates(ranks: list[Record]) -> None:
     record = ranks[0]
-    record.first = record.end = {name: 2 * value - record.start[name] for name, value in record.first.items()}
+    record.first = record.end = {
+        name: 2 * value - record.start[name] for name, value in record.first.items()
+    }
 
 
 def round_weights(ranks: list[Record]) -> None:
     record = ranks[0]
-    record.first = record.end = {name: value.bfloat16().double() for name, value in record.end.items()}
+    record.first = record.end = {
+        name: value.bfloat16().double() for name, value in record.end.items()
+    }
 
 
 def part_replicas(ranks: list[Record]) -> None:
@@ -127,11 +150,15 @@ def sum_metric(ranks: list[Record]) -> None:
 
 def own_metrics(ranks: list[Record]) -> None:
     """Rank 0's share is half of the whole by chance."""
-    ranks[0].metrics, ranks[1].metrics = {"seen": 1.0, "loss": 1.9}, {"seen": 3.0, "loss": 2.1}
+    ranks[0].metrics, ranks[1].metrics = (
+        {"seen": 1.0, "loss": 1.9},
+        {"seen": 3.0, "loss": 2.1},
+    )
 
 
 def loss_of_the_model(ranks: list[Record]) -> None:
-    """A model that is given its labels returns a mean over each rank's targets: loss first, logits agree."""
+    """A model that is given its labels returns a mean over each rank's targets: loss
+    first, logits agree."""
     for record in ranks:
         record.losses = [[2.1]]
         record.events = [_out(0, 0, 2.1), _out(1, 3, 5.0)]
@@ -153,7 +180,12 @@ def noise_in_the_loss(ranks: list[Record]) -> None:
         (scale_loss, "loss", "", "wrong divisor: the loss is a sum"),
         (read_twice, "samples", "", "data order"),
         (other_start, "start", "first.weight", "initial weights"),
-        (scale_gradients, "gradients", "first.weight", "wrong divisor: all gradients are 2 times"),
+        (
+            scale_gradients,
+            "gradients",
+            "first.weight",
+            "wrong divisor: all gradients are 2 times",
+        ),
         (one_gradient, "gradients", "second.weight", "lost hook"),
         (no_gradient, "gradients", "second.weight", "frozen part or lost hook"),
         (freeze, "gradients", "first.weight", "frozen part"),
@@ -186,7 +218,8 @@ def test_samples_that_are_equal_in_the_data_are_read_by_several_ranks() -> None:
 
 
 def test_samples_are_compared_up_to_the_end_of_the_epoch_that_is_known() -> None:
-    """Ranks begin a second epoch within the steps that are looked at, of whose order a loader has told nothing."""
+    """Ranks begin a second epoch within the steps that are looked at, of whose order a
+    loader has told nothing."""
     ranks, alone = [a_record(rank, 2) for rank in range(2)], a_record(0, 1)
     for record in (*ranks, alone):
         record.losses, record.norms = [[2.0], [2.0]], [1.0, 1.0]
@@ -199,7 +232,8 @@ def test_samples_are_compared_up_to_the_end_of_the_epoch_that_is_known() -> None
 
 
 def test_the_earliest_step_counts() -> None:
-    """A loss of step 2 comes before gradients in the table, and behind those of step 1 in time."""
+    """A loss of step 2 comes before gradients in the table, and behind those of step 1
+    in time."""
 
     def later(ranks: list[Record]) -> None:
         for record in ranks:
@@ -209,17 +243,28 @@ def test_the_earliest_step_counts() -> None:
     ranks = [a_record(rank, 2) for rank in range(2)]
     later(ranks)
     alone = a_record(0, 1)
-    alone.losses, alone.norms, alone.samples = [[2.0], [2.0]], [1.0, 1.0], [["a", "b"], []]
+    alone.losses, alone.norms, alone.samples = (
+        [[2.0], [2.0]],
+        [1.0, 1.0],
+        [["a", "b"], []],
+    )
     for record in ranks:
         record.samples.append([])
     found = compare("2 ranks", ranks, alone, FLOAT64)
-    assert found.part is not None and (found.part.step, found.part.what) == (1, "gradients")
+    assert found.part is not None and (found.part.step, found.part.what) == (
+        1,
+        "gradients",
+    )
 
 
 class Net(nn.Module):
     def __init__(self, centred: bool) -> None:
         super().__init__()
-        self.first, self.drop, self.second = nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 1)
+        self.first, self.drop, self.second = (
+            nn.Linear(4, 4),
+            nn.Dropout(0.3),
+            nn.Linear(4, 1),
+        )
         self.centred = centred
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -230,8 +275,11 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_moments_of_ranks_are_those_of_one_process_unless_samples_mix(centred: bool) -> None:
-    """The first difference is what is computed between two modules, in the forward of the one around them."""
+def test_moments_of_ranks_are_those_of_one_process_unless_samples_mix(
+    centred: bool,
+) -> None:
+    """The first difference is what is computed between two modules, in the forward of
+    the one around them."""
     torch.manual_seed(0)
     model = Net(centred).double()
     assert turn_off_dropout(model) == ["drop"]
@@ -246,12 +294,17 @@ def test_moments_of_ranks_are_those_of_one_process_unless_samples_mix(centred: b
             events.append(seen.events)
         runs.append(events)
     together = over_ranks(runs[1])
-    apart = [event.place[:2] for event in runs[0][0] if (difference(together[event.place], event) or 0.0) > 1e-9]
+    apart = [
+        event.place[:2]
+        for event in runs[0][0]
+        if (difference(together[event.place], event) or 0.0) > 1e-9
+    ]
     assert apart[:1] == ([("into", "second")] if centred else [])
 
 
 def test_imaginary_parts_of_activations_are_compared() -> None:
-    """Fourier layers give complex numbers, which may differ by their imaginary parts alone."""
+    """Fourier layers give complex numbers, which may differ by their imaginary parts
+    alone."""
     model = nn.Sequential(nn.Identity())
     data, runs = torch.randn(2, 3, dtype=torch.complex128), []
     for values in (data, data.real + 1.5j * data.imag):
@@ -260,12 +313,19 @@ def test_imaginary_parts_of_activations_are_compared() -> None:
         seen.close()
         runs.append({event.place: event for event in seen.events})
     assert runs[0] and runs[0].keys() == runs[1].keys()
-    assert all((difference(runs[1][place], event) or 0.0) > 1e-9 for place, event in runs[0].items())
+    assert all(
+        (difference(runs[1][place], event) or 0.0) > 1e-9
+        for place, event in runs[0].items()
+    )
 
 
 def trained_record(gradient_turn: float = 1.0, weight_turn: float = 0.0) -> Record:
-    """A step of a model with complex weights: imaginary parts of gradients times one number, weights plus another."""
-    model, recorder = ComplexNet(), Recorder(Request("one process", "not written", steps=2))
+    """A step of a model with complex weights: imaginary parts of gradients times one
+    number, weights plus another."""
+    model, recorder = (
+        ComplexNet(),
+        Recorder(Request("one process", "not written", steps=2)),
+    )
     recorder.begin(model, None)
     loss = model(torch.ones(2, dtype=torch.complex128)).real
     recorder.loss(loss.detach())
@@ -285,16 +345,26 @@ def trained_record(gradient_turn: float = 1.0, weight_turn: float = 0.0) -> Reco
 class ComplexNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor([0.5 + 1.0j, 1.0 - 0.5j], dtype=torch.complex128))
+        self.weight = nn.Parameter(
+            torch.tensor([0.5 + 1.0j, 1.0 - 0.5j], dtype=torch.complex128)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.weight * x).abs().square().sum().to(x.dtype)
 
 
-@pytest.mark.parametrize(("turns", "what"), [({"gradient_turn": 2.0}, "gradients"), ({"weight_turn": 0.1}, "weights")])
-def test_imaginary_parts_of_gradients_and_weights_are_compared(turns: dict[str, float], what: str) -> None:
+@pytest.mark.parametrize(
+    ("turns", "what"),
+    [({"gradient_turn": 2.0}, "gradients"), ({"weight_turn": 0.1}, "weights")],
+)
+def test_imaginary_parts_of_gradients_and_weights_are_compared(
+    turns: dict[str, float], what: str
+) -> None:
     found = compare("1 rank", [trained_record(**turns)], trained_record(), FLOAT64)
-    assert found.part is not None and (found.part.what, found.part.where) == (what, "weight")
+    assert found.part is not None and (found.part.what, found.part.where) == (
+        what,
+        "weight",
+    )
     assert compare("1 rank", [trained_record()], trained_record(), FLOAT64).agrees
 
 
@@ -306,9 +376,12 @@ def test_random_numbers_are_noticed_in_the_innermost_module() -> None:
     assert seen.draws == ["drop"]
 
 
-@pytest.mark.parametrize("place", ["before", "between", "behind", "by the loader", "nowhere"])
+@pytest.mark.parametrize(
+    "place", ["before", "between", "behind", "by the loader", "nowhere"]
+)
 def test_random_numbers_of_a_steps_own_code_are_noticed(place: str) -> None:
-    """Noise and timesteps are drawn around modules; what reading a batch draws is not the step's."""
+    """Noise and timesteps are drawn around modules; what reading a batch draws is not
+    the step's."""
     model = Net(False)
     seen = Activations(model)
     x = torch.randn(2, 4)
@@ -330,7 +403,8 @@ def test_random_numbers_of_a_steps_own_code_are_noticed(place: str) -> None:
 
 
 def test_later_steps_are_not_looked_at() -> None:
-    """What a module draws in step 2, when nothing sees modules any more, is not the step's own code's."""
+    """What a module draws in step 2, when nothing sees modules any more, is not the
+    step's own code's."""
     model = Net(False)
     seen = Activations(model)
     seen.close()
@@ -341,7 +415,8 @@ def test_later_steps_are_not_looked_at() -> None:
 
 
 def test_copies_and_means_of_copies_are_no_difference() -> None:
-    """What several ranks hold whole counts once; a mean of each rank's samples is averaged."""
+    """What several ranks hold whole counts once; a mean of each rank's samples is
+    averaged."""
     model = nn.MSELoss()
     runs = []
     data = torch.randn(4, dtype=torch.float64)
@@ -352,5 +427,7 @@ def test_copies_and_means_of_copies_are_no_difference() -> None:
         runs.append(copy.copy(seen.events))
     (alone, *ranks) = runs
     loss = next(event for event in alone if not event.goes_in)
-    assert difference(over_ranks(ranks)[loss.place], loss) == pytest.approx(0.0, abs=1e-12)
+    assert difference(over_ranks(ranks)[loss.place], loss) == pytest.approx(
+        0.0, abs=1e-12
+    )
     assert difference(over_ranks([alone, alone])[loss.place], loss) == 0.0

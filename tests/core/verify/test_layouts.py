@@ -1,4 +1,5 @@
-"""Layouts to verify: text, degrees that fit the ranks, a cluster's layout on a few ranks."""
+"""Layouts to verify: text, degrees that fit the ranks, a cluster's layout on a few
+ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import pytest
 
 from smp_core.verify.layouts import Trial, read_layout, shrink
 
-DEGREES = ("shard_degree", "context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree")
+DEGREES = (
+    "shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
 
 
 @pytest.mark.parametrize(
@@ -16,13 +22,19 @@ DEGREES = ("shard_degree", "context_parallel_degree", "tensor_parallel_degree", 
         ("shard_degree=2 ranks=2", 2, None),
         ("tensor_parallel_degree=2", 4, None),
         ("context_parallel_degree=2", 4, None),
-        ("shard_degree=2, tensor_parallel_degree=2, pipeline_parallel_degree=2", 8, None),
+        (
+            "shard_degree=2, tensor_parallel_degree=2, pipeline_parallel_degree=2",
+            8,
+            None,
+        ),
         ("shard_degree=node ranks=4", 4, 2),
         ("shard_degree=world ranks=2", 2, None),
         ("shard_degree=2 ranks=4 ranks_per_node=2", 4, 2),
     ],
 )
-def test_a_layout_is_read_with_its_ranks(text: str, ranks: int, per_node: int | None) -> None:
+def test_a_layout_is_read_with_its_ranks(
+    text: str, ranks: int, per_node: int | None
+) -> None:
     trial = read_layout(text)
     assert (trial.ranks, trial.ranks_per_node) == (ranks, per_node)
 
@@ -38,7 +50,9 @@ def test_a_layout_is_read_with_its_ranks(text: str, ranks: int, per_node: int | 
         ("shard_degree=64", "64 ranks on one machine"),
     ],
 )
-def test_a_layout_that_is_none_is_refused_with_what_to_write(text: str, says: str) -> None:
+def test_a_layout_that_is_none_is_refused_with_what_to_write(
+    text: str, says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         read_layout(text)
 

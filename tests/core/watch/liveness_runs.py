@@ -17,7 +17,9 @@ from smp_core.watch.whereabouts import here
 INTERVAL = 0.1
 # Seconds for what surely comes.
 LONG = timedelta(seconds=150)
-PEER_LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+PEER_LOST = RuntimeError(
+    "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+)
 Report = tuple[str | None, str]
 
 
@@ -28,9 +30,12 @@ def watch() -> RankWatch:
     return started
 
 
-def report(watching: RankWatch, alive: list[int], error: BaseException = PEER_LOST) -> Report:
-    """What was found, and what was written to stderr. A look ends when the ranks that are ``alive`` have given signs,
-    two of them: the first may have been on its way when it began."""
+def report(
+    watching: RankWatch, alive: list[int], error: BaseException = PEER_LOST
+) -> Report:
+    """What was found, and what was written to stderr. A look ends when the ranks that
+    are ``alive`` have given signs, two of them: the first may have been on its way when
+    it began."""
 
     def beats() -> list[int]:
         seen = watching._look()
@@ -59,8 +64,11 @@ def leave(watching: RankWatch) -> None:
         board.close()
 
 
-def after(prepare: Callable[[RankWatch, int], None], reporting: list[int], alive: list[int]) -> Report:
-    """Every rank prepares, then the reporting ones report; the others wait until those are done."""
+def after(
+    prepare: Callable[[RankWatch, int], None], reporting: list[int], alive: list[int]
+) -> Report:
+    """Every rank prepares, then the reporting ones report; the others wait until those
+    are done."""
     watching, rank = watch(), dist.get_rank()
     prepare(watching, rank)
     dist.monitored_barrier(timeout=LONG)

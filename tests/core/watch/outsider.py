@@ -1,10 +1,12 @@
-"""A stranger on the same machine, who finds what the processes of a run listen on and makes use of it.
+"""A stranger on the same machine, who finds what the processes of a run listen on and
+makes use of it.
 
     python -m tests.core.watch.outsider FOLDER PID ...
 
-Ports that were open when it began (the process groups') are left alone. To each that is opened later it makes
-connections, and keeps them: some say nothing, some half a line, the others what a board or a store of torch would
-understand. In FOLDER it writes ``ready`` when it looks, ``met`` when it has made MANY connections, with the addresses,
+Ports that were open when it began (the process groups') are left alone. To each that is
+opened later it makes connections, and keeps them: some say nothing, some half a line,
+the others what a board or a store of torch would understand. In FOLDER it writes
+``ready`` when it looks, ``met`` when it has made MANY connections, with the addresses,
 and goes on until there is ``enough``.
 """
 
@@ -29,7 +31,11 @@ SAID = [
     b'["set", "lost", "bye"]\n' * 100,
     b'["set", "beat/1", "not json"]\n["delete", ["beat/0", "beat/1"]]\n',
     # a client of torch's TCPStore: VALIDATE with its number, SET, DELETE_KEY
-    b"\x00" + (0x3C85F7CE).to_bytes(4, "little") + b"\x01" + (4).to_bytes(8, "little") + b"lost",
+    b"\x00"
+    + (0x3C85F7CE).to_bytes(4, "little")
+    + b"\x01"
+    + (4).to_bytes(8, "little")
+    + b"lost",
 ]
 
 
@@ -37,7 +43,11 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     found = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            found |= {each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.status == "LISTEN"}
+            found |= {
+                each.laddr
+                for each in psutil.Process(pid).net_connections("tcp")
+                if each.status == "LISTEN"
+            }
     return {(address.ip, address.port) for address in found}
 
 
@@ -52,7 +62,9 @@ def main() -> None:
             met.add((address, port))
             for number in range(100):
                 with contextlib.suppress(OSError):
-                    connection = socket.create_connection(("127.0.0.1", port), timeout=1)
+                    connection = socket.create_connection(
+                        ("127.0.0.1", port), timeout=1
+                    )
                     connection.settimeout(0.0)
                     held = [*held, connection][-500:]
                     connection.sendall(SAID[number % len(SAID)])

@@ -1,9 +1,10 @@
 """Who was lost, from the signs of life that every rank leaves beside the collectives.
 
-A lost rank is played by one whose signs stop (or, for rank 0, whose store closes) while its process lives on, so that
-it can report to the test. A look, which takes four intervals of the clock elsewhere, ends here when every rank that
-lives has given new signs: however busy the machine is, none of them is taken for lost. Real deaths, by the clock, are
-in the tests of the faces."""
+A lost rank is played by one whose signs stop (or, for rank 0, whose store closes) while
+its process lives on, so that it can report to the test. A look, which takes four
+intervals of the clock elsewhere, ends here when every rank that lives has given new
+signs: however busy the machine is, none of them is taken for lost. Real deaths, by the
+clock, are in the tests of the faces."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def take_board_away(watching: RankWatch) -> None:
     for board in watching.boards:
         if board.keeper == watching.rank:
             board.close()
-            signs._await(asyncio.sleep(INTERVAL))  # until the board's thread has done it
+            # Until the board's thread has done it.
+            signs._await(asyncio.sleep(INTERVAL))
 
 
 def rank_2_is_silent() -> Report:
@@ -60,7 +62,10 @@ def rank_2_is_silent() -> Report:
 def test_a_rank_that_gives_no_sign_of_life_is_named_with_its_step() -> None:
     reports = run_ranks(rank_2_is_silent, 4)
     for found, _ in reports[:2]:
-        assert found == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
+        assert (
+            found
+            == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
+        )
     assert "rank 2 was lost" in written(reports)
 
 
@@ -77,7 +82,9 @@ def one_looks_after_the_other() -> Report:
         take_board_away(watching)
     dist.monitored_barrier(timeout=LONG)
     if rank == 1:
-        with mock.patch.object(watching, "_compare", side_effect=AssertionError("looked again")):
+        with mock.patch.object(
+            watching, "_compare", side_effect=AssertionError("looked again")
+        ):
             result = report(watching, [])
     dist.monitored_barrier(timeout=LONG)
     leave(watching)
@@ -86,7 +93,11 @@ def one_looks_after_the_other() -> Report:
 
 def test_who_meets_a_loss_that_another_rank_has_found_out_does_not_look_again() -> None:
     reports = run_ranks(one_looks_after_the_other, 4)
-    assert reports[1][0] == reports[0][0] == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
+    assert (
+        reports[1][0]
+        == reports[0][0]
+        == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
+    )
     written(reports)
 
 
@@ -153,7 +164,9 @@ def test_when_all_live_the_ranks_that_are_behind_are_named() -> None:
     for rank in (0, 2):
         found = reports[rank][0]
         assert found is not None
-        assert found.startswith("all ranks are alive, but behind are: rank 1 (in optimizer step 5 of 6): ")
+        assert found.startswith(
+            "all ranks are alive, but behind are: rank 1 (in optimizer step 5 of 6): "
+        )
         assert "same number of batches" in found
     written(reports)
 
@@ -185,7 +198,9 @@ def rank_0_ends_early(gone: bool) -> Report:
 def test_a_rank_that_ran_out_of_batches_is_not_lost(gone: bool) -> None:
     for found, _ in run_ranks(rank_0_ends_early, 4, gone)[1:3]:
         assert found is not None and "lost" not in found
-        assert "ended" in found and "rank 0" in found and "same number of batches" in found
+        assert (
+            "ended" in found and "rank 0" in found and "same number of batches" in found
+        )
 
 
 def all_are_well() -> Report:
@@ -205,19 +220,35 @@ def lose_keepers(watching: RankWatch, lost: list[int]) -> None:
 
 def keepers_are_gone(lost: list[int]) -> Report:
     alive = [rank for rank in (1, 2, 3) if rank not in lost] if lost != [0, 3] else []
-    return after(lambda watching, rank: lose_keepers(watching, lost), reporting=[1, 2], alive=alive)
+    return after(
+        lambda watching, rank: lose_keepers(watching, lost),
+        reporting=[1, 2],
+        alive=alive,
+    )
 
 
 @pytest.mark.parametrize(
-    "lost", [pytest.param([0], marks=pytest.mark.slow), [3], pytest.param([0, 3], marks=pytest.mark.slow)]
+    "lost",
+    [
+        pytest.param([0], marks=pytest.mark.slow),
+        [3],
+        pytest.param([0, 3], marks=pytest.mark.slow),
+    ],
 )
-def test_the_loss_of_who_keeps_the_signs_of_life_is_told_by_what_the_other_keeps(lost: list[int]) -> None:
+def test_the_loss_of_who_keeps_the_signs_of_life_is_told_by_what_the_other_keeps(
+    lost: list[int],
+) -> None:
     for found, text in run_ranks(keepers_are_gone, 4, lost)[1:3]:
         assert found is not None and (not text or found in text)
         if lost == [0, 3]:
-            assert found.startswith("rank 0 and rank 3, which keep the signs of life, were lost")
+            assert found.startswith(
+                "rank 0 and rank 3, which keep the signs of life, were lost"
+            )
         else:
-            assert found == f"rank {lost[0]} was lost: no sign of life any more; it was in optimizer step 0"
+            assert (
+                found
+                == f"rank {lost[0]} was lost: no sign of life any more; it was in optimizer step 0"
+            )
 
 
 def rank_0_is_stopped() -> Report:
@@ -245,12 +276,15 @@ def rank_0_is_stopped() -> Report:
 def test_a_stopped_rank_0_is_named_by_another_rank() -> None:
     reports = run_ranks(rank_0_is_stopped, 3)
     for found, _ in reports[1:]:
-        assert found is not None and found.startswith("rank 0 was lost: no sign of life any more")
+        assert found is not None and found.startswith(
+            "rank 0 was lost: no sign of life any more"
+        )
     written(reports)
 
 
 class Clock:
-    """Time that passes when somebody sleeps; from ``busy_until`` on a rank gives a sign in every interval."""
+    """Time that passes when somebody sleeps; from ``busy_until`` on a rank gives a sign
+    in every interval."""
 
     def __init__(self, watching: RankWatch, busy_until: float) -> None:
         self.watching, self.busy_until, self.now = watching, busy_until, 0.0
@@ -260,10 +294,15 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        self.watching._beats = max(0, int((self.now - self.busy_until) / self.watching.interval))
+        self.watching._beats = max(
+            0, int((self.now - self.busy_until) / self.watching.interval)
+        )
 
 
-@pytest.mark.parametrize(("busy_until", "signs", "takes"), [(0.0, True, 4.0), (60.0, True, 63.0), (60.0, False, 4.0)])
+@pytest.mark.parametrize(
+    ("busy_until", "signs", "takes"),
+    [(0.0, True, 4.0), (60.0, True, 63.0), (60.0, False, 4.0)],
+)
 def test_a_look_takes_four_intervals_and_longer_while_the_looking_rank_has_no_turn_itself(
     busy_until: float, signs: bool, takes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +316,8 @@ def test_a_look_takes_four_intervals_and_longer_while_the_looking_rank_has_no_tu
 
 
 def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
-    """As under NCCL, where collectives with a lost rank only never end: what is written, and with what ranks end."""
+    """As under NCCL, where collectives with a lost rank only never end: what is
+    written, and with what ranks end."""
     watching, rank, ended = watch(), dist.get_rank(), []
     watching.meetings.limit = 0.2
     if rank == lost:
@@ -295,14 +335,19 @@ def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
         ended.append(status)
         watching._stopped.set()
 
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(rank_watch.os, "_exit", end):
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+        mock.patch.object(rank_watch.os, "_exit", end),
+    ):
         watching._thread.join(LONG.total_seconds())
     dist.monitored_barrier(timeout=LONG)
     return stderr.getvalue(), ended
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_others_end_in_time(lost: int) -> None:
+def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_others_end_in_time(
+    lost: int,
+) -> None:
     results = run_ranks(nobody_meets_an_exception, 4, lost)
     survivors = [result for rank, result in enumerate(results) if rank != lost]
     assert [ended for _, ended in survivors] == [[1]] * 3
@@ -312,13 +357,16 @@ def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_other
 
 
 def keepers_write_down() -> bool | None:
-    """Whether this rank's board says who is lost, once rank 0's does; None: it keeps none. Nobody ends."""
+    """Whether this rank's board says who is lost, once rank 0's does; None: it keeps
+    none. Nobody ends."""
     with mock.patch.object(rank_watch, "_LOOK_EVERY", 8):
         watching, rank = watch(), dist.get_rank()
         silence_rank_2(watching, rank)
         [own] = [board for board in watching.boards if board.keeper == rank] or [None]
         deadline = time.monotonic() + LONG.total_seconds()
-        while own is not None and own.get("lost") is None and time.monotonic() < deadline:
+        while (
+            own is not None and own.get("lost") is None and time.monotonic() < deadline
+        ):
             time.sleep(INTERVAL)
         found = None if own is None else bool(own.get("lost"))
         dist.monitored_barrier(timeout=LONG)

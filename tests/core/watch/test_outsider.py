@@ -30,13 +30,20 @@ def until(path: Path) -> None:
 
 
 def besieged(folder: str) -> dict[str, Any]:
-    """Start a watch while a stranger crowds every port that is opened: rank 1 goes to the boards last of all."""
+    """Start a watch while a stranger crowds every port that is opened: rank 1 goes to
+    the boards last of all."""
     place, rank = Path(folder), dist.get_rank()
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     before = listening([os.getpid()])
     if rank == 0:
-        command = [sys.executable, "-m", "tests.core.watch.outsider", folder, *map(str, pids)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.core.watch.outsider",
+            folder,
+            *map(str, pids),
+        ]
         outsider = subprocess.Popen(command, cwd=ROOT)
     until(place / "ready")
     dist.barrier()
@@ -54,7 +61,10 @@ def besieged(folder: str) -> dict[str, Any]:
     first = watching._look()
     assert first is not None
     deadline = time.monotonic() + LONG.total_seconds()
-    while any(state["beats"] < first[other]["beats"] + 3 for other, state in (watching._look() or first).items()):
+    while any(
+        state["beats"] < first[other]["beats"] + 3
+        for other, state in (watching._look() or first).items()
+    ):
         assert time.monotonic() < deadline
         time.sleep(INTERVAL / 4)
     found = watching._compare()
@@ -64,15 +74,24 @@ def besieged(folder: str) -> dict[str, Any]:
     dist.barrier()
     boards = len(watching.boards)
     watching.stop()
-    return {"opened": opened, "boards": boards, "found": found, "files": psutil.Process().num_fds()}
+    return {
+        "opened": opened,
+        "boards": boards,
+        "found": found,
+        "files": psutil.Process().num_fds(),
+    }
 
 
-def test_a_stranger_who_crowds_every_port_neither_ends_nor_delays_nor_misleads_the_watch(tmp_path: Path) -> None:
+def test_a_stranger_who_crowds_every_port_neither_ends_nor_delays_nor_misleads_the_watch(
+    tmp_path: Path,
+) -> None:
     for report in run_ranks(besieged, 2, str(tmp_path)):
         assert report["boards"] == 2 and report["found"] == ""
-        assert report["opened"] == set()  # nothing of ours listens once all ranks are there
+        # Nothing of ours listens once all ranks are there.
+        assert report["opened"] == set()
     met = json.loads((tmp_path / "met").read_text())
-    assert met and {address for address, _ in met} == {"127.0.0.1"}  # the interface of the rendezvous
+    # The interface of the rendezvous.
+    assert met and {address for address, _ in met} == {"127.0.0.1"}
 
 
 def stumbles() -> int:

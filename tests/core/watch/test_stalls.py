@@ -1,6 +1,8 @@
-"""The line about ranks that wait: who, in what, for how long, where the others are, and where they went apart.
+"""The line about ranks that wait: who, in what, for how long, where the others are, and
+where they went apart.
 
-Bounds are shortened; whole programs with those of every run are in tests/test_stalling.py.
+Bounds are shortened; whole programs with those of every run are in
+tests/test_stalling.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.watch.rank_watch import RankWatch
 from smp_core.watch.signs import open_boards
-from smp_core.watch.whereabouts import HINT, WaitWatch, Whereabouts, here, line_about, ranks_in_words
+from smp_core.watch.whereabouts import (
+    HINT,
+    WaitWatch,
+    Whereabouts,
+    here,
+    line_about,
+    ranks_in_words,
+)
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.core.pipeline.cases import Case
 from tests.harness import run_ranks
@@ -34,8 +43,8 @@ LONG = 150.0  # seconds for what surely comes
 
 
 class Line(io.StringIO):
-    """What a rank writes to stderr; the others go on once a line has ``text``. (On a busy machine a rank may stand
-    still on its way there, which is told as well.)"""
+    """What a rank writes to stderr; the others go on once a line has ``text``. (On a
+    busy machine a rank may stand still on its way there, which is told as well.)"""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -48,7 +57,8 @@ class Line(io.StringIO):
 
 
 def store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()  # apart from the watch's, and without a collective
+    # Apart from the watch's, and without a collective.
+    return dist.distributed_c10d._get_default_store()
 
 
 def until_said() -> None:
@@ -81,7 +91,10 @@ def in_another_collective() -> None:
 STALLS = {"user code": in_user_code, "data loading": in_data_loading}
 # Where rank 1 is, and what is said about it.
 CASES = {
-    "user code": (in_user_code, "elsewhere: rank 1: test_stalls.py:{line} in until_said, step 1, micro-batch 2"),
+    "user code": (
+        in_user_code,
+        "elsewhere: rank 1: test_stalls.py:{line} in until_said, step 1, micro-batch 2",
+    ),
     "data loading": (
         in_data_loading,
         "elsewhere: rank 1: data loading (test_stalls.py:{line} in until_said), step 1, m",
@@ -98,7 +111,10 @@ def stalled(kind: str) -> str:
     try:
         torch.manual_seed(0)
         parallel = parallelize(Branching(), SmpConfig(units=["Block"], shard_degree=2))
-        with contextlib.redirect_stderr(Line(expected)) as written, parallel.window.accumulate():
+        with (
+            contextlib.redirect_stderr(Line(expected)) as written,
+            parallel.window.accumulate(),
+        ):
             loss_of(parallel.module, batch_of(0, 0, 0), "lr").backward()
             here.least = 0.4
             if dist.get_rank() == 1:
@@ -111,18 +127,24 @@ def stalled(kind: str) -> str:
         watch.stop()
 
 
-@pytest.mark.parametrize("kind", ["user code", pytest.param("data loading", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["user code", pytest.param("data loading", marks=pytest.mark.slow)]
+)
 def test_who_waits_is_told_with_the_unit_and_where_the_other_is(kind: str) -> None:
     said, silent = run_ranks(stalled, 2, kind)
     assert silent == ""
     line = said.splitlines()[-1]
     assert "waiting: rank 0 " in line, said
-    assert "s in all_gather of the root in forward, step 1, micro-batch 2 | elsewhere: rank 1: " in line, said
+    assert (
+        "s in all_gather of the root in forward, step 1, micro-batch 2 | elsewhere: rank 1: "
+        in line
+    ), said
     assert "went apart" not in said, said
 
 
 def clipped_on_rank_1() -> tuple[str, str]:
-    """The last stage alone clips, and the first begins a batch; what is written, and the error of each."""
+    """The last stage alone clips, and the first begins a batch; what is written, and
+    the error of each."""
     watch = RankWatch.start(interval=0.05)
     assert watch is not None
     try:
@@ -132,7 +154,10 @@ def clipped_on_rank_1() -> tuple[str, str]:
         pipeline.group.set_timeout(timedelta(seconds=8))
         tokens = torch.zeros(2, 6, dtype=torch.long)
         here.least = 0.4
-        with contextlib.redirect_stderr(io.StringIO()) as written, pytest.raises(RuntimeError) as error:
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as written,
+            pytest.raises(RuntimeError) as error,
+        ):
             if dist.get_rank() == 1:
                 parallel.clip_grad_norm_(1.0)
             else:
@@ -143,23 +168,40 @@ def clipped_on_rank_1() -> tuple[str, str]:
         watch.stop()
 
 
-@pytest.mark.slow  # in the normal run: calls that begin a batch, in tests/core/pipeline/test_bad_input.py
-def test_a_call_that_one_pipeline_stage_leaves_out_is_named_and_ends_with_the_timeout() -> None:
+# In the normal run: calls that begin a batch, in tests/core/pipeline/test_bad_input.py.
+@pytest.mark.slow
+def test_a_call_that_one_pipeline_stage_leaves_out_is_named_and_ends_with_the_timeout() -> (
+    None
+):
     (said, first), (_, last) = run_ranks(clipped_on_rank_1, 2)
-    assert re.search("rank 0 . s in the other pipeline stages to begin a batch, step 1", said), said
+    assert re.search(
+        "rank 0 . s in the other pipeline stages to begin a batch, step 1", said
+    ), said
     assert re.search("rank 1 . s in the gradient norm, step 1", said), said
-    assert all("Timed out" in error or "Connection closed by peer" in error for error in (first, last)), (first, last)
+    assert all(
+        "Timed out" in error or "Connection closed by peer" in error
+        for error in (first, last)
+    ), (first, last)
 
 
 def at(place: str, waits: bool = True, **more: Any) -> dict[str, Any]:
-    return {"for": 42.4, "after": 5.0, "waits": waits, "place": place, "micro_batch": 1, **more}
+    return {
+        "for": 42.4,
+        "after": 5.0,
+        "waits": waits,
+        "place": place,
+        "micro_batch": 1,
+        **more,
+    }
 
 
 def test_a_line_groups_ranks_and_says_where_they_went_apart() -> None:
     def shown(*recent: int) -> dict[str, Any]:
         return {"recent": list(recent), "peers": [0, 1, 2, 3]}
 
-    given: dict[int, dict[str, Any]] = {rank: {"beats": 9, "step": 2} for rank in range(8)}
+    given: dict[int, dict[str, Any]] = {
+        rank: {"beats": 9, "step": 2} for rank in range(8)
+    }
     for rank in (0, 1, 2):
         given[rank]["at"] = at("all_gather of 'b'", **shown(1, 0, 5))
     given[3]["at"] = at("all_gather of 'c'", **shown(1, 0, 7, 9))
@@ -199,12 +241,20 @@ class OfMemory:
 def test_it_is_repeated_with_back_off_and_names_a_rank_that_gives_no_sign() -> None:
     said: list[str] = []
     watching = WaitWatch(0, 2, 0.5, Whereabouts(), said.append)
-    board = OfMemory({0: {"beats": 0, "step": 0, "at": at("barrier")}, 1: {"beats": 7, "step": 0}})
+    board = OfMemory(
+        {0: {"beats": 0, "step": 0, "at": at("barrier")}, 1: {"beats": 7, "step": 0}}
+    )
     for look in range(1, 100):
         board.marks += 1
-        board.signs[0] = {"beats": look, "step": 0, "at": {**at("barrier"), "for": float(look)}}
+        board.signs[0] = {
+            "beats": look,
+            "step": 0,
+            "at": {**at("barrier"), "for": float(look)},
+        }
         watching.look(board, board.read)  # type: ignore[arg-type]
-    assert [line.split(" s ")[0] for line in said] == [f"waiting: rank 0 {seconds}" for seconds in (9, 18, 36, 72)]
+    assert [line.split(" s ")[0] for line in said] == [
+        f"waiting: rank 0 {seconds}" for seconds in (9, 18, 36, 72)
+    ]
     assert all("rank 1: no sign of life" in line for line in said)
     said.clear()
     for _ in range(20):  # nobody adds to the count any more
@@ -215,7 +265,10 @@ def test_it_is_repeated_with_back_off_and_names_a_rank_that_gives_no_sign() -> N
 def test_a_mark_that_is_lost_is_made_up_for() -> None:
     said: list[str] = []
     here_it_waits: Any = mock.Mock(**{"look.return_value": at("barrier")})
-    watching, board = WaitWatch(0, 2, 0.5, here_it_waits, said.append), OfMemory({0: {"beats": 0, "step": 0}})
+    watching, board = (
+        WaitWatch(0, 2, 0.5, here_it_waits, said.append),
+        OfMemory({0: {"beats": 0, "step": 0}}),
+    )
     board.lost = 1
     for look in range(3):
         board.signs[0] = {"beats": look, "step": 0, "at": watching.shown([board])}  # type: ignore[list-item]
@@ -242,7 +295,8 @@ def test_ranks_in_words() -> None:
 
 
 def posts_to_a_stopped_keeper() -> tuple[list[bool], list[Any], Any]:
-    """What rank 1 is given when it posts to rank 0, which does not answer; what rank 0 then has; the last answer."""
+    """What rank 1 is given when it posts to rank 0, which does not answer; what rank 0
+    then has; the last answer."""
     first, _ = open_boards("127.0.0.1")
     event_loop, answers = signs._loop(), threading.Event()
     dist.barrier()
@@ -271,7 +325,8 @@ def test_a_keeper_that_does_not_answer_is_waited_for_by_nobody_who_posts() -> No
 
 
 def test_work_before_a_wait_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that prepared its data for ten minutes, and then waits for the others, waits from then on."""
+    """A rank that prepared its data for ten minutes, and then waits for the others,
+    waits from then on."""
     whereabouts, clock = Whereabouts(), iter([0.0, 600.0, 601.0, 603.0])
     monkeypatch.setattr(whereabouts_module.time, "monotonic", lambda: next(clock))
     stack = [traceback.FrameSummary("train.py", 3, "tokenize")]
@@ -280,12 +335,17 @@ def test_work_before_a_wait_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     working = whereabouts.look()
     assert working is not None and not working["waits"]
     stack.append(traceback.FrameSummary(dist.distributed_c10d.__file__, 7, "barrier"))
-    seconds = [(at["waits"], at["for"]) for at in (whereabouts.look(), whereabouts.look()) if at is not None]
+    seconds = [
+        (at["waits"], at["for"])
+        for at in (whereabouts.look(), whereabouts.look())
+        if at is not None
+    ]
     assert seconds == [(True, 0.0), (True, 2.0)]
 
 
 def seen_while_it_meets() -> list[tuple[bool, str]]:
-    """What rank 0 shows of itself each time it asks the board, while rank 1 stays away."""
+    """What rank 0 shows of itself each time it asks the board, while rank 1 stays
+    away."""
     watch = RankWatch.start(interval=0.05)
     assert watch is not None
     shown: list[tuple[bool, str]] = []
@@ -309,6 +369,7 @@ def seen_while_it_meets() -> list[tuple[bool, str]]:
 
 
 def test_a_rank_that_asks_whether_the_others_have_come_waits_for_them() -> None:
-    """It asks the board again and again: each time it would be elsewhere, and its wait begin anew."""
+    """It asks the board again and again: each time it would be elsewhere, and its wait
+    begin anew."""
     shown, _ = run_ranks(seen_while_it_meets, 2)
     assert len(shown) > 1 and set(shown) == {(True, "trainer.save_model(...)")}

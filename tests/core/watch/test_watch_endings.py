@@ -1,4 +1,5 @@
-"""How the watch over ranks ends: with its launcher, alone, when told to, or with others who still read."""
+"""How the watch over ranks ends: with its launcher, alone, when told to, or with others
+who still read."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tests.harness import run_ranks
 
 
 def told_to_end_while_it_looks() -> tuple[Report, list[int], bool]:
-    """What rank 0 reports when each of its looks is met by SIGTERM; the signals that were handled, and whether the
-    handler is there again."""
+    """What rank 0 reports when each of its looks is met by SIGTERM; the signals that
+    were handled, and whether the handler is there again."""
     handled: list[int] = []
 
     def handler(number: int, frame: object) -> None:
@@ -39,7 +40,9 @@ def told_to_end_while_it_looks() -> tuple[Report, list[int], bool]:
     return reported, handled, signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_telling() -> None:
+def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_telling() -> (
+    None
+):
     (found, text), handled, restored = run_ranks(told_to_end_while_it_looks, 4)[0]
     assert found is not None and "rank 2 was lost" in found and found in text
     assert handled == [] and restored
@@ -50,7 +53,8 @@ def test_one_process_watches_nobody() -> None:
 
 
 def stop_twice() -> None:
-    watching = RankWatch.start(interval=60.0)  # stop waits for its thread for two intervals at most
+    # Stop waits for its thread for two intervals at most.
+    watching = RankWatch.start(interval=60.0)
     assert watching is not None
     watching.stop()
     assert not watching._thread.is_alive()
@@ -78,12 +82,21 @@ def test_the_store_stays_until_the_others_are_done_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("restarts", "shared", "warned"), [("3", "True", True), ("3", "False", False), ("0", "True", False)]
+    ("restarts", "shared", "warned"),
+    [("3", "True", True), ("3", "False", False), ("0", "True", False)],
 )
 def test_restarts_that_may_fail_while_connecting_are_warned_of(
-    restarts: str, shared: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    restarts: str,
+    shared: str,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    given = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared, "RANK": "0"}
+    given = {
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": shared,
+        "RANK": "0",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     rank_watch._warn_of_shared_store()

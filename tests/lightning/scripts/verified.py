@@ -1,7 +1,7 @@
 """A small training under Lightning as users write them, for `smp verify`.
 
---kind chooses a correct script; --plant puts a defect into it: something that depends on the rank or on the number of
-ranks, and that one process does not have.
+--kind chooses a correct script; --plant puts a defect into it: something that depends
+on the rank or on the number of ranks, and that one process does not have.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def plant(function: Callable[[Model], None]) -> Callable[[Model], None]:
 class Tokens(Dataset):
     def __init__(self, samples: int = 96) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
+        self.tokens = torch.randint(
+            VOCABULARY, (samples, LENGTH + 1), generator=generator
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -70,14 +72,21 @@ class Block(nn.Module):
 
 
 class Fourier(nn.Module):
-    """Complex weights of frequencies, in half the digits of float64, as Fourier operators are written."""
+    """Complex weights of frequencies, in half the digits of float64, as Fourier
+    operators are written."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) / WIDTH)
+        self.weight = nn.Parameter(
+            torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) / WIDTH
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x, dim=1) @ self.weight.to(x.dtype.to_complex()), n=x.shape[1], dim=1)
+        return torch.fft.irfft(
+            torch.fft.rfft(x, dim=1) @ self.weight.to(x.dtype.to_complex()),
+            n=x.shape[1],
+            dim=1,
+        )
 
 
 class Model(L.LightningModule):
@@ -85,7 +94,11 @@ class Model(L.LightningModule):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.mix = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH)) if norms else nn.Identity()
+        self.mix = (
+            nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH))
+            if norms
+            else nn.Identity()
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.lr = 1e-2
 
@@ -97,9 +110,13 @@ class Model(L.LightningModule):
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = self(batch["input_ids"])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten()
+        )
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int
+    ) -> torch.Tensor:
         loss = self.loss(batch)
         self.log("train_loss", loss, sync_dist=True)
         return loss
@@ -109,13 +126,16 @@ class Model(L.LightningModule):
 
 
 class Measured(Model):
-    """A metric whose values of a step are its rank's own, as torchmetrics has it, and those of an epoch everyone's."""
+    """A metric whose values of a step are its rank's own, as torchmetrics has it, and
+    those of an epoch everyone's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int
+    ) -> torch.Tensor:
         self.accuracy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         return super().training_step(batch, batch_idx)
@@ -137,7 +157,10 @@ class Manual(Model):
 
     def configure_optimizers(self) -> Any:
         body = [*self.embed.parameters(), *self.blocks.parameters()]
-        return [torch.optim.AdamW(body, lr=self.lr), torch.optim.SGD(self.head.parameters(), lr=self.lr)]
+        return [
+            torch.optim.AdamW(body, lr=self.lr),
+            torch.optim.SGD(self.head.parameters(), lr=self.lr),
+        ]
 
 
 # Defects
@@ -147,7 +170,9 @@ class Manual(Model):
 def summed_loss(model: Model) -> None:
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = model(batch["input_ids"])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
 
     model.loss = loss
 
@@ -167,7 +192,9 @@ def lost_hook(model: Model) -> None:
 @plant
 def doubled_metric(model: Model) -> None:
     def training_step(batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        samples = model.trainer.strategy.reduce(torch.tensor(float(len(batch["labels"]))), reduce_op="sum")
+        samples = model.trainer.strategy.reduce(
+            torch.tensor(float(len(batch["labels"]))), reduce_op="sum"
+        )
         model.log("samples", samples, sync_dist=True, reduce_fx="sum")
         return model.loss(batch)
 
@@ -255,7 +282,8 @@ def turn(weight: torch.Tensor) -> None:
 def missing_sync(model: Model) -> None:
     def on_train_start() -> None:
         if RANKS > 1:
-            for unit in model.trainer.strategy.window._units:  # what a window that forgets replicas would do
+            # What a window that forgets replicas would do.
+            for unit in model.trainer.strategy.window._units:
                 unit.send = lambda: None
 
     model.on_train_start = on_train_start
@@ -267,7 +295,9 @@ def stepped_by_hand(model: Model) -> None:
     model.register_buffer("seen", bias)
 
     def training_step(batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        model.seen.mul_(0.9).add_(torch.bincount(batch["labels"].flatten(), minlength=VOCABULARY))
+        model.seen.mul_(0.9).add_(
+            torch.bincount(batch["labels"].flatten(), minlength=VOCABULARY)
+        )
         return model.loss(batch)
 
     model.training_step = training_step
@@ -296,7 +326,9 @@ def noise_in_the_step(model: Model) -> None:
         x = x + torch.randn_like(x)
         for block in model.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(model.head(x).flatten(0, 1), batch["labels"].flatten())
+        return nn.functional.cross_entropy(
+            model.head(x).flatten(0, 1), batch["labels"].flatten()
+        )
 
     model.loss = loss
 
@@ -319,8 +351,24 @@ def loader_of(flags: argparse.Namespace) -> DataLoader:
     return DataLoader(Tokens(), batch_size=4, shuffle=True)
 
 
-NOT_IN_THE_MODEL = ("batch_norm", "seed_by_rank", "same_samples", "dropped_samples", "unseeded_draw")
-KINDS = ("plain", "accumulated", "manual", "synced_norms", "stream", "mixed", "measured", "complex", "augmented")
+NOT_IN_THE_MODEL = (
+    "batch_norm",
+    "seed_by_rank",
+    "same_samples",
+    "dropped_samples",
+    "unseeded_draw",
+)
+KINDS = (
+    "plain",
+    "accumulated",
+    "manual",
+    "synced_norms",
+    "stream",
+    "mixed",
+    "measured",
+    "complex",
+    "augmented",
+)
 
 
 def main() -> None:
@@ -339,7 +387,9 @@ def main() -> None:
         model.mix = Fourier()
     if flags.plant in PLANTS:
         PLANTS[flags.plant](model)
-    options: dict[str, Any] = {"gradient_clip_val": 1.0} if flags.kind != "manual" else {}
+    options: dict[str, Any] = (
+        {"gradient_clip_val": 1.0} if flags.kind != "manual" else {}
+    )
     if flags.kind == "accumulated":
         options["accumulate_grad_batches"] = 3
     if flags.kind == "synced_norms":
@@ -348,8 +398,14 @@ def main() -> None:
         options["precision"] = "bf16-mixed"
     if flags.plant in ("seed_by_rank", "same_samples"):
         options["use_distributed_sampler"] = False
-    strategy = flags.strategy if flags.strategy != "instance" else SmpShardedStrategy(shard_degree=8)
-    trainer = L.Trainer(strategy=strategy, devices=8, accelerator="gpu", max_epochs=2, **options)
+    strategy = (
+        flags.strategy
+        if flags.strategy != "instance"
+        else SmpShardedStrategy(shard_degree=8)
+    )
+    trainer = L.Trainer(
+        strategy=strategy, devices=8, accelerator="gpu", max_epochs=2, **options
+    )
     trainer.fit(model, loader_of(flags))
 
 
