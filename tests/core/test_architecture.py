@@ -594,6 +594,7 @@ def test_the_table_of_private_names_is_that_of_the_list() -> None:
 
 # Calls in parallelize_model() whose place does not matter to what a model becomes.
 NO_CONVERSIONS = {
+    "_Layers",
     *(
         "CommMeter",
         "Traffic",
