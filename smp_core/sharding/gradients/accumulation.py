@@ -128,18 +128,23 @@ class AccumulationWindow:
         finishing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         hooks_on_any_stage: bool = False,
     ) -> None:
+        # What is reduced together, by group: the same order on all ranks.
         mesh, knobs = traffic.mesh, plan.knobs
         by_name = dict(model.named_parameters())
         replicated = []
         for names in plan.replicated_parameters:
             replicated.append({name: by_name[name] for name in names})
+        # With pipeline stages, parameters of the others too: all stages end a window
+        # alike.
         self._of_all_stages = list(by_name.values()) if mesh.pipeline_degree > 1 else []
         self._model = model
         self._on_close = traffic.step_done
         self._calls = calls
+        # Options, as the plan resolved them.
         self._kept = knobs.keep_between_micro_batches
         self._keep_gathered = plan.keeps_parameters
         self._hold_gradients = plan.keeps_gradients
+        # Some warnings can be given only when the first window ends.
         self._first_window = True
         self._stored_as_gathered = plan.dtypes.stored_as_gathered
         self._over_world = knobs.optimizer_shard == "world"
@@ -147,8 +152,11 @@ class AccumulationWindow:
         self._finishing = finishing
         self._hooks_on_any_stage = hooks_on_any_stage
         self._mesh = mesh
+        # It tells collectives of a forward from those of a backward pass.
         self._issued = traffic.issued
         self._issued.backward_pass = backward_pass
+        # Units and plain parameters have windows of their own; both report a pass that
+        # reaches them.
         self._units = [
             UnitWindow(unit, traffic.route_of(unit), mesh, self._queue_end)
             for unit in units
@@ -161,26 +169,33 @@ class AccumulationWindow:
             self._queue_end,
             mesh,
         )
+        # Whether the next backward pass is the window's last.
         self._last = True
+        # The outermost pass that comes through the model; None between passes.
         self._running_pass: int | None = None
         # A reentrant checkpoint runs passes of its own within it.
         self._is_nested = False
         self._is_first = True  # of the models that the pass comes through
+        # FSDP2 calls the hook of a unit for held gradients too, outside of any pass.
         self._reducing_held = False
         # Ids of parameters, since the last backward pass.
         self._dropped: set[int] = set()
         self.world: WorldSharding | None = None
         """Masters of this rank's part, where optimizer states are sharded over the
         world."""
+        # Whether the window is open though no pass of it has left gradients here.
         self._took_part = False
-        # A micro-batch of a window that is closed by each of them.
+        # Whether a veto has dropped a micro-batch: the window's other ones go with it.
         self._gave_up = False
+        # Inside batch_in_stages, at whose end all stages close the micro-batch
+        # together.
         self._in_stages = False
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
         # Whether micro-batches are closed for hooks of parameters, as all ranks knew
         # when they last compared.
         self._closes_each = bool(self._hooked())
+        # FSDP2 hands each unit's sum over the partition group to the window.
         for each in self._units:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
         _windows[self] = None
@@ -191,10 +206,13 @@ class AccumulationWindow:
         trainable now can be trained."""
         if self.world is None:
             self._refuse_hooks_that_follow(self._hooked())
+            # Units scatter their sums over replicas.
             made = [
                 each.make_masters(on_host, self._stored_as_gathered)
                 for each in self._units
             ]
+            # Without a partition group all parameters are replicated, and scattered in
+            # groups.
             plain = (
                 self._replicated.shard_over_world(on_host)
                 if self._mesh.shard_degree == 1
@@ -208,6 +226,7 @@ class AccumulationWindow:
     def attached(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, in the order of names, that the model got
         since it was sharded, and whose gradients nothing adds up yet."""
+        # Copies count too: inside a call modules show them in the place of shards.
         known = {id(parameter) for parameter in self._replicated.parameters.values()}
         for each in self._units:
             known.update(map(id, each.unit.unsharded()))  # which modules may show
@@ -236,6 +255,7 @@ class AccumulationWindow:
     def held(self) -> list[torch.Tensor]:
         """List the partial sums, unsharded gradients and masters' gradients: what no
         parameter's ``.grad`` shows."""
+        # Sums on the device first, then what masters have of complete ones.
         found = [tensor for each in self._units for tensor in each.held()]
         for shard in [] if self.world is None else self.world.shards:
             found += shard.gradients()
@@ -249,6 +269,7 @@ class AccumulationWindow:
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
         """Treat backward passes inside as not the window's last: no replica all-reduce,
         no ``.grad``."""
+        # Put back rather than set to True: these contexts nest.
         before = self._last
         self._announce(before and not enabled)
         try:
@@ -281,8 +302,10 @@ class AccumulationWindow:
         last."""
         self._last = last
         for each in self._units:
+            # FSDP2 is to free a unit behind the window's last backward pass only.
             if self._keep_gathered:
                 each.unit.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
+            # Held gradients are reduced together with those of the last pass.
             if self._hold_gradients:
                 each.hold(None if last else self._queue_end)
 
@@ -301,6 +324,8 @@ class AccumulationWindow:
             self._close()
             self._gave_up = False
             return
+        # A pass that no hook has heard of: its gradients would miss the step in
+        # silence.
         for each in self._units:
             if each.unit.unsharded_gradients() and not each.unit.is_passed_by:
                 raise ValueError(_UNHEARD.format(unit=each.unit.name or "the model"))
@@ -325,6 +350,7 @@ class AccumulationWindow:
         which otherwise are in their next forward and wait for its part of the
         parameters. Where a rank has none any more, ranks compare that as they close.
         """
+        # Hooks may have been registered since the last micro-batch, on this rank first.
         hooked = list(self._hooked())
         if hooked and not self._closes_each:
             meet(f"{hooked[0]}.register_hook(...)", self._mesh.shard_ranks)
@@ -370,6 +396,7 @@ class AccumulationWindow:
         if self.world is not None:
             self._refuse_hooks_that_follow(hooked)
         self._say_what_had_no_effect()
+        # Without masters there is nothing that the scattered sums could go to.
         if self._over_world and self.world is None:
             raise ValueError(
                 "optimizer_shard='world': there is no optimizer yet whose states could be sharded; call "
@@ -399,6 +426,8 @@ class AccumulationWindow:
         with here.waiting("the window's end"):
             told.wait()
             diverged = told.divergence()
+        # What other replicas have sent has to arrive first, or the next window's sums
+        # meet it.
         if diverged is not None:
             self._await_sums()
             self._drop_gradients()
@@ -423,16 +452,20 @@ class AccumulationWindow:
             self._replicated.wait()
             self._drop_gradients()
             return
+        # A rank that lacks a gradient reads what the others received; for the rest this
+        # would only wait for the device.
         seen = None if received_all(self._units, self._replicated) else told.received()
         if hooked:
             # Hooks issue collectives of their own, in one order on all ranks.
             self._replicated.wait()
         with self._finishing():
             self._set_gradients(seen)
+        # The first window takes longer than those after it, and sets no measure.
         here.end_window(measured=not self._first_window)
         self._first_window = False
         self._forget()
         self._on_close()
+        # Last of all, because these hooks read and edit a complete .grad.
         for parameter, hooks in hooked.values():
             hooks.follow(parameter)
 
@@ -441,8 +474,12 @@ class AccumulationWindow:
         whether any rank has a gradient of it; None: any rank has one of each."""
         means: list[tuple[UnitWindow, torch.Tensor, Sequence[bool] | None]] = []
         position = 0
+        # Terms of the loss that are made of shards: equal on all replicas, they are not
+        # divided.
         for each in self._units:
             each.take_own_gradients()
+        # All means are begun before the first is used: copies to the host run
+        # meanwhile.
         for each in self._units:
             count = len(each.unit.parameters())
             of_unit = None if seen is None else seen[position : position + count]
@@ -455,6 +492,7 @@ class AccumulationWindow:
             torch.accelerator.synchronize()
         for each, mean, of_unit in means:
             each.set_gradients(mean, of_unit)
+        # Flags of plain parameters lie behind those of all units.
         plain = self._replicated.parameters
         self._replicated.finish(
             None if seen is None else dict(zip(plain, seen[position:], strict=False))
@@ -467,8 +505,11 @@ class AccumulationWindow:
         """Drop the window's gradients, held and closed: nothing of it reaches the next
         step, also when a forward or backward pass failed in the middle (on all ranks).
         Unsharded parameters are resharded. Collective."""
+        # Messages in flight have to be matched on every rank before their sums are
+        # dropped.
         self._await_sums()
         here.end_window(measured=False)
+        # Then what the interrupted call and its pass have left in FSDP2.
         self._calls.forget()
         forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
@@ -488,22 +529,27 @@ class AccumulationWindow:
         """
         if not self.is_open:
             return
+        # A master is dropped as the parameter that it stands for.
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
         held = {
             id(self._replicated.parameters[name])
             for name in self._replicated.taking_part()
         }
+        # Parameters of other stages count as well, so that all stages end the window
+        # together.
         held |= {
             id(parameter)
             for parameter in self._of_all_stages
             if parameter.requires_grad
         }
         for each in self._units:
+            # An unsharded copy that was named stands for its shard.
             gone, members = each.unit.indices(dropped), each.unit.parameters()
             dropped |= {id(members[index]) for index in gone}
             held |= {id(members[slot.index]) for slot in each.window_slots()}
             each.drop(gone, set_to_none)
         self._replicated.drop(dropped, set_to_none)
+        # Zeros are gradients, too: only dropped ones can end the window.
         if set_to_none:
             self._dropped |= dropped
             if held <= self._dropped:
@@ -517,6 +563,8 @@ class AccumulationWindow:
         parameters."""
         parameters = list(parameters)
         self.drop(parameters, set_to_none)
+        # Gradients of a closed window are the masters', whom a module's zero_grad does
+        # not know.
         for stepped in [] if self.world is None else self.world.stepped(parameters):
             if set_to_none or stepped.grad is None:
                 stepped.grad = None
@@ -538,6 +586,7 @@ class AccumulationWindow:
     def _say_what_had_no_effect(self) -> None:
         """Warn once, at the end of the first window: only then it is known how many
         micro-batches there are."""
+        # What the option saves is saved by a window's second micro-batch.
         saved = ["gathers"] * self._keep_gathered + [
             "reductions"
         ] * self._hold_gradients
@@ -555,6 +604,8 @@ class AccumulationWindow:
             )
 
     def _forget(self) -> None:
+        # What the optimizer steps has to be sharded: gathered weights would be those of
+        # before the step.
         if self._keep_gathered:
             reshard(each.unit.module for each in self._units)
         for each in self._units:
@@ -571,6 +622,7 @@ class AccumulationWindow:
 
         @torch.no_grad()
         def hook(reduced: torch.Tensor) -> None:
+            # A reduction by hand belongs to no pass whose end could be awaited.
             if not self._reducing_held:
                 self._queue_end()
             each.add(reduced)
@@ -578,6 +630,8 @@ class AccumulationWindow:
             # are not counted.
             if self._last and not self._is_nested and each.pass_is_over():
                 each.complete()
+                # If the pass also comes through a model made earlier, that one's sums
+                # go first, at its end.
                 if self._is_first:
                     self._send_complete()
 
@@ -586,11 +640,13 @@ class AccumulationWindow:
     def _comes_after_another(self) -> bool:
         """Return whether the backward pass that runs comes through a model of this mesh
         that was made earlier."""
+        # All ranks have made the models in this order.
         earlier = itertools.takewhile(lambda window: window is not self, _windows)
         return any(
             window._takes_part() for window in earlier if window._mesh is self._mesh
         )
 
+    # It is in the pass already, or its forward waits for one.
     def _takes_part(self) -> bool:
         if self._running_pass is not None:
             return True
@@ -602,6 +658,7 @@ class AccumulationWindow:
         if self._running_pass == this_pass:
             return
         here.in_window()
+        # A pass that raised has no end: its gradients would be taken for this one's.
         if self._running_pass is not None:
             raise RuntimeError(FAILED_PASS)
         self._running_pass, self._is_first = this_pass, not self._comes_after_another()
@@ -618,6 +675,7 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
+        # FSDP2 leaves some units unreduced; they count for this micro-batch.
         for each in self._units:
             each.unit.reduce_rest()
         self._running_pass, self._is_nested = None, False
@@ -627,6 +685,8 @@ class AccumulationWindow:
         for each in self._units:
             each.end_of_pass()
         self._replicated.end_of_pass()
+        # The window ends, or only this micro-batch where hooks want its gradients, or
+        # it goes on.
         if self._last:
             self.close()
         elif not self._in_stages and (self._closes_each or self._hooked()):
@@ -639,6 +699,7 @@ class AccumulationWindow:
         through, or of all if there was none."""
         self._reducing_held = True
         try:
+            # The hook is told by this flag that no pass runs.
             for each in self._units:
                 if each.unit.awaits_reduction:
                     each.unit.reduce_held()
@@ -648,12 +709,16 @@ class AccumulationWindow:
     def _await_sums(self) -> None:
         """Wait for every sum that any replica has sent, with zeros from this rank where
         it sent none: they would meet sums of the next window."""
+        # One replica sends nothing.
         if self._mesh.replicate_degree == 1 or not self._units:
             return
+        # A size of 0: this rank has sent nothing. The maximum tells what any replica
+        # sent.
         flying = [each.flat if each.is_in_flight else None for each in self._units]
         sizes = [0 if flat is None else flat.numel() for flat in flying]
         sent = torch.tensor(sizes, device=self._mesh.device)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._mesh.gradient_group)
+        # A message is matched by one of the same size, of zeros.
         for each, size in zip(self._units, sent.tolist(), strict=True):
             if size:
                 each.send_zeros(size)
@@ -668,6 +733,8 @@ class AccumulationWindow:
             if each.is_complete:
                 each.send()
             elif each.window_slots():
+                # It may still grow. Those behind it wait, because all replicas send in
+                # one order.
                 return
             self._next += 1
 
@@ -677,6 +744,8 @@ class AccumulationWindow:
         for each, held in zip(
             self._units[self._next :], held_somewhere[self._next :], strict=True
         ):
+            # Told of by all ranks: the ones that no rank has a sum of are left out
+            # everywhere.
             if held:
                 each.send()
         self._next = len(self._units)

@@ -100,6 +100,8 @@ class Prepared:
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Zero gradients, and drop what open windows hold of the parameters, as would
         be done without a window."""
+        # Gradients are the masters' where there are any: torch's zero_grad has to see
+        # those.
         with _masters_in_groups(self):
             for window in self._smp_homes.windows:
                 window.drop(
@@ -115,17 +117,22 @@ class Prepared:
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, also of adapters that were attached since.
         Collective over the world."""
+        # By the model's parameter: in the groups a master may stand for it.
         before = {
             model_parameter(parameter)
             for group in self.param_groups
             for parameter in group["params"]
         }
+        # Torch's own checks come first. Ours may still refuse the group, which is then
+        # taken out again.
         self._smp_unprepared.add_param_group(self, param_group)
         try:
             meet(
                 f"optimizer.add_param_group({self._smp_homes.in_words(self.param_groups[-1]['params'])})"
             )
             settle(self, together=True)
+            # Torch compared tensors before replaced parameters gave way to those of
+            # now, which other groups may hold already.
             if not before.isdisjoint(
                 map(model_parameter, self.param_groups[-1]["params"])
             ):
@@ -141,6 +148,8 @@ class Prepared:
         ``optimizer_shard="world"``."""
         with _masters_in_groups(self):
             state: dict[str, Any] = self._smp_unprepared.state_dict(self)
+            # Each rank has states of its part alone; checkpoints want them like
+            # parameters.
             for world in self._smp_homes.worlds:
                 state = world.full_state(self, state)
         return state
@@ -164,6 +173,7 @@ class Prepared:
                     **state_dict,
                     "state": self._smp_homes.take_masters(self, state_dict),
                 }
+            # Saved states are like parameters; masters take this rank's part of them.
             for world in self._smp_homes.worlds:
                 state_dict = world.own_state(self, state_dict)
             self._smp_unprepared.load_state_dict(self, state_dict)
@@ -191,6 +201,8 @@ class Homes:
 
     def close_windows(self, optimizer: Optimizer) -> None:
         """Complete the gradients before the optimizer steps. Collective."""
+        # A parameter of no unit may have been attached since sharding. The window then
+        # asks the other ranks, whatever it holds itself.
         strange = not self._owns_all(optimizer)
         for window in self.windows:
             window.close()
@@ -201,14 +213,17 @@ class Homes:
         """Return the mean over the ranks of the loss that a closure returned: each rank
         has that of its own samples, and one that decides by it, as a line search does,
         would go another way than the others. Collective."""
+        # Nothing else can steer a line search.
         if not isinstance(loss, (float, Tensor)):
             return loss
         mesh = self._models[0].mesh
+        # A Python float comes back unrounded from float64.
         own = (
             loss.detach()
             if isinstance(loss, Tensor)
             else torch.tensor(loss, dtype=torch.float64)
         )
+        # A copy, because the all-reduce would write into the user's own loss.
         total = own.to(mesh.device, copy=True)
         dist.all_reduce(total, group=mesh.gradient_group)
         mean = total / mesh.gradient_degree
@@ -229,6 +244,7 @@ class Homes:
             for model in self._models
             for parameter in model.module.parameters()
         }
+        # Attached ones do not count yet: ranks may hold other values of them.
         self._attached = {
             id(p): self._own.pop(id(p))
             for window in self.windows
@@ -270,6 +286,7 @@ class Homes:
             ValueError: it has parameters of no model; ranks attached other parameters
                 or step other ones.
         """
+        # What was attached since can be taken in only where all ranks are in the call.
         if together:
             for model in self._models:
                 model.reshard()
@@ -278,6 +295,7 @@ class Homes:
             return
         self.find_parameters()
         for model in self._models:
+            # Parameters that sharding has replaced since the groups were made.
             replaced = model.replaced
             old = [
                 p
@@ -285,6 +303,8 @@ class Homes:
                 for p in group["params"]
                 if replaced.current(p) is not p
             ]
+            # States are found by the parameter itself, so they are taken out before
+            # groups change.
             states = [
                 (parameter, optimizer.state.pop(parameter))
                 for parameter in old
@@ -294,10 +314,12 @@ class Homes:
                 group["params"] = [
                     replaced.current(parameter) for parameter in group["params"]
                 ]
+            # States of whole tensors become those of this rank's shards.
             if old:
                 optimizer.state.update(
                     replaced.current_states(states, model.mesh.device)
                 )
+        # Ranks that step different parameters would add up different gradients.
         if together:
             step_alike(optimizer, self._models)
         self._refuse_strangers(optimizer)
@@ -305,6 +327,8 @@ class Homes:
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         strangers: dict[int, list[str]] = {}
         for number, group in enumerate(optimizer.param_groups):
+            # Attached parameters are left to the window, whose error has their own
+            # remedy.
             strange = [
                 p
                 for p in group["params"]
@@ -334,6 +358,8 @@ class Homes:
                     group["params"],
                     world.stepped(group["params"]),
                 )
+                # A state like the whole parameter, made before there were masters, is
+                # cut to this rank's part.
                 for old, new in zip(before, group["params"], strict=True):
                     if new is not old and old in optimizer.state:
                         optimizer.state[new] = world.part_of_state(
@@ -363,6 +389,7 @@ class Homes:
     ) -> dict[Any, Any]:
         """Copy the masters that a state dict has into float32 weights; return its
         states without them."""
+        # Saved numbers count parameters in the order of groups.
         stepped = [
             model_parameter(parameter)
             for group in optimizer.param_groups
@@ -372,10 +399,14 @@ class Homes:
         saved = [
             number for group in numbered["param_groups"] for number in group["params"]
         ]
+        # Torch itself refuses groups of other lengths when it loads the rest.
         for number, parameter in zip(saved, stepped, strict=False):
+            # A master is a weight, and no state for the optimizer to keep.
             master = state.get(number, {}).pop(MASTER, None)
             if master is None:
                 continue
+            # Half precision weights come from the checkpoint as they are; their masters
+            # are finer.
             if parameter.dtype == torch.float32:
                 local_of(parameter).copy_(local_of(master))
             for world in self.worlds:
@@ -398,6 +429,8 @@ class Homes:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ):
+            # Masters of a part have had gradients of their own dtype since they were
+            # made.
             if (
                 master_dtype(parameter) != parameter.dtype
                 and model_parameter(parameter) is parameter
@@ -409,6 +442,8 @@ class Homes:
         :class:`OnHost` does that itself), and in all of them for ``zero_grad``, which
         goes by the defaults."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
+        # Parameters themselves live in host memory: flags that were meant for the
+        # device give way.
         for group in [] if stepped_there else optimizer.param_groups:
             if _are_mixed(held(group)):
                 asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
@@ -451,6 +486,7 @@ class _States(defaultdict[Any, Any]):
         super().__init__(dict, states)
         self._stepped = stepped
 
+    # A parameter is looked up by its master, which has the state.
     def __missing__(self, parameter: Tensor) -> Any:
         (stepped,) = (
             self._stepped([parameter])
@@ -463,6 +499,7 @@ class _States(defaultdict[Any, Any]):
             else super().__missing__(parameter)
         )
 
+    # Pickled and copied as the dict that torch makes, without the models behind it.
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
 
@@ -480,6 +517,7 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
             pipeline stages across tensors, or its states are of a kind that cannot be
             saved.
     """
+    # A rank that is elsewhere is named, instead of a hang in the first collective.
     meet(f"prepare_optimizer({type(optimizer).__name__})")
     before: Homes | None = getattr(optimizer, "_smp_homes", None)
     if before is not None:
@@ -489,33 +527,42 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
             )
         settle(optimizer, together=True)
         return False
+    # Phase 1: refuse what this kind of optimizer rules out, before anything is changed.
     refuse_unsaveable(optimizer)
     if any(model.plan.stages is not None for model in models):
         require_tensorwise(optimizer)
     if isinstance(optimizer, StepsTogether):
         _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
+    # Phase 2: its groups get the parameters that the models have now.
     homes = Homes(models)
     homes.reads_loss = may_read_loss(type(optimizer))
     homes.take_in(optimizer, together=True)
     if isinstance(optimizer, AdamW8bit):
+        # Its scales are of blocks of a row, which no shard may cut.
         optimizer.require_whole_blocks()
+    # Phase 3: masters of this rank's part, where states are sharded over all replicas.
     host = any(model.config.state_offload == "optimizer" for model in models)
     for model in models:
         if model.config.optimizer_shard == "world":
             require_elementwise(optimizer)
+            # Masters are made once for a model, whose parameters several optimizers may
+            # step.
             first = model.window.world is None
             model.window.shard_over_world(on_host=host).follow_parameters()
             if first:
                 _follow_flags_in_calls(model, model.window.world)
+    # Phase 4: groups hold what is stepped, and kernels that take it.
     homes.give_masters(optimizer)
     homes.choose_kernels(optimizer, stepped_there=host)
     homes.show_parameters(optimizer)
+    # Masters are plain tensors, of which any elementwise optimizer can step parts.
     if not homes.worlds:
         require_steps_shards(optimizer)
     if host:
         homes.keep_gradients_fine(optimizer)
         step_on_host(optimizer, models[0].mesh.device)
+    # Phase 5: its class and hooks; from now on every step closes the window first.
     optimizer._smp_homes = homes  # type: ignore[attr-defined]
     # A class, not attributes of the instance: Lightning derives its own wrapper's class
     # from it. One for all optimizers of a kind, by which LearningRateMonitor tells them
@@ -573,6 +620,7 @@ def settle(optimizer: Optimizer, together: bool = False) -> None:
     """
     homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
     homes.take_in(optimizer, together)
+    # In the same order as when it was prepared: storage, masters, kernels.
     homes.store_masters()
     homes.give_masters(optimizer)
     if isinstance(optimizer, OnHost):
@@ -585,6 +633,7 @@ def settle(optimizer: Optimizer, together: bool = False) -> None:
 def _masters_in_groups(optimizer: Any) -> Iterator[None]:
     """Let groups hold what is stepped, and states be found by that."""
     homes: Homes = optimizer._smp_homes
+    # A count, because such methods call one another.
     homes.users += 1
     try:
         settle(optimizer)
@@ -600,6 +649,7 @@ def _before_step(
     """Complete the gradients before weights are stepped: now, or when the closure has
     run its backward passes."""
     homes: Homes = optimizer._smp_homes
+    # args[0] is the optimizer itself; a closure comes behind it, or by name.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         homes.close_windows(optimizer)
@@ -607,6 +657,8 @@ def _before_step(
         return None
 
     def closed() -> Any:
+        # The closure runs the backward passes, so gradients are complete only behind
+        # it. A line search calls it several times, with a window each.
         result = closure()
         homes.close_windows(optimizer)
         _before_weights_change(optimizer)
@@ -621,8 +673,10 @@ def _before_step(
 
 def _before_weights_change(optimizer: Optimizer) -> None:
     """Let groups hold what is stepped, up to :func:`_after_step`."""
+    # Set and not counted: a step that raised has left its own behind.
     optimizer._smp_homes.users = 1  # type: ignore[attr-defined]
     settle(optimizer)
+    # Weights may have been loaded, or edited, since the last step.
     for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]
         world.follow_parameters()
 
@@ -630,6 +684,7 @@ def _before_weights_change(optimizer: Optimizer) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
     homes.bring_weights(optimizer)
+    # A step inside another one leaves masters in the groups for the outer one.
     if is_outermost(optimizer):
         homes.users = 0
         homes.show_parameters(optimizer)
@@ -638,6 +693,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 @functools.cache
 def _prepared(kind: Any) -> Any:
     prepared = derive(kind, Prepared, "_smp_unprepared")
+    # Only those that have such methods: schedule-free optimizers.
     for name in ("train", "eval"):
         if callable(getattr(kind, name, None)):
             setattr(prepared, name, _moving(getattr(kind, name)))
@@ -692,6 +748,7 @@ class _ZeroGrad:
         _plain(self._module)(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        # The copied module is in memo already; it has torch's own method.
         return _plain(memo[id(self._module)])
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
