@@ -26,8 +26,10 @@ def given_policy(model: nn.Module) -> GivenPolicy:
 def given_units(model: nn.Module) -> WrapPlan:
     """Return the units of a model to which ``fully_shard`` was applied before. Modules
     that were sharded together are one unit, named after the last of them."""
+    # Tied after they were sharded, a parameter has a shard in each group.
     one_shard_each(list(groups_of(model)))
     names = {parameter: name for name, parameter in model.named_parameters()}
+    # Modules inside of another sharded one are no roots.
     inner = {
         m
         for outer in model.modules()
@@ -36,6 +38,7 @@ def given_units(model: nn.Module) -> WrapPlan:
         if m is not outer
     }
     units, known = [], set()
+    # From the innermost out, the last of modules that share a state names the unit.
     for name, module in reversed(list(model.named_modules())):
         if not isinstance(module, FSDPModule):
             continue
@@ -50,6 +53,7 @@ def given_units(model: nn.Module) -> WrapPlan:
             else [names[parameter] for parameter in group.parameters()]
         )
         units.append(PlannedUnit(name, tuple(own), module not in inner))
+    # Not sharded by FSDP2: every rank holds these whole.
     plain = tuple(
         name
         for name, parameter in model.named_parameters()
@@ -83,8 +87,11 @@ def adopt_units(
             passes,
             in_order=True,
         )
+        # Over one rank FSDP2's factor of 1 would cost a copy.
         if each.name in meshes and meshes[each.name].size() == 1:
             unit.leave_undivided()
+        # FSDP2's own collectives give way to ours, which the plan may compress or
+        # stage.
         module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
         module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
         units.append(unit)

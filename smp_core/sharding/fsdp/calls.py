@@ -86,6 +86,7 @@ class Calls:
         shown: Callable[[object], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._shown_in_call = shown
+        # For messages: the user's class, without the prefix that fully_shard gives it.
         self._name = type(model).__name__.removeprefix("FSDP")
         self._names = {
             id(module): clean_name(name) for name, module in model.named_modules()
@@ -94,12 +95,17 @@ class Calls:
         # The module, or the call of a method, that was called from outside.
         self._outermost: object = None
         self._units = tuple(units)
+        # The outermost unit around each; emptied as roots are called for the first
+        # time.
         self._roots = dict(_roots(model))
         self.unsharded = False
+        # The registration is one of the whole process: it goes with this object.
         weakref.finalize(
             self,
             register_module_parameter_registration_hook(_note_parametrization).remove,
         )
+        # After a pass whose gradients are differentiated again forwards leave units
+        # gathered.
         self._keeps_behind_forward = False
         # Units by what hides tensors of their outputs.
         self._hiding: dict[int, str] = {}
@@ -112,6 +118,7 @@ class Calls:
                 self._keep_unsharded,
                 self._show_behind_pass,
             )
+        # Modules that were sharded together share a group, and one account of it.
         hearing = {
             unit.group.key: unit for unit in self._units if unit.group is not None
         }
@@ -129,6 +136,8 @@ class Calls:
                         group, parameter_names, hearing.get(group.key)
                     )
                 self._of_module[id(module)] = self._shown[group.key]
+            # FSDP2 has registered its own pair already: these go before and behind
+            # both.
             module.register_forward_pre_hook(
                 self._before_gather, prepend=True, with_kwargs=True
             )
@@ -145,6 +154,7 @@ class Calls:
             return method(*args, **kwargs)
         module, shown = unit.module, self._of_module.get(id(unit.module))
 
+        # The method runs between FSDP2's hooks, with our own looks at the copies.
         def gathered(*args: Any, **kwargs: Any) -> Any:
             if shown is None:
                 return method(*args, **kwargs)
@@ -209,6 +219,8 @@ class Calls:
         """Let units stay unsharded behind each backward, and from the first time on
         behind each forward: a pass whose gradients are differentiated again may be
         followed by other forwards before that is done."""
+        # The first such pass; from now on backward cannot tell when a forward's
+        # parameters are free.
         if not self._keeps_behind_forward:
             self._keeps_behind_forward = True
             logger.info(
@@ -220,6 +232,7 @@ class Calls:
                 unit.module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
         for unit in self._units:
             unit.module.set_reshard_after_backward(not kept, recurse=False)  # type: ignore[operator]
+        # Nothing refers to the parameters any more.
         if not kept:
             reshard(unit.module for unit in self._units)
 
@@ -234,10 +247,13 @@ class Calls:
         if self._is_outermost(module):
             self._outermost = module
             self._meet(module)
+        # The outermost call of all, unless recomputed within a backward pass.
         self._begin_with_root(module)
         shown = self._of_module.get(id(module))
         if shown is not None:
             shown.begin((args, kwargs))
+            # A mode that records operations would take FSDP2's gather for one of the
+            # model.
             shown.hide_from_modes()
 
     @torch.compiler.disable
@@ -252,11 +268,13 @@ class Calls:
         shown = self._of_module.get(id(module))
         if shown is None:
             return None
+        # Edits of copies are found while the copies are there.
         shown.check_copies()
         unit = shown.unit
         # Roots are kept anyway.
         if torch.is_grad_enabled() and unit is not None and not unit.is_root:
             self._keep_for_hidden(module, unit, output)
+        # The output may show gathered memory, which is freed next.
         return shown.outlasting(output)
 
     def _keep_for_hidden(
@@ -273,12 +291,16 @@ class Calls:
         kind = self._hiding.get(id(module)) or hides_gradient(output)
         if kind is None:
             return
+        # Kept parameters are freed behind the first backward through the unit, in the
+        # middle of another use.
         if unit.listener is not None and unit.listener.uses_left > 1:
             raise RuntimeError(
                 f"{unit.name!r} is called more than once before the backward pass, and gives tensors inside of a "
                 f"{kind}, where FSDP2 does not look for them; return them in a tuple, list, dict or dataclass, or "
                 "leave it out of the units: units=[...] without it"
             )
+        # No gradient of the output tells FSDP2 to gather again: what forward gathered
+        # stays.
         if id(module) not in self._hiding:
             self._hiding[id(module)] = kind
             module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
@@ -299,6 +321,7 @@ class Calls:
 
     def _end(self) -> None:
         self._outermost = None
+        # Of several forwards ahead the next reads what this one gathered.
         self.show_shards(any(unit.runs_ahead for unit in self._units))
 
     def _begin_with_root(self, module: nn.Module) -> None:
@@ -306,10 +329,12 @@ class Calls:
         root = self._roots.get(module)
         if root is None:
             return
+        # FSDP2 has chosen the root, and its units need no more care.
         self._roots = {
             inner: outer for inner, outer in self._roots.items() if outer is not root
         }
         if root is not module:
+            # An empty call of the root, so that FSDP2 does not take the unit for one.
             with torch.inference_mode(False), torch.no_grad():
                 _as_forward(root, lambda: None)()
 
@@ -338,6 +363,7 @@ def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[...
     would misread its signature.
     """
     name = "smp_as_forward"
+    # register_fsdp_forward_method wraps what it finds under a name on the module.
     vars(module)[name] = function
     try:
         register_fsdp_forward_method(module, name)
@@ -375,6 +401,7 @@ class _ShownUnit:
         self._kept_versions: list[int] | None = None
         self._hidden = contextlib.ExitStack()
         self._parameters = []
+        # One parameter may be shown by several modules of the unit (ties).
         for shard, places in zip(group.parameters(), group.places(), strict=True):
             local = places[0][1] if places else "a parameter"
             self._parameters.append(
@@ -391,6 +418,8 @@ class _ShownUnit:
         self._begins_forward = True
         if self.unit is not None:
             self.unit.note_use(inputs)
+        # An earlier call left the unit gathered. Only within a window, and with no
+        # shard written into since, may this one use it.
         if self._left_by_a_call and backward_pass() == -1:
             self._left_by_a_call = False
             if (
@@ -410,6 +439,7 @@ class _ShownUnit:
     def gathered(self) -> None:
         """Take note that FSDP2 has gathered, and shows copies."""
         self._begins_forward = False
+        # The version of now tells later edits of the copy.
         for parameter, _, copy in self._all():
             if copy is not None:
                 parameter.note_copy(copy)
@@ -434,10 +464,12 @@ class _ShownUnit:
 
         def is_view(tensor: torch.Tensor) -> bool:
             if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor):
+                # Other kinds of tensors are left as they are.
                 return False  # split tokens would be gathered for the question
             own = tensor.untyped_storage()
             return any(own is storage for storage in storages)
 
+        # Almost no output does, and a copy of its nest is spared then.
         if not any(is_view(tensor) for _, tensor in iterate_tensors(output)):
             return None
         return map_tensors(
@@ -454,6 +486,8 @@ class _ShownUnit:
         """Take note of the end of a forward, also of one that failed."""
         self._begins_forward = False
         self.show_to_modes()
+        # FSDP2 shows parts of its own between forward and backward, in some pre-sharded
+        # models.
         if not self._group.is_sharded and not self._group.is_unsharded:
             for parameter in self._parameters:
                 parameter.note_part()
@@ -462,6 +496,7 @@ class _ShownUnit:
         """Let modules show shards at the end of a call."""
         if self._group.is_sharded and not self._group.has_gather_in_flight:
             return
+        # Copies of an earlier call were checked at its end.
         if not self._left_by_a_call:
             self.check_copies()
         self._left_by_a_call = True
@@ -488,12 +523,16 @@ class _ShownUnit:
             if in_backward and self.unit is not None and self.unit.is_passed_by:
                 # FSDP2 gathers ahead what came before in forward, and roots always.
                 return
+            # Backward goes on with what a call left gathered, under its own copies.
             if in_backward and self._left_by_a_call:
                 self._left_by_a_call = False
                 if self._group.is_unsharded:
                     self._show(self._group.copies())
+            # What was kept is gone, and so are its versions.
             if self._group.is_sharded:
                 self._kept_versions = None
+            # The last moment at which an edit that the gather would lose can be
+            # refused.
             for parameter, shard, copy in self._all():
                 parameter.check_place(shard, copy)
                 if not in_backward:
@@ -502,6 +541,7 @@ class _ShownUnit:
                     parameter.settle(shard, copy)
             if self.unit is not None:
                 self.unit.begin_gather(in_backward, self._begins_forward)
+            # Tensors made in inference mode could not be trained with later.
             if not torch.is_inference_mode_enabled():
                 gather(async_op)
                 return
@@ -597,11 +637,13 @@ class _ShownParameter:
     def settle(self, shard: nn.Parameter, copy: nn.Parameter) -> None:
         """Carry ``requires_grad`` and hooks over between the shard and the copy that is
         shown in its place."""
+        # Whichever of the two was changed since the last look tells the other.
         if copy.requires_grad != self._required_grad:
             shard.requires_grad_(copy.requires_grad)
         elif shard.requires_grad != copy.requires_grad:
             copy.requires_grad_(shard.requires_grad)
         self._required_grad = shard.requires_grad
+        # A copy is gathered many times and keeps the hooks that it once got.
         if shows_hooks(copy):
             return
         hooks = hooks_of(shard)
@@ -632,6 +674,7 @@ def _note_parametrization(
 ) -> None:
     """Note where PEFT's adapters of fused experts (``target_parameters``) parametrize a
     copy in each forward."""
+    # The value that it is registered with is the copy itself, which counts as a change.
     if (
         isinstance(module, ParametrizationList)
         and name not in module._parameters

@@ -305,6 +305,7 @@ def require_internals() -> None:
     that is newer than those tested.
 
     Raises:
+        # Missing names are fatal, an untested version is only worth a line.
         RuntimeError: in words, with what to install.
     """
     missing = missing_internals()
@@ -344,6 +345,8 @@ def _classes() -> dict[str, Any]:
     """Return the classes behind FSDPModule by name, found where each is used; None
     where one is not there."""
     classes: dict[str, Any] = {"FSDPModule": FSDPModule, "DTensor": DTensor}
+    # These classes are private: each is found among the globals of a method that uses
+    # it.
     for name, user in (
         ("FSDPState", "FSDPModule"),
         ("FSDPStateContext", "FSDPState"),
@@ -383,6 +386,7 @@ def _attributes(kind: type) -> set[str]:
     objects are among them."""
     names = set(inspect.get_annotations(kind))
     codes = [function.__code__ for function in _functions(kind)]
+    # Comprehensions and inner functions have code objects of their own.
     while codes:
         code = codes.pop()
         names.update(code.co_names)

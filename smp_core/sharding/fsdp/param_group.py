@@ -68,6 +68,7 @@ class ParamGroup:
         indices = {
             parameter: index for index, parameter in enumerate(self.parameters())
         }
+        # By position, as all lists of this class are.
         found: list[list[tuple[nn.Module, str]]] = [[] for _ in indices]
         for module in _outside_of_inner_units(self._group.modules):
             for name, parameter in module.named_parameters(
@@ -91,6 +92,7 @@ class ParamGroup:
         """Return the indices of the parameters in the order in which a flat reduced
         gradient holds them: by the dtype of their gradients, which a ``grad_dtype`` of
         a parameter's own may set."""
+        # FSDP2 groups by dtype in the order of first appearance.
         by_dtype: dict[Any, list[int]] = {}
         for index, parameter in enumerate(self.parameters()):
             by_dtype.setdefault(parameter.grad_dtype, []).append(index)
@@ -101,6 +103,8 @@ class ParamGroup:
         looks at the first forward only."""
         for index in range(len(self.members)) if indices is None else indices:
             self.members[index].reset_sharded_param()
+        # Dtypes are looked up for the whole group, and only where some shards are
+        # others.
         if indices is not None:
             self._group._init_mp_dtypes()
 
@@ -185,6 +189,7 @@ class ParamGroup:
     def end_of_reduction(self) -> None:
         """Do for a group that was reduced outside of a backward pass what the end of
         one does."""
+        # As behind a pass: the sums are awaited, and the group is idle again.
         self._group.finalize_backward()
         self._group._training_state = type(self._group._training_state).IDLE
         self._let_go_of_reductions()
@@ -253,6 +258,7 @@ def one_shard_each(groups: Sequence[ParamGroup]) -> None:
     """Let a parameter that two groups manage, because it was tied after they were
     sharded, have one shard: where its rows do not divide evenly each group would pad a
     copy of its own, and gather that one for ever."""
+    # Both groups name the same parameter, and get the storage that the last one made.
     shards: dict[nn.Parameter, Tensor] = {}
     for group in groups:
         group.shards_changed()
@@ -269,6 +275,7 @@ def reset_passes(modules: Iterable[FSDPModule]) -> None:
     Args:
         modules: all that ``fully_shard`` was called on.
     """
+    # Only roots hold the state of a pass.
     for module in modules:
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()

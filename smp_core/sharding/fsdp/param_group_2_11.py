@@ -20,12 +20,14 @@ class ParamGroup211(ParamGroup213):
 
 def reset_passes(modules: Iterable[FSDPModule]) -> None:
     """Do what ``reset_iter_state`` of torch >= 2.13 does."""
+    # What reset_iter_state does in later releases, for every module and its group.
     for module in modules:
         state: Any = module._get_fsdp_state()
         state._modules_to_run_forward.clear()
         state._training_state = type(state._training_state).IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
+        # Roots share one context of communication; a module that never ran has none.
         if state._is_root is not None:
             state._comm_ctx.all_gather_state = None
             state._comm_ctx.post_forward_order.clear()

@@ -17,6 +17,8 @@ class ParamGroup213(ParamGroup):
         return list(range(len(self.members)))  # grad_dtype is not looked at
 
     def see_dtypes(self, indices: Iterable[int]) -> None:
+        # This generation passes over frozen parameters, so they pose as trainable for
+        # the look.
         frozen = [
             shard
             for index in indices

@@ -54,10 +54,12 @@ class _RunningPass:
 
     def __init__(self) -> None:
         self.number = backward_pass()
+        # What windows and units want done, behind FSDP2's own callbacks.
         self.at_end: list[Callable[[], None]] = []
         self.is_over = False
 
     def __call__(self) -> None:
+        # Queued once more: FSDP2's roots have queued theirs during the pass.
         self.is_over = True
         for callback in self.at_end:
             queue_callback(callback)
@@ -70,6 +72,7 @@ def _outermost() -> _RunningPass:
     """Return the backward pass that is running, or the one around it: reentrant
     checkpoints and reversible layers run backward passes within one."""
     global _latest
+    # A pass that failed was never over, and is gone with the reference.
     running = None if _latest is None else _latest()
     if running is None or running.is_over:
         running = _RunningPass()
@@ -93,6 +96,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     after this call; queueing once more from the end of the pass puts ours behind all of
     them.
     """
+    # Asked for at the end of a pass, this very one has to be found over.
     running = None if _latest is None else _latest()
     if running is not None and running.is_over and running.number == backward_pass():
         # At the end of the pass already.
@@ -117,8 +121,10 @@ class Passes:
     """
 
     def __init__(self) -> None:
+        # From its first gather to its end; still open between passes, it has failed.
         self._is_open = False
         self.is_differentiated = False
+        # Whether units stay gathered for a second differentiation.
         self._keeps = False
         self.keep_unsharded: Callable[[bool], None] = lambda kept: None
         self.show_shards: Callable[[], None] = lambda: None
@@ -131,11 +137,15 @@ class Passes:
         self._is_open = True
         self.is_differentiated = torch.is_grad_enabled() and not recomputes
         at_end_of_backward(self._end)
+        # Graph recording in backward means create_graph, except in a recomputed
+        # forward.
         if self.is_differentiated and not self._keeps:
             self._keeps = True
             self.keep_unsharded(True)
 
     def _end(self) -> None:
+        # Gathered parameters stay until a pass that is not differentiated has used
+        # them.
         if self.is_differentiated:
             self.show_shards()
         elif self._keeps:
@@ -157,6 +167,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     backward or inside a window, so that their parameters are shards again and nothing
     reads weights from before a step or before a checkpoint was loaded."""
     for module in modules:
+        # Its messages have to be received before the unit is freed.
         if isinstance(module, FSDPModule):
             _drop_gather(module)
             module.reshard()
@@ -171,6 +182,7 @@ def forget_passes(modules: Iterable[nn.Module]) -> None:
         modules: of all units of a model.
     """
     managed = [module for module in modules if isinstance(module, FSDPModule)]
+    # Kernels that still read gathered memory would find it freed.
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     for module in managed:
@@ -202,6 +214,7 @@ class ReductionOrder:
         Args:
             reduce: reduces the unit; what FSDP2 calls itself.
         """
+        # Taken out and put in again, as the last: a unit goes by its latest forward.
         self._left.pop(unit, None)
         if not _want_gradient(inputs):
             self._left[unit] = reduce
@@ -211,6 +224,7 @@ class ReductionOrder:
         such unit."""
         if unit not in self._left:
             return False
+        # Emptied first, because each reduction comes back through the hook.
         left, self._left = self._left, {}
         for reduce in reversed(left.values()):
             reduce()
@@ -228,16 +242,20 @@ def leaves_of(nest: Any, hidden: bool = True) -> Iterator[tuple[Any, str | None]
     Args:
         hidden: look into what FSDP2 does not look into, too.
     """
+    # A stack in the place of recursion: nests may be deep, and objects may refer to one
+    # another.
     known: set[int] = set()
     left: list[tuple[Any, str | None]] = [(nest, None)]
     while left:
         value, inside = left.pop()
+        # Containers that FSDP2 unpacks itself hide nothing.
         if isinstance(value, (tuple, list)):
             left += [(each, inside) for each in value]
         elif isinstance(value, (torch.Tensor, nn.Module, type, *_PLAIN, *CLOSED)):
             yield value, inside
         elif id(value) not in known:
             known.add(id(value))
+            # Below anything that FSDP2 does not open all leaves are hidden by it.
             is_seen = _sees(value)
             if is_seen or hidden:
                 left += [

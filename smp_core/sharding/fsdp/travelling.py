@@ -28,6 +28,8 @@ def travel(
 ) -> None:
     """Let FSDP2 communicate parameters as ``gather_of`` (module, parameter's name in
     it) says; None: as they are."""
+    # FSDP2 asks its own object for the local tensor; of the class that it gets here, ours
+    # answers.
     for member, places in zip(group.members, group.places(), strict=True):
         gather = gather_of(*places[0])
         if gather is not None:
@@ -68,6 +70,8 @@ class _Travelling:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        # FSDP2 asks either the shard itself, or the copy that `to` has brought to the
+        # device.
         shard = self._member._sharded_param_data if self._shard is None else self._shard
         payload, inverse_scale = self._gather.pack(shard.view(self.size()))
         return (payload,), (inverse_scale,)
@@ -80,8 +84,9 @@ class _Travelling:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        # Of a layer that is split over tensor ranks: the gather fills its local part.
         if isinstance(out, DTensor):
-            out = out.to_local()  # of a layer that is split over tensor ranks
+            out = out.to_local()
         weight = self._gather.unpack(
             gathered[0],
             metadata[0],
@@ -96,6 +101,7 @@ def _gathered_size(parameter: Any) -> torch.Size:
     """Return the size of what a partition group holds of a sharded parameter: all of
     it, or one tensor rank's part, where the axes inside the first are those of a layer
     that is split in equal parts."""
+    # Axis 0 is the one that FSDP2 gathers over; along the others a rank keeps its part.
     size = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         if axis > 0 and not placement.is_replicate():
@@ -114,11 +120,13 @@ def store_as_codes(group: ParamGroup, indices: Iterable[int], codec: RowCodec) -
 
 
 def _encode(member: Any, codec: Any) -> None:
+    # With padding: all ranks send equally many codes.
     padded = member._sharded_param_data.view(member.padded_sharded_param_size)
     kept = member.sharded_param
     local = as_codes(padded, kept.to_local().shape, codec)
     if padded.is_pinned():
         local.codes = local.codes.pin_memory()
+    # The new parameter takes the old one's place under the old one's identity.
     stored = nn.Parameter(
         member.to_sharded_dtensor(local), requires_grad=kept.requires_grad
     )
@@ -133,6 +141,7 @@ def _coded(kind: Any) -> type:
     """Return a class of FSDP2's parameters, such that they are stored as codes."""
 
     def reset_sharded_param(member: Any) -> None:
+        # FSDP2 calls this when shards were exchanged, moved or cast.
         local = member.sharded_param.to_local()
         if isinstance(local, CodedTensor):
             member.travelling = _Coded(member, local)
@@ -171,6 +180,7 @@ class _Coded:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
+        # A trained weight would go on being gathered from codes of its first values.
         if self._member.sharded_param.requires_grad:
             name = self.local.coder.name
             raise ValueError(
@@ -189,6 +199,7 @@ class _Coded:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         (codes,) = gathered
+        # FSDP2 gives no memory in the first gather, and that of before in later ones.
         decoded = out
         if decoded is None:
             decoded = torch.empty(

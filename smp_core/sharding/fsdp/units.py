@@ -132,6 +132,7 @@ class ShardedUnit:
         self.is_recomputed = False
         self.runs_ahead = False
         self.leaves_parts = self.reads_parts = self._left_parts = False
+        # None for a module all of whose parameters are in other units.
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
         self._has_seen_dtypes = False
@@ -144,8 +145,10 @@ class ShardedUnit:
                 for local, p in module.named_parameters()
             }
             self.names = [names[id(parameter)] for parameter in self.parameters()]
+        # Each reduction is preceded by our account of which gradients there are.
         if self.group is not None:
             self.group.change_reduction(self._noting)
+        # Inner units run within a root's forward, which is asked first.
         if is_root:
             module.register_forward_pre_hook(self.refuse_after_failure, prepend=True)
 
@@ -173,6 +176,7 @@ class ShardedUnit:
         """Return the parameters that want gradients, by index: as the model shows them
         now, which is the same on all ranks. (Copies of an earlier gather know what was
         wanted then, and not all ranks have gathered the same.)"""
+        # Inside a call modules show copies, on which the user may have set flags.
         if self.group is not None and not self.group.is_sharded:
             self.settle()
         return {
@@ -187,6 +191,7 @@ class ShardedUnit:
             return []
         slots = []
         offset = 0
+        # Padded shards lie side by side, and of reduced parameters only.
         sizes = self.group.shard_sizes()
         for index in self.group.reduction_order():
             if index in indices:
@@ -198,6 +203,7 @@ class ShardedUnit:
         """Return a flat reduced gradient of nothing, as if of the parameters of
         ``slots``."""
         assert self.group is not None
+        # A flat sum has one dtype, which any of its parameters tells.
         index = slots[0].index if slots else 0
         parameter = self.parameters()[index]
         assert isinstance(parameter, DTensor)
@@ -219,6 +225,8 @@ class ShardedUnit:
         partition group."""
         assert self.group is not None
         before = self.holds_gradients
+        # FSDP2 reduces only while synchronisation is on. It expects a pass, whose end
+        # would clear what the reduction leaves.
         self.hold_gradients(False)
         self.group.reduce()
         self.group.end_of_reduction()
@@ -287,6 +295,7 @@ class ShardedUnit:
     def store_masters(self) -> None:
         """Store trainable half precision parameters in float32 from now on."""
         half = [
+            # In the order of parameters, which is the same on all ranks.
             i
             for i in sorted(self.trainable())
             if self.parameters()[i].dtype in (torch.float16, torch.bfloat16)
@@ -315,11 +324,13 @@ class ShardedUnit:
             ValueError: there is a weak reference to one of them, which torch then
                 cannot exchange.
         """
+        # A gathered copy would still be of the old shard.
         cast(Any, self.module).reshard()
         assert self.group is not None
         indices = list(indices)
         for index in indices:
             kept = self.parameters()[index]
+            # Taken off meanwhile: torch wants a gradient in its parameter's dtype.
             gradient, kept.grad = kept.grad, None
             stored = nn.Parameter(
                 kept.detach().to(dtype), requires_grad=kept.requires_grad
@@ -334,6 +345,7 @@ class ShardedUnit:
                     "to train, before the first forward, or write optimizer_shard='shard' and master_dtype=None"
                 ) from error
             kept.grad = None if gradient is None else gradient.to(dtype)
+        # FSDP2 has noted storage and dtypes of the shards that were there before.
         self.group.shards_changed(indices)
 
     @property
@@ -352,7 +364,9 @@ class ShardedUnit:
         for slot in slots:
             parameter = cast(DTensor, parameters[slot.index])
             shard = parameter.to_local()
+            # What the parameter wants, else the wider dtype of shard and sum.
             dtype = parameter.grad_dtype or torch.promote_types(shard.dtype, flat.dtype)
+            # Without the padding, which lies behind the elements of the shard.
             own = flat[slot.offset : slot.offset + shard.numel()].to(dtype)
             yield (
                 slot.index,
@@ -381,6 +395,7 @@ class ShardedUnit:
 
     def beside_parameters(self, flat: torch.Tensor) -> torch.Tensor:
         """Bring ``flat`` to the device of the sharded parameters: another one where
+        # FSDP2 moves all parameters of a unit, or none.
         they are offloaded, and then possibly still on its way."""
         parameters = self.parameters()
         return flat.to(parameters[0].device, non_blocking=True) if parameters else flat
@@ -395,6 +410,7 @@ class ShardedUnit:
         # A unit inside a checkpointed module is used again in backward.
         if torch.is_grad_enabled() and backward_pass() == -1:
             assert self.group is not None
+            # Its reduction at the end of the pass follows the order of forwards.
             self._reductions.used(self, inputs, self.group.reduce)
             if self.listener is not None:
                 self.listener.used()
@@ -408,11 +424,14 @@ class ShardedUnit:
     def begin_gather(self, in_backward: bool, in_forward: bool = False) -> None:
         """Take note of a gather, of a forward or a backward pass, or of both where it
         is recomputed, that begins."""
+        # A forward that will be differentiated leaves parts of its gather. Its backward
+        # pass reads them, or the next of several forwards ahead.
         self.leaves_parts = torch.is_grad_enabled() and not in_backward
         self.reads_parts = in_backward or (self.runs_ahead and self._left_parts)
         self._left_parts = self.leaves_parts
         if in_backward:
             self.passes.comes_through(recomputes=in_forward)
+            # Otherwise FSDP2 would add up uses in the dtype of reductions.
             if self.holds_gradients and self.group is not None:
                 self.group.take_gradients_as_they_come()
 
@@ -435,17 +454,22 @@ class ShardedUnit:
             copies = [copy for copy in self._copies() if copy is not None]
             if not copies:
                 return  # it never ran, and has nothing to reduce
+            # All ranks have come through the unit, also one without a gradient in it.
             self.awaits_reduction |= self.holds_gradients
             received = {
                 index for index, copy in enumerate(copies) if copy.grad is not None
             }
             reduced = self.trainable()
+            # The window knows parameters that were trainable in earlier micro-batches,
+            # on any rank.
             if self.listener is not None:
                 reduced = self.listener.came_through(received, reduced)
             if self.holds_gradients:
                 self._set_gradients_aside(copies)
                 post_backward(*args)
             else:
+                # Every rank reduces the same parameters, and FSDP2 adds nothing to
+                # .grad.
                 self._show_dtypes(reduced)
                 self._complete_gradients(copies, reduced)
                 with self._without_visible_gradients():
@@ -468,6 +492,7 @@ class ShardedUnit:
         """Hide ``.grad`` while FSDP2 reduces, which adds the sum to it: it is what it
         was before the window, and what autograd adds to it when a term of the loss is
         made of shards (a penalty on weights)."""
+        # Shards have gradients of their own, which are no part of this sum.
         shards = self.parameters()
         before = [shard.grad for shard in shards]
         for shard in shards:
@@ -490,12 +515,14 @@ class ShardedUnit:
         self, copies: Sequence[nn.Parameter], reduced: Iterable[int]
     ) -> None:
         """Give every parameter that all ranks reduce now a gradient, in one dtype."""
+        # This rank's branch of the model left it out.
         if not self.awaits_reduction:
             for copy in (copies[index] for index in reduced):
                 if copy.grad is None:
                     copy.grad = torch.zeros_like(copy, dtype=copy.grad_dtype)
             return
         assert self.group is not None
+        # Gradients of this pass join those held; all are reduced together.
         self._set_gradients_aside(copies)
         for index in reduced:
             gradient = self._held.pop(index, None)
@@ -514,6 +541,7 @@ class ShardedUnit:
             if copy.grad is None:
                 continue
             if index in self._held:
+                # Adds to what an earlier pass of the window left.
                 self._held[index] += copy.grad
             else:
                 self._held[index] = copy.grad.to(self.group.sum_dtype(index))
@@ -535,6 +563,7 @@ def passing_by(
     come through them, on any rank."""
     passed = []
     for unit in units:
+        # A unit with a single other parameter is come through all the same.
         if all(name in parameters for name in unit.parameter_names):
             passed.append(unit)
     for unit in passed:
@@ -563,6 +592,7 @@ def explain_uncalled(units: Sequence[ShardedUnit]) -> None:
 
     @torch.compiler.disable
     def look(*_: Any) -> None:
+        # Hooks get no exception as an argument; it is the one on its way.
         error = sys.exc_info()[1]
         if isinstance(error, RuntimeError):
             name_uncalled(error, units)
@@ -586,6 +616,7 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
         for frame in _frames(error.__traceback__)
         if isinstance(frame.f_locals.get("self"), nn.Module)
     ]
+    # Phase 1: a parametrization that computes with a shard.
     if any(isinstance(frame.f_locals["self"], ParametrizationList) for frame in frames):
         error.args = (
             "a parameter was parametrized before its unit was called, as PEFT's target_parameters do in each forward; "
@@ -593,6 +624,7 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
             f"parametrized module. Torch said: {error}",
         )
         return
+    # Phase 2: a method of a unit other than forward, the innermost call first.
     for frame in reversed(frames):
         module = frame.f_locals["self"]
         own = next(
@@ -610,6 +642,7 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
                 f"forward only; write forward_methods=({_dotted(own.name, method)!r},). Torch said: {error}",
             )
             return
+    # Phase 3: a module that computed with parameters of a unit inside of it.
     if not frames:
         return
     caller = frames[-1].f_locals["self"]
@@ -621,6 +654,7 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
     ]
     if uncalled:
         names = ", ".join(repr(unit.name) for unit in uncalled)
+        # With a threshold above the largest of them none would be a unit.
         n = 0
         for unit in uncalled:
             n = max(n, sum(p.numel() for p in unit.module.parameters()))

@@ -76,14 +76,17 @@ def shard_units(
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     modules = dict(model.named_modules())
     by_name = dict(model.named_parameters())
+    # Replicated parameters stay whole, and absent ones are on other pipeline stages.
     ignored = {
         p for name, p in by_name.items() if name in plan.replicated or is_absent(p)
     }
     units = []
+    # All units of the model share one order of reductions and one account of passes.
     reductions = ReductionOrder()
     passes = Passes()
     for planned in plan.sharded_units:
         unit_module: nn.Module = modules[planned.name]
+        # Rank 0's values first: afterwards each rank has a slice alone.
         broadcast_from_rank_0(
             (by_name[name] for name in planned.parameters),
             mesh.device,
@@ -94,6 +97,8 @@ def shard_units(
             reduce_dtype=plan.dtypes.reduced,
             cast_forward_inputs=plan.precision.cast_forward_inputs,
         )
+        # Experts that are dealt to ranks are sharded over those that hold the same
+        # ones.
         over = meshes.get(planned.name, mesh.shard_mesh)
         with any_class(unit_module):
             fully_shard(
@@ -118,6 +123,7 @@ def shard_units(
             reductions,
             passes,
         )
+        # Over one rank FSDP2's factor of 1 would cost a copy.
         if over.size() == 1:
             unit.leave_undivided()
         if knobs.collectives.symmetric_memory:
@@ -128,6 +134,7 @@ def shard_units(
             unit_module.set_custom_reduce_scatter(
                 traffic.reduce_scatter(unit).for_fsdp2()
             )
+        # What its parameters are stored and communicated as.
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
             travel(unit.group, gather_of)
@@ -153,8 +160,11 @@ def apply_fsdp_options(
     options = config.collectives
     forward, backward = options.forward_prefetch, options.backward_prefetch
     assert isinstance(forward, int) and isinstance(backward, int)
+    # How many units ahead of use gathers begin.
     prefetch(model, forward=forward, backward=backward)
     for root in _roots(model):
+        # The root holds what all its units share: the group and the buffers of
+        # reductions.
         if options.separate_reduce_scatter_group:
             with _groups_of_the_run(device):
                 root.set_separate_reduce_scatter_group(True)
@@ -178,6 +188,8 @@ def _groups_of_the_run(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.new_group = make
+    # A first message connects a group, which otherwise waits for the first backward
+    # pass.
     for group in made:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -193,11 +205,13 @@ def prefetch(model: nn.Module, *, forward: int, backward: int) -> None:
             for module in root.modules()
             if isinstance(module, FSDPModule)  # type: ignore[attr-defined]
         ]
+        # In the order of registration, which is most models' order of use.
         if forward:
             for place, unit in enumerate(units):
                 unit.set_modules_to_forward_prefetch(
                     units[place + 1 : place + 1 + forward]
                 )
+        # Backward comes to units in the reverse of the order in which their forwards end.
         ended = list(dict.fromkeys(_as_forwards_end(root)))  # type: ignore[arg-type]
         if backward > 1:
             for place, unit in enumerate(ended):
@@ -215,6 +229,7 @@ def _as_forwards_end(module: nn.Module) -> Iterator[FSDPModule]:
 
 def _roots(model: nn.Module) -> Iterable[FSDPModule]:
     inside: set[nn.Module] = set()
+    # modules() names outer modules first, so what is inside of a root is known by then.
     for module in model.modules():
         if isinstance(module, FSDPModule) and module not in inside:
             inside.update(module.modules())  # type: ignore[attr-defined]
@@ -227,6 +242,7 @@ _set_class = vars(object)["__class__"].__set__
 @contextlib.contextmanager
 def any_class(module: nn.Module) -> Iterator[None]:
     """Let ``fully_shard`` in the lines inside take a module of any class."""
+    # Most classes can be given further bases as they are.
     kind = type(module)
     if base_without_dict(kind) is object:
         yield
@@ -235,8 +251,8 @@ def any_class(module: nn.Module) -> Iterator[None]:
     def take(module: nn.Module, sharded: type) -> None:
         _set_class(module, _sharded(kind, sharded))  # type: ignore[arg-type]  # modules' classes are hashable
 
-    # Seen from outside the module keeps its class, and takes another one than it is
-    # given.
+    # fully_shard reads and assigns module.__class__. For the moment the property shows it
+    # the module's own class, and swaps in ours when it assigns one.
     _set_class(
         module,
         type(kind.__name__, (kind,), {"__class__": property(lambda _: kind, take)}),
