@@ -83,11 +83,14 @@ def told_by(
 ) -> list[int]:
     """Return what this rank tells: two numbers for each replica, those of the others 0,
     two of the window, and two of what is trained."""
+    # Only the slots of this rank's own replica are filled: the maximum over all ranks
+    # puts the others in.
     told, checksum = [0] * (2 * mesh.replicate_degree), issued.checksum()
     told[2 * mesh.replicate_rank : 2 * mesh.replicate_rank + 2] = (
         checksum,
         _GREATEST - checksum,
     )
+    # 31 bits, so that the number and its complement fit into int32.
     parameters = zlib.crc32("\n".join(trained).encode()) >> 1
     return [
         *told,
@@ -102,6 +105,7 @@ def differing(told: Sequence[int]) -> list[bool]:
     """Return for each replica whether its ranks differ, and last whether any two ranks
     are in different windows, and whether they train different parameters; from the
     maxima of what all told."""
+    # Pairs of a checksum's maximum and its complement's.
     totals = map(operator.add, told[::2], told[1::2])
     return [total not in (_GREATEST, _UNTOLD) for total in totals]
 
@@ -129,6 +133,7 @@ def on_any_stage(flags: Sequence[Tensor | bool], mesh: SmpMesh) -> Tensor:
         flags: each on the host or on the mesh's device, for which the host does not
             wait.
     """
+    # Flags may be on the host or on the device; one collective takes them together.
     numbers = [torch.as_tensor(flag, dtype=torch.int32) for flag in flags]
     on_device = [
         streams.moved_to(mesh.device, each) if each.device.type == "cpu" else each
@@ -193,6 +198,8 @@ class LeftToDevice:
 
     def summary(self) -> Sequence[int]:
         window, replica, older, numbers, trained = self.record
+        # Checksums are made on demand: each step leaves a record, and almost none is
+        # read.
         return (
             window,
             replica,
@@ -210,10 +217,13 @@ class LeftToDevice:
             for rank, each in summaries.items()
             if each[1] == self.record.replica
         }
+        # Of other replicas collectives may differ: only the window and what is trained
+        # are compared with them.
         of_all = {
             rank: (window, trained)
             for rank, (window, _, _, trained) in summaries.items()
         }
+        # Collectives differ within the replica, or windows and parameters anywhere.
         found = _alike(in_replica)
         return found if len(found) > 1 else _alike(of_all)
 
@@ -260,10 +270,13 @@ def difference_in_words(
     """
     differs, found = differing(told.tolist()), ""
     if any(differs):
+        # What is sent is as much as the difference needs: lists may be long.
         issues_other, trains_other = differs[mesh.replicate_rank], differs[-1]
         older, numbers = issued.recent() if issues_other else (0, ())
         names = trained if trains_other else ()
         own = WindowRecord(issued.windows, mesh.replicate_rank, older, numbers, names)
+        # Of the ranks that hold the same layers, one after another in the group's
+        # order.
         everyone = [own] * dist.get_world_size(mesh.model_group)
         dist.all_gather_object(everyone, own, group=mesh.model_group)
         found = _difference(
@@ -276,11 +289,14 @@ def difference_in_words(
                 )
             ),
         )
-        # From here on in the same one again.
+        # The counter goes on from the largest, so that later windows compare equal
+        # again.
         issued.windows = max(each.window for each in everyone)
         issued.forget()
     if mesh.pipeline_degree == 1:
         return found
+    # The other stages may have found a difference of their own; all ranks raise the
+    # same words.
     of_stages = [found] * mesh.pipeline_degree
     dist.all_gather_object(of_stages, found, group=mesh.column.host)
     return " ".join(dict.fromkeys(filter(None, of_stages)))
@@ -319,11 +335,13 @@ def _difference(issued: IssuedCollectives, told: Mapping[int, WindowRecord]) -> 
 def _first_other_parameter(by_rank: Mapping[int, Sequence[str]]) -> str:
     """Return a parameter that some ranks train and others do not, in words; "" if there
     is none."""
+    # In the order of the first rank that trains it.
     names = dict.fromkeys(name for theirs in by_rank.values() for name in theirs)
     for name in names:
         ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
         if len(ranks) == len(by_rank):
             continue
+        # Attached adapters have another remedy than a flag.
         if name.endswith(ATTACHED):
             return _OTHER_ATTACHED.format(
                 ranks_in_words(ranks), name.removesuffix(ATTACHED)

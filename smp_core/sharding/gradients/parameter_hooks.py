@@ -103,6 +103,8 @@ class ParameterHooks:
         """Take the hooks of an unsharded copy, which a forward shows in the parameter's
         place, now and from now on."""
         given, late = copy._backward_hooks, _post_accumulate_grad_hooks(copy)
+        # What the user registered on the copy joins the parameter's own; handles go on
+        # working.
         if not isinstance(given, _Kept):
             if given:
                 self._of_gradient.append(given)
@@ -125,11 +127,14 @@ class ParameterHooks:
         layout. Collective over the ranks that hold parts of it, and over all that have
         the parameter where a hook draws random numbers."""
         self._has_gradient = True
+        # Without the mesh the model is gone.
         hooks, mesh = list(_each(self._of_gradient)), self._mesh()
         if not hooks or mesh is None:
             return gradient
         whole = unsharded_value(gradient, mesh)
         drawn = _random_states(whole.device)
+        # A hook may compute with sharded parameters: its plain gradient counts as
+        # replicated.
         with implicit_replication():
             for hook in hooks:
                 result = hook(whole)
@@ -142,12 +147,14 @@ class ParameterHooks:
                 f"a hook of a parameter returned a gradient of shape {tuple(whole.shape)}; allowed: "
                 f"{tuple(gradient.shape)}"
             )
+        # A hook that draws random numbers draws others on each rank.
         if mesh.model_degree > 1 and not torch.equal(
             drawn, _random_states(whole.device)
         ):
             whole = whole.contiguous()
             # The same noise on all ranks.
             dist.broadcast(whole, group=mesh.model_group, group_src=0)
+        # Back to this rank's part, where the parameter is and in the gradient's dtype.
         return shard_like(gradient, whole.to(gradient.device, gradient.dtype))
 
     def follow(self, parameter: Tensor) -> None:
@@ -156,6 +163,7 @@ class ParameterHooks:
         if not self._has_gradient:
             return
         self._has_gradient = False
+        # A plain tensor that the hook brings is the same on all ranks.
         with implicit_replication():
             for hook in list(_each(self._accumulated)):
                 hook(parameter)
@@ -191,6 +199,7 @@ def registered_hooks(parameter: Tensor) -> list[Hook]:
 def reached_by_hooks(parameter: Tensor) -> Iterator[Tensor]:
     """Yield tensors that a parameter's hooks refer to: in closures, defaults, global
     names, containers, optimizers."""
+    # A search to a small depth: closures may lead anywhere.
     left: list[tuple[Any, int]] = [(hook, 0) for hook in registered_hooks(parameter)]
     seen: set[int] = set()
     while left:
@@ -229,6 +238,7 @@ def unsharded_value(gradient: Tensor, mesh: SmpMesh) -> Tensor:
     in host memory."""
     if not isinstance(gradient, DTensor):
         return gradient
+    # Collectives run on the mesh's device; an offloaded shard is brought there.
     if gradient.device.type != mesh.device.type:
         local = gradient.to_local().to(mesh.device)
         gradient = DTensor.from_local(
@@ -251,6 +261,8 @@ def _random_states(device: torch.device) -> Tensor:
 
 def _referred_to(value: Any) -> list[Any]:
     """Return what a function, a container, or an object of a user's class refers to."""
+    # What a function's code can reach: closed-over values, globals that it names,
+    # defaults.
     if isinstance(value, FunctionType):
         cells = [
             cell.cell_contents for cell in value.__closure__ or () if cell != CellType()

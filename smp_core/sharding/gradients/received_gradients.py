@@ -69,6 +69,7 @@ class Told:
         attached: Iterable[str] = (),
     ) -> None:
         self._mesh, self._issued = mesh, issued
+        # Phase 1: what this rank has received, and which units it has a sum of.
         flags: list[int] = []
         for each in units:
             flags += [
@@ -78,6 +79,7 @@ class Told:
         flags += [int(name in replicated.reached) for name in replicated.parameters]
         self._n_parameters = len(flags)
         flags += [int(each.flat is not None) for each in units]
+        # Phase 2: what is compared by checksum: names trained, hooked and attached.
         self._trained = [
             each.unit.names[slot.index]
             for each in units
@@ -96,15 +98,18 @@ class Told:
         ]
         self._trained += [name + HOOK for name in hooked]
         self._trained += [name + ATTACHED for name in attached]
+        # Phase 3: one small tensor, on its way while sums are.
         alone = mesh.model_degree == 1
         device = torch.device("cpu") if alone else mesh.device
         self._told = streams.on_device(
             [*flags, 0, *told_by(issued, mesh, self._trained)], torch.int32, device
         )
+        # Filled in on the device: a veto may be known there alone.
         self._veto_at = len(flags)
         if veto is not None:
             self._told[self._veto_at] = veto()
-        # What all ranks told, once it has arrived.
+        # A view of the flags, which becomes what any rank wants once the maximum has
+        # arrived.
         self._vetoed = self._told[self._veto_at]
         self._work: dist.Work | None = None
         if not alone:  # what is known stays where it is known
@@ -144,11 +149,13 @@ class Told:
         """
         told, found = self._told[self._veto_at + 1 :], None
         differs: Tensor | bool
+        # A device answers without its host; elsewhere the numbers are read at once.
         differs = (
             any_differs(told)
             if streams.run_behind(told.device)
             else any(differing(told.tolist()))
         )
+        # Stages stop together, as windows of all of them end together.
         if self._mesh.pipeline_degree > 1:
             self._vetoed, differs = on_any_stage([self._vetoed, differs], self._mesh)
         if isinstance(differs, Tensor) and streams.run_behind(differs.device):
@@ -156,5 +163,6 @@ class Told:
             stop_device_where_differing(differs.bool())
         elif differs:
             found = difference_in_words(self._issued, self._mesh, told, self._trained)
+        # The next window begins a new list, whatever came of this one.
         self._issued.forget()
         return found

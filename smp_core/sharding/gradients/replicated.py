@@ -38,15 +38,19 @@ class ReplicatedGradients:
         on_backward: Callable[[], None],
         mesh: SmpMesh,
     ) -> None:
+        # What is sent together: lists of names, in the order in which they came.
         self._groups: list[list[str]] = []
         self.parameters: dict[str, nn.Parameter] = {}
+        # Names of which this rank has a gradient in the window.
         self.reached: set[str] = set()
         self._route = route
         self._reduce_dtype = reduce_dtype
         self._on_backward = on_backward
         self._shards: dict[str, FlatShard] = {}
+        # Of the pass that runs, and of those before.
         self._this_pass: set[str] = set()
         self._was_trainable: set[str] = set()
+        # Partial sums of earlier micro-batches, while .grad is empty.
         self._sums: dict[str, torch.Tensor] = {}
         self._in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = []
         # .grad of earlier closed passes, of parameters with hooks.
@@ -62,6 +66,7 @@ class ReplicatedGradients:
         self._groups.append(list(group))
         self.parameters.update(group)
         for name, parameter in group.items():
+            # Others can have no gradient, and no hooks.
             if parameter.is_floating_point() or parameter.is_complex():
                 ParameterHooks(
                     parameter,
@@ -79,6 +84,7 @@ class ReplicatedGradients:
         for name in self._this_pass:
             parameter = self.parameters[name]
             assert parameter.grad is not None
+            # Earlier micro-batches are in the sum; the first one simply moves there.
             if name in self._sums:
                 # Half precision would lose what is small against the sum so far.
                 self._sums[name] = self._sums[name].to(
@@ -90,6 +96,7 @@ class ReplicatedGradients:
             parameter.grad = None
         self.reached |= self._this_pass
         self._this_pass.clear()
+        # A parameter that is frozen later goes on being sent, as on the other ranks.
         self._was_trainable |= {
             name
             for name, parameter in self.parameters.items()
@@ -104,6 +111,7 @@ class ReplicatedGradients:
         Args:
             on_host: see :class:`smp_core.sharding.optimizer.shards.FlatShard`.
         """
+        # One flat tensor for a group and dtype, like the sums of units.
         if not self._shards:
             for number, names_of_group in enumerate(self._groups):
                 for dtype, names in self._by_dtype(names_of_group).items():
@@ -112,6 +120,7 @@ class ReplicatedGradients:
                         for name in names
                         if self.parameters[name].ndim
                     ]
+                    # 0-d parameters cannot be cut, so every rank keeps those.
                     if parameters:
                         names = [name for name in names if self.parameters[name].ndim]
                         sizes = [parameter.numel() for parameter in parameters]
@@ -130,10 +139,13 @@ class ReplicatedGradients:
     def send(self) -> None:
         """Start adding up over all ranks. Every rank sends every parameter that takes
         part, whether it received a gradient or not."""
+        # Hooks are to see the gradient of this pass alone.
         for name in self.taking_part():
             self._set_aside(name)
         if not self._route.adds_up:
             return
+        # What masters are stepped with is scattered: each rank gets its part of the
+        # sum.
         held: set[str] = set()
         for key, shard in self._shards.items():
             held.update(shard.names)
@@ -141,6 +153,7 @@ class ReplicatedGradients:
                 [self._contribution(name).reshape(-1) for name in shard.names]
             )
             shard.send(flat.to(self._reduce_dtype or flat.dtype), key)
+        # Everything else is added up on all ranks, in one message for each dtype.
         for number, group in enumerate(self._groups):
             for dtype, names in self._by_dtype(
                 name for name in group if name not in held
@@ -173,8 +186,10 @@ class ReplicatedGradients:
                 for name in shard.names
             ]
             shard.set_gradients(self._route.divisor, reached)
+            # The masters have the gradients now.
             for name in shard.names:
                 self._sums.pop(name, None)
+        # The flat sum is cut into the parameters again.
         for names, flat, _ in self._in_flight:
             flat /= self._route.divisor
             for name, part in zip(
@@ -183,6 +198,7 @@ class ReplicatedGradients:
                 strict=True,
             ):
                 self._sums[name] = part.view_as(self.parameters[name])
+        # What no rank has received keeps its .grad.
         for name, gradient in self._sums.items():
             if seen is None or seen[name]:
                 self._set_gradient(name, gradient)
@@ -196,6 +212,7 @@ class ReplicatedGradients:
         hooks = hooks_of(parameter)
         if hooks:
             gradient = hooks.change(gradient)
+        # Hooks have seen one pass; the earlier ones of the step are added behind them.
         closed = self._closed.pop(name, None)
         if closed is not None:
             gradient = gradient + closed
@@ -239,6 +256,8 @@ class ReplicatedGradients:
 
     def _contribution(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
+        # What an earlier window of the same step closed counts, if no sum has taken it
+        # in.
         if name in self._sums:
             return self._sums[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -273,6 +292,7 @@ class ReplicatedGradients:
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient in the dtype that the parameter wants and in its strides:
     fused optimizers walk both in the order of memory."""
+    # A gradient in other strides is copied once, into the parameter's.
     dtype = parameter.grad_dtype or torch.promote_types(parameter.dtype, gradient.dtype)
     if gradient.stride() == parameter.stride():
         return gradient.to(dtype)

@@ -78,18 +78,23 @@ class UnitWindow:
         on_backward: Callable[[], None],
     ) -> None:
         self.unit, self.route = unit, route
+        # Where the unit is (see the top of the file).
         self.phase = Phase.IDLE
         self.slots: list[Slot] = []
         self.flat: Tensor | None = None
         self.masters: FlatShard | None = None
         self.received: set[int] = set()
+        # Of the pass that runs: what it has brought, and what it could bring.
         self._received_in_pass: set[int] = set()
         self._trainable_in_pass: set[int] = set()
+        # Trainable in an earlier pass of the window: room for these stays in the sum.
         self._was_trainable: set[int] = set()
         # The parameters in what FSDP2 reduces at the moment.
         self._reduced: set[int] = set()
         self.uses_left = 0
+        # What each pass that leaves unsharded gradients calls; None: they are reduced.
         self._on_hold: Callable[[], None] | None = None
+        # Sums are scattered over replicas, into gradients of masters.
         self._over_world = False
         self._pending: Pending | None = None
         # Gradients of terms of the loss that are made of shards.
@@ -98,6 +103,7 @@ class UnitWindow:
         self._before: dict[int, Tensor | None] = {}
         self._on_backward = on_backward
         unit.listener = self
+        # Autograd calls this where a term of the loss is made of the shard itself.
         for index, parameter in enumerate(unit.parameters()):
             ParameterHooks(parameter, mesh, before=self._set_aside(index))
 
@@ -128,11 +134,13 @@ class UnitWindow:
     # Calls and backward passes
 
     def used(self) -> None:
+        # The time of a window counts from its first forward.
         if here.window_began is None:
             here.in_window()
         self.uses_left += 1
 
     def came_through(self, received: set[int], trainable: set[int]) -> set[int]:
+        # A graph may go through backward twice, and was used once.
         self.uses_left = max(self.uses_left - 1, 0)
         self.received |= received
         self._received_in_pass |= received
@@ -141,6 +149,7 @@ class UnitWindow:
             assert self._on_hold is not None
             self._was_trainable |= trainable
             self._on_hold()
+        # What is held may have gradients of parameters that were frozen since.
         self._reduced = (
             trainable | self._was_trainable if self.unit.awaits_reduction else trainable
         )
@@ -163,6 +172,8 @@ class UnitWindow:
 
     def end_of_pass(self) -> None:
         parameters = self.unit.parameters()
+        # Autograd has added to .grad: that is this pass's own part, and the earlier one
+        # goes back.
         for index in list(self._before):
             parameter = parameters[index]
             own, parameter.grad = parameter.grad, self._before.pop(index)
@@ -172,6 +183,7 @@ class UnitWindow:
             if own is not None:
                 self._own[index] = self._own[index] + own if index in self._own else own
         self._received_in_pass.clear()
+        # Taken down here, so that a parameter that is frozen later keeps its room.
         self._was_trainable |= self.unit.trainable()
 
     def window_slots(self) -> list[Slot]:
@@ -193,6 +205,7 @@ class UnitWindow:
         # sum takes its place when it is the sum.
         streams.used_here(reduced)
         slots = self.unit.layout(self._reduced)
+        # The hook gets a tensor without a layout, which follows from what was reduced.
         if not slots or slots[-1].offset + slots[-1].padded != reduced.numel():
             raise AssertionError(
                 f"unit {self.unit.name!r}: a gradient of {reduced.numel()} elements fits no layout"
@@ -209,6 +222,7 @@ class UnitWindow:
         elif slots == self.slots:
             self.flat += reduced
         else:
+            # Parameters became trainable, or were frozen, since the micro-batch before.
             self._widen(slots)
             _add_by_slot(self.flat, self.slots, reduced, slots)
 
@@ -221,10 +235,12 @@ class UnitWindow:
         """Drop what is held of these parameters, and forget that they received
         gradients; or (``set_to_none=False``) leave it at zero."""
         self.unit.drop_held(indices, set_to_none)
+        # What is made of shards is no part of the sum.
         for index in indices:
             self._own.pop(index, None)
         if set_to_none:
             self.received -= indices
+        # The layout of the sum stays: its elements become zeros.
         for slot in self.slots:
             if slot.index in indices:
                 assert self.flat is not None
@@ -240,15 +256,21 @@ class UnitWindow:
     def send(self) -> None:
         """Start adding up over replicas; zeros, where this rank did not use the
         unit."""
+        # Over one replica the sum is complete as it is.
         if not self.route.adds_up:
             return
         slots = self.window_slots()
+        # Other replicas have used the unit: this one adds nothing.
         if self.flat is None:
             self.slots, self.flat = (
                 slots,
                 self.unit.zeros(slots, slots[-1].offset + slots[-1].padded),
             )
+        # All replicas send the same layout, that of all parameters trained in the
+        # window.
         self._widen(slots)
+        # And masters have had their place since they were made, also for what is frozen
+        # now.
         if self._over_world:
             self._widen(self._slots_of_masters())
         self._start(self.flat)
@@ -288,6 +310,7 @@ class UnitWindow:
         """
         if self.flat is None:
             return None
+        # Masters get their part of the mean, with what hooks make of it.
         if self.masters is not None:
             flags = None if seen is None else [seen[slot.index] for slot in self.slots]
             own = {
@@ -297,6 +320,7 @@ class UnitWindow:
             }
             self.masters.set_gradients(self.route.divisor, flags, own)
             return None
+        # In place: the mean takes no memory of its own.
         self.flat /= self.route.divisor
         flat, self.flat = self.flat, None
         return self.unit.beside_parameters(flat)
@@ -305,11 +329,13 @@ class UnitWindow:
         """Put a mean of :meth:`divide` into ``.grad``, added to the gradients of an
         earlier closed pass of the step."""
         parameters = self.unit.parameters()
+        # A parameter that no rank has a gradient of keeps its .grad.
         slots = [slot for slot in self.slots if seen is None or seen[slot.index]]
         for index, gradient in self.unit.local_gradients(slots, mean):
             self._add_gradient(parameters[index], index, gradient)
 
     def _add_gradient(self, parameter: nn.Parameter, index: int, gradient: Any) -> None:
+        # Hooks see one gradient: the sum's and that of terms made of shards.
         if index in self._own:
             gradient = gradient + self._own.pop(index)
         hooks = hooks_of(parameter)
@@ -321,6 +347,7 @@ class UnitWindow:
         parameters, or of their masters; of parameters with hooks, together with the
         others."""
         parameters = self.unit.parameters()
+        # A hook is called once for a gradient, so those with hooks wait for the sum.
         for index in [index for index in self._own if not hooks_of(parameters[index])]:
             self._add_gradient(parameters[index], index, self._own.pop(index))
         if self.masters is not None:
@@ -342,12 +369,16 @@ class UnitWindow:
         owner = weakref.ref(self)  # as autograd holds it
 
         def set_aside(gradient: Tensor) -> Tensor | None:
+            # The window is gone, and nothing will ask for the gradient.
             if (this := owner()) is None:
                 return None
             parameter = this.unit.parameters()[index]
             if index not in this._before:
+                # The first such gradient of the pass, which may be all that the window
+                # hears of it.
                 this._on_backward()
                 this._before[index], parameter.grad = parameter.grad, None
+            # Each rank has a gradient of the same term: their mean is one process's.
             return (
                 sharded_mean(gradient, Placed.of(parameter))
                 if isinstance(parameter, DTensor)
@@ -381,6 +412,7 @@ class UnitWindow:
         """
         self._over_world = True
         slots, parameters = self.window_slots(), self.unit.parameters()
+        # What is frozen when the optimizer is made has no master.
         if not slots:
             return None
         members = [slot.index for slot in slots]
@@ -389,6 +421,7 @@ class UnitWindow:
         sizes = [slot.padded for slot in slots]
         self.masters = FlatShard(names, trainable, sizes, self.route.hop, on_host)
         computes_in = self.unit.computes_in
+        # FSDP2 gathers in this dtype anyway; masters keep the float32 values.
         if (
             stored_as_gathered
             and computes_in is not None
@@ -401,6 +434,7 @@ class UnitWindow:
     def _slots_of_masters(self) -> list[Slot]:
         held = () if self.masters is None else self.masters.names
         names = self.unit.names
+        # Its place in the sum has no part in any master.
         for slot in self.slots:
             if names[slot.index] not in held:
                 raise ValueError(
@@ -413,6 +447,7 @@ class UnitWindow:
     def _widen(self, more: list[Slot]) -> None:
         """Make room for parameters that were frozen or unused in earlier
         micro-batches."""
+        # In the order of indices, whichever micro-batch brought which parameter.
         sizes = {slot.index: slot.padded for slot in [*self.slots, *more]}
         wide, offset = [], 0
         for index in sorted(sizes):
@@ -442,5 +477,6 @@ def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient
     else:
+        # In place: an optimizer, or a user, may hold the gradient.
         assert isinstance(parameter.grad, DTensor)
         parameter.grad.to_local().add_(gradient.to_local())

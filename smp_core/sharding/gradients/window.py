@@ -1,5 +1,5 @@
-"""Window: what whoever trains may ask of the gradients between a step's first
-micro-batch and the step."""
+"""Window: the interface to gradients between a step's first micro-batch and the
+step."""
 
 from __future__ import annotations
 
