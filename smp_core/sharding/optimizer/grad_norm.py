@@ -79,17 +79,22 @@ def grad_norm(
         groups = _sharded_over(parameter, masters_over)
         device = _device_of_sums(parameter) if groups else device
         gradients = held.setdefault(groups, [])
+        # A gradient that the user assigned whole becomes this rank's part.
         take_part_of_gradient(parameter)
         if parameter.grad is not None:
             gradients.append(local_part(parameter.grad))
     # Phase 2: the powers, added up.
     biggest = math.isinf(norm_type)
+    # In float64: powers of float32 sums would overflow or lose small gradients.
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, gradients in held.items():
         part = _reduced(gradients, norm_type, total.device)
+        # Parts are added up over one axis after another, and never over an axis on
+        # which they are repeated.
         for group in groups:
             part = _over(group, part, biggest)
         total = torch.maximum(total, part) if biggest else total + part
+    # Other layers of the model, whose powers are no part of any of these.
     if stages is not None:
         total = _over(stages, total, biggest)
     total = total if biggest else total ** (1.0 / norm_type)
@@ -110,6 +115,7 @@ def _sharded_over(
     parameter: torch.Tensor, masters_over: dist.ProcessGroup
 ) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups each of whose ranks holds a part of the parameter."""
+    # Of a master the model's parameter tells the placements.
     own = model_parameter(parameter)
     is_master = own is not parameter
     if not isinstance(own, DTensor):
@@ -126,6 +132,7 @@ def _sharded_over(
         return (
             masters_over,
             *(
+                # Other axes, such as that of tensor ranks, are added up besides.
                 each
                 for each in others
                 if not counted.issuperset(dist.get_process_group_ranks(each))
@@ -157,6 +164,7 @@ def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch
 def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the maximum over ranks, nan if any is: libraries compare, and a nan loses
     or wins by its place in the comparison."""
+    # A nan is sent as a flag beside a 0, which no comparison can lose.
     is_nan = local.isnan()
     both = torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)])
     with here.waiting("the gradient norm"):
@@ -169,6 +177,7 @@ def _reduced(
 ) -> torch.Tensor:
     """Return the sum of p-th powers (p = inf: the largest magnitude), in float64:
     powers of large gradients overflow float32."""
+    # foreach kernels take no empty tensors; of complex ones the magnitude counts.
     gradients = [
         gradient.abs() if gradient.is_complex() else gradient
         for gradient in gradients
@@ -181,6 +190,7 @@ def _reduced(
         if any(gradient.dtype == torch.float64 for gradient in gradients)
         else torch.float32
     )
+    # One kernel for each list, then one copy to the device of sums.
     norms = (
         torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
         .double()
@@ -225,12 +235,14 @@ def clip_grad_norm_(
     )
     if on_nonfinite != "ignore" and settle_nonfinite(parameters, total, on_nonfinite):
         return total
+    # torch's own formula, so that one process has the same numbers.
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     local = [
         local_part(parameter.grad)
         for parameter in parameters
         if parameter.grad is not None
     ]
+    # One kernel takes tensors of one device and dtype.
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in local:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -244,6 +256,8 @@ def settle_nonfinite(
 ) -> bool:
     """Apply ``on_nonfinite_grad_norm`` to a norm; ``True`` if the step is skipped: its
     gradients are dropped."""
+    # The one place where the host waits for the device: only where the user asked for
+    # it.
     if on_nonfinite == "ignore" or math.isfinite(norm := total.item()):
         return False
     if on_nonfinite == "raise":

@@ -41,8 +41,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
+        # Phase 1: the tensors of each mesh, and plain ones, by themselves.
         found: dict[torch.device, Tensor] = {}
         stepped = stepped_by(optimizer)
+        # Only the groups of the optimizer are read by torch, so a stand-in with these
+        # is enough.
         for mesh in dict.fromkeys(map(mesh_of, stepped)):
             on_mesh = [p for p in stepped if mesh_of(p) == mesh]
             part: Any = SimpleNamespace(param_groups=[{"params": on_mesh}])
@@ -53,6 +56,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 found[device] = (
                     torch.maximum(found[device], flag) if device in found else flag
                 )
+        # Phase 2: what one rank has found alone is made known to all.
         masters = any(model_parameter(p) is not p for p in stepped)
         if masters or self.in_stages:
             # Parts that no other rank has, and on devices that not every rank has

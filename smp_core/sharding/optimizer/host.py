@@ -47,6 +47,7 @@ class _HostParameter:
     precision, else its dtype)."""
 
     def __init__(self, parameter: Tensor, pinned: bool) -> None:
+        # Half precision is stepped in float32, and copied back in its own dtype.
         low = parameter.dtype in (torch.float16, torch.bfloat16)
         self.parameter = parameter
         self.stepped = torch.empty_like(
@@ -67,12 +68,15 @@ class _HostParameter:
             if low
             else None
         )
+        # Whether no value has been taken yet: then the device's is the first.
         self.fresh = True
+        # Checkpoints and averages look for the finer weights under the parameter.
         if low:
             note_host_master(parameter, self.stepped)
         held = [self.stepped, self.gradient, *([] if self.low is None else [self.low])]
         sizes = [local_of(each).numel() * each.element_size() for each in held]
         self.n_bytes = sum(sizes)
+        # Pinned blocks are rounded up by the allocator.
         self.host_bytes = (
             sum(map(streams.pinned_bytes, sizes)) if pinned else self.n_bytes
         )
@@ -83,6 +87,8 @@ class _HostParameter:
         loading or averaging weights writes to the device."""
         target = self.stepped if self.low is None else self.low
         local_of(target).copy_(local_of(self.parameter), non_blocking=True)
+        # No gradient: the optimizer is to pass over the parameter, as it would on the
+        # device.
         if self.parameter.grad is None:
             self.stepped.grad = None
         else:
@@ -96,6 +102,7 @@ class _HostParameter:
         rounded master: it is the newer one."""
         if self.low is None:
             return
+        # A loaded master is newer than both; it comes once.
         master, low = local_of(self.stepped), local_of(self.low)
         loaded = take_loaded(self.parameter)
         if loaded is not None:
@@ -104,6 +111,8 @@ class _HostParameter:
         if self.fresh:
             master.copy_(low)
         else:
+            # Where the device's value is not the rounded master it was written since,
+            # and wins.
             torch.where(master.to(low.dtype) == low, master, low.float(), out=master)
         self.fresh = False
 
@@ -131,6 +140,7 @@ class HostOptimizer:
         self._chunk_bytes = CHUNK_BYTES
         self._pinned = streams.pins(device)
         behind = streams.run_behind(device)
+        # Two streams, so that copies in both directions run beside each other.
         self._out: Any = (
             torch.get_device_module(device).Stream(device) if behind else None
         )
@@ -141,6 +151,7 @@ class HostOptimizer:
         # Chunks of optimizers that look at several parameters together, or count steps
         # per group, would change them.
         self._in_chunks = kind in STEP_SHARDS
+        # An optimizer of the same class, whose groups are made for each chunk.
         self._stepper = kind.__new__(kind)
         # As if unpickled, which is torch's own way to make one without parameters.
         self._stepper.__setstate__(
@@ -150,6 +161,7 @@ class HostOptimizer:
     @property
     def n_bytes(self) -> int:
         """Host memory of masters, gradients and states, as taken from the system."""
+        # "step" is a counter, and a master is counted with its parameter below.
         held = 0
         for entry in self._stepper.state.values():
             state = {
@@ -173,18 +185,23 @@ class HostOptimizer:
             if p.grad is not None
         ]
         chunks = list(self._chunks(with_gradient))
+        # Gradients and weights have to be complete on the device before they are
+        # copied.
         if self._out is not None:
             self._out.wait_stream(
                 torch.get_device_module(self._device).current_stream(self._device)
             )
+        # Phase by phase: while a chunk is stepped the next one arrives.
         arrivals: list[Any] = [self._fetch(chunk) for chunk in chunks[:1]]
         for number, chunk in enumerate(chunks):
             if number + 1 < len(chunks):
                 arrivals.append(self._fetch(chunks[number + 1]))
+            # The host reads what has arrived, so it waits for the copy itself.
             if arrivals[number] is not None:
                 arrivals[number].synchronize()
             self._step_chunk(chunk)
             self._put_back(chunk)
+        # What runs next on the device reads the new weights.
         if self._in is not None:
             torch.get_device_module(self._device).current_stream(
                 self._device
@@ -196,11 +213,14 @@ class HostOptimizer:
         return torch.get_device_module(self._device).stream(stream)  # type: ignore[no-any-return]
 
     def _chunks(self, parameters: list[Tensor]) -> Iterator[list[_HostParameter]]:
+        # Copies in host memory are made when a parameter has its first gradient.
         chunk: list[_HostParameter] = []
         for parameter in parameters:
             if parameter not in self._hosted:
                 self._hosted[parameter] = _HostParameter(parameter, self._pinned)
             hosted = self._hosted[parameter]
+            # One chunk for everything, where the optimizer looks at parameters
+            # together.
             if (
                 chunk
                 and self._in_chunks
@@ -222,10 +242,12 @@ class HostOptimizer:
         return None if self._out is None else self._out.record_event()
 
     def _step_chunk(self, chunk: list[_HostParameter]) -> None:
+        # Values first: the states below belong to these.
         by_parameter = {hosted.parameter: hosted for hosted in chunk}
         for hosted in chunk:
             self._adopt_state(hosted)
             hosted.take_over()
+        # The user's options in the groups of now, with host copies as their parameters.
         groups = [
             (group, made)
             for group in self._optimizer.param_groups
@@ -234,11 +256,15 @@ class HostOptimizer:
         self._stepper.param_groups = [made for _, made in groups]
         vars(self._stepper).update(_attributes(self._optimizer))
         self._stepper.step()
+        # What the class counts, or a group keeps (a rate that it adapts), goes back to
+        # the user's optimizer.
         vars(self._optimizer).update(_attributes(self._stepper))
         for group, made in groups:
             group.update(
                 {key: made[key] for key in made if key not in (*_REPLACED, "params")}
             )
+        # Checkpoints find the states under the device parameter, and the master among
+        # them.
         for hosted in chunk:
             entry = self._stepper.state[hosted.stepped]
             if hosted.low is not None and MASTER not in entry:
@@ -257,6 +283,7 @@ class HostOptimizer:
             for parameter in group["params"]
             if parameter in chosen
         ]
+        # One group for each mesh, with kernels that take its kind of tensors.
         for mesh in dict.fromkeys(map(mesh_of, hosted)):
             members = [each for each in hosted if mesh_of(each) == mesh]
             kernels = host_kernels(group, members, type(self._stepper))
@@ -278,6 +305,7 @@ class HostOptimizer:
         checkpoint), or remove it if that was taken away."""
         mine = self._stepper.state.get(hosted.stepped)
         given = self._optimizer.state.get(hosted.parameter)
+        # Neither loaded nor taken away: the state is the one that was stepped.
         if given is mine:
             return
         if not given:
@@ -336,6 +364,7 @@ def host_kernels(
 ) -> dict[str, Any]:
     """Return the options of a group with which its kernels run on the host: fused where
     there is such a kernel (for DTensors, torch has Adam's and AdamW's)."""
+    # A differentiable step has no fused kernel.
     options: dict[str, Any] = {"capturable": False} if "capturable" in group else {}
     if "fused" in group and not group.get("differentiable"):
         sharded = any(isinstance(member, DTensor) for member in members)
@@ -375,6 +404,7 @@ class OnHost(StepsOnHost):
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Load states into host memory; torch's own method would cast them to the
         parameters' dtype and bring them to the device."""
+        # Options of the groups are torch's to load; states stay out of its hands.
         self._smp_on_device.load_state_dict(self, {**state_dict, "state": {}})
         numbers = chain.from_iterable(
             group["params"] for group in state_dict["param_groups"]

@@ -146,6 +146,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
         ValueError: with the line that registers it.
     """
     kind = type(optimizer)
+    # The error says what is known: across what it looks, or how to register it.
     if not _steps_elements(kind):
         gives = "optimizer_shard='world' gives each rank a part of every tensor"
         instead = "write optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
@@ -183,6 +184,7 @@ def refuse_unsaveable(optimizer: Optimizer) -> None:
             own.
     """
     kind = type(optimizer)
+    # The class, or one that it is derived from.
     if any(base.__module__.split(".")[0] == _TORCHAO for base in kind.__mro__):
         raise ValueError(
             f"{kind.__name__} is torchao's, whose states are tensors of a kind of its own that checkpoints cannot hold "
@@ -193,6 +195,7 @@ def refuse_unsaveable(optimizer: Optimizer) -> None:
 
 def _steps_elements(kind: type[Optimizer]) -> bool:
     full_name = f"{kind.__module__}.{kind.__qualname__}"
+    # Other packages' classes are known by name, so that they need not be imported.
     return (
         kind in TORCHS_ELEMENTWISE
         or kind in _registered_elementwise
@@ -201,6 +204,7 @@ def _steps_elements(kind: type[Optimizer]) -> bool:
 
 
 def _steps_tensors(kind: type[Optimizer]) -> bool:
+    # Only a direct child of StepsTogether: one derived from that may do something else.
     is_ours = StepsTogether in kind.__bases__
     return (
         is_ours
@@ -211,6 +215,7 @@ def _steps_tensors(kind: type[Optimizer]) -> bool:
 
 
 def _is_named(kind: type, names: tuple[str, ...]) -> bool:
+    # Names of all bases: a subclass of LAMB is named as its author likes.
     classes = [base.__name__.lower() for base in kind.__mro__]
     return any(name.startswith(names) or name.endswith(names) for name in classes)
 
@@ -239,6 +244,7 @@ def derive(kind: Any, methods: type, base: str) -> Any:
     optimizer whose class has several bases of its own could not be made one of the
     derived class any more.
     """
+    # Special methods stay the optimizer's own: it is pickled and made as before.
     own = {
         name: value
         for name, value in vars(methods).items()
@@ -259,6 +265,7 @@ def require_steps_shards(optimizer: Optimizer) -> None:
         ValueError: it fails on some rank. On all ranks.
     """
     kind = type(optimizer)
+    # Phase 1: is there anything sharded, of a class that is in no list?
     sharded = [
         p
         for group in optimizer.param_groups
@@ -269,6 +276,7 @@ def require_steps_shards(optimizer: Optimizer) -> None:
     meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
     if kind in STEP_SHARDS or not meshes:
         return
+    # Phase 2: a remedy for the classes that users are likely to have.
     named = kind.__name__.lower()
     instead = "another optimizer, such as AdamW"
     if named.endswith("muon"):
@@ -279,6 +287,7 @@ def require_steps_shards(optimizer: Optimizer) -> None:
         f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use {instead}, or shard_degree=1 "
         "without tensor ranks, where parameters are whole"
     )
+    # Phase 3: the trial on every rank; any rank's failure is raised on all of them.
     for failure in of_all_ranks(_failure_on_shards(optimizer, meshes)):
         if failure is not None:
             raise ValueError(refusal % failure)
@@ -290,6 +299,7 @@ def _say_what_torchs_muon_sends(matrices: Sequence[DTensor]) -> None:
     """Warn of the collectives inside of each step: DTensor gathers a wide matrix twice
     in each of five iterations and its square once, and adds up the square of a tall one
     twice; in bfloat16."""
+    # Bytes of a step, from the elements that each of five iterations sends.
     sent = 0.0
     for matrix in matrices:
         rows, columns = matrix.shape
@@ -315,12 +325,15 @@ def _failure_on_shards(
 ) -> str | None:
     """Return what goes wrong when likenesses of the optimizer's parameters are stepped;
     None: nothing, or an optimizer like this one cannot be made."""
+    # A likeness has a few rows for each rank of the largest mesh.
     device = next(iter(meshes)).device_type
     degree = max(mesh.size() for mesh in meshes)
     with _fake_meshes(meshes) as fakes, _without_traces(torch.device(device)):
         # An optimizer like it, over likenesses.
         groups = []
         for group in optimizer.param_groups:
+            # One likeness for each kind of shape and layout: a trial of every parameter
+            # would take long.
             alike = {
                 _likeness_key(parameter, degree): parameter for parameter in held(group)
             }
@@ -346,12 +359,14 @@ def _failure_on_shards(
             return None
 
         def closure() -> Tensor:
+            # All gradients are ones, on every rank.
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
             return torch.ones((), device=device)
 
         # Two steps: states are made in the first.
         try:
+            # LBFGS and its like cannot step without a closure.
             needs_closure = inspect.signature(tried.step).parameters.get("closure")
             for _ in range(2):
                 if (
@@ -384,6 +399,7 @@ def _likeness_key(parameter: Tensor, degree: int) -> Any:
 def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
     """Return rows as many as there are ranks twice over, fewer than ranks, or uneven,
     as the parameter has them; and columns more or fewer than rows."""
+    # Uneven rows stay uneven, so that some rank's part is smaller or empty.
     if not shape:
         return ()
     rows = min(shape[0], 2 * degree + (shape[0] % degree != 0))
@@ -397,6 +413,7 @@ def _likeness(
     parameter: Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]
 ) -> nn.Parameter:
     shape = _small_shape(parameter.shape, degree)
+    # Distinct values, which a factorisation can work with.
     device = local_part(parameter).device
     values = (
         torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device)
@@ -437,6 +454,8 @@ def _fake_meshes(
     made = {}
     try:
         for mesh in meshes:
+            # A group for each axis, of the same ranks, in which this rank has the same
+            # place.
             for axis in range(mesh.ndim):
                 ranks = dist.get_process_group_ranks(mesh.get_group(axis))
                 groups.append(
@@ -452,6 +471,7 @@ def _fake_meshes(
             )
         yield made
     finally:
+        # Nothing of the trial is left among the groups of the process.
         for group in groups:
             dist.destroy_process_group(group)
 
@@ -463,6 +483,7 @@ def made_like(
     parameters, ready to step."""
     kind: Any = type(optimizer)
     taken = inspect.signature(kind).parameters
+    # Options that the class takes: defaults may hold more than its arguments.
     options = {key: value for key, value in optimizer.defaults.items() if key in taken}
     made = kind(
         [{**_options(group), "params": parameters} for group, parameters in groups],

@@ -80,11 +80,15 @@ class FlatShard:
     ) -> None:
         self.names, self.parameters, self._hop = tuple(names), tuple(parameters), hop
         self.on_host = on_host
+        # Phase 1: where each parameter begins in the flat tensor, and which stretch of
+        # it this rank steps.
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self.n = sum(sizes)
         self._start, self.size = hop.own_part(self.n)
+        # Phase 2: a master for every parameter, of no elements where none are in the
+        # stretch.
         self.masters = tuple(self._make_master(i) for i in range(len(self.parameters)))
-        # As last seen on both.
+        # Flags as they were when parameter and master last agreed.
         self._trained = [parameter.requires_grad for parameter in self.parameters]
         self.holds_weights = False
         """Whether parameters were stored as finely as masters until they were made, and
@@ -96,6 +100,8 @@ class FlatShard:
         """Return the part of parameter i that is this rank's: in the parameter's local
         elements, and in this rank's part."""
         offset, n = self._offsets[i], local_of(self.parameters[i]).numel()
+        # The stretch may begin or end in the middle of a parameter, or miss it: then
+        # both slices are empty.
         first = min(max(self._start, offset), offset + n)
         last = max(min(self._start + self.size, offset + n), first)
         return slice(first - offset, last - offset), slice(
@@ -108,8 +114,10 @@ class FlatShard:
     def _make_master(self, i: int) -> nn.Parameter:
         parameter, own = self.parameters[i], self._own_values(i)
         dtype = master_dtype(parameter)
+        # On the host the optimizer makes its own copies: here a view is enough.
         master = nn.Parameter(own if self.on_host else own.to(dtype).clone())
         master.grad_dtype = dtype
+        # By this note others find the model's parameter behind a master.
         stands_for(master, parameter)
         return master
 
@@ -136,6 +144,8 @@ class FlatShard:
             for master, own in zip(self.masters, every_own, strict=True):
                 master.data = own  # where the parameter is now
             return
+        # Equal dtypes are copied in one kernel. Otherwise a master that rounds to the
+        # parameter is kept: it is the same value, with more digits.
         pairs = list(zip(self.masters, every_own, strict=True))
         _copy_each([pair for pair in pairs if pair[0].dtype == pair[1].dtype])
         for master, own in pairs:
@@ -150,6 +160,7 @@ class FlatShard:
         for i, (parameter, master) in enumerate(
             zip(self.parameters, self.masters, strict=True)
         ):
+            # A flag that differs from the last one that both had was set by a user.
             set_on_master = master.requires_grad != self._trained[i]
             self._trained[i] = (master if set_on_master else parameter).requires_grad
             if parameter.requires_grad != self._trained[i]:
@@ -161,6 +172,7 @@ class FlatShard:
 
     def send(self, flat: Tensor, key: str) -> None:
         """Start summing ``flat`` [n] over replicas."""
+        # Only this rank's stretch of the sum arrives here.
         self._sum = flat.new_empty(self.size)
         self._pending = self._hop.scatter(flat, self._sum, key)
 
@@ -185,9 +197,12 @@ class FlatShard:
         self.wait()
         if self._sum is None:
             return
+        # What this rank steps, already the mean over all ranks.
         mean = self._sum / divisor
         changed = self._change_by_hooks(mean, seen, own or {})
         for i, master in enumerate(self.masters):
+            # A parameter without any gradient in the job stays without one, as in one
+            # process.
             if seen is None or seen[i]:
                 gradient = changed.get(i, mean[self._own(i)[1]]).to(
                     master_dtype(self.parameters[i])
@@ -202,6 +217,8 @@ class FlatShard:
     ) -> dict[int, Tensor]:
         """Return this rank's parts of gradients that hooks of parameters have seen, by
         place. Collective."""
+        # Hooks have to see whole gradients: their parts are gathered, for these
+        # parameters only.
         hooks = {
             i: hooks_of(parameter)
             for i, parameter in enumerate(self.parameters)
@@ -227,6 +244,7 @@ class FlatShard:
         for i, (parameter, master) in enumerate(
             zip(self.parameters, self.masters, strict=True)
         ):
+            # Every replica has the same gradient, of which each takes its part.
             if parameter.grad is not None:
                 gradient = self.own_of(i, parameter.grad).to(master_dtype(parameter))
                 master.grad = (
@@ -247,11 +265,14 @@ class FlatShard:
     def update_parameters(self) -> None:
         """Bring every rank's part of the masters into all ranks' parameters, in the
         parameters' dtype. Collective."""
+        # Phase 1: the part in the dtype in which it is sent; parameters of a shard have
+        # one dtype.
         dtype = self.parameters[0].dtype
         part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
         _copy_each(
             [(part[self._own(i)[1]], master) for i, master in enumerate(self.masters)]
         )
+        # Phase 2: all parts, then each parameter's local elements without the padding.
         whole = self._hop.gather(part, self.n)
         locals_ = [local_of(parameter) for parameter in self.parameters]
         ends = [
@@ -274,6 +295,7 @@ class FlatShard:
         the parameter. Collective."""
         if not parts:
             return {}
+        # Zeros stand for the parameters that nobody asks for.
         dtype = next(iter(parts.values())).dtype
         part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
         for i, value in parts.items():
@@ -303,6 +325,7 @@ class WorldSharding:
 
     def __init__(self, shards: Sequence[FlatShard]) -> None:
         self.shards = tuple(shards)
+        # By identity, since tensors compare by value.
         self._place = {
             id(parameter): (shard, i)
             for shard in self.shards
@@ -333,6 +356,7 @@ class WorldSharding:
         shard, i = place
 
         def own(value: Tensor) -> Tensor:
+            # Counters, and tensors of other shapes, belong to all of the parameter.
             return (
                 shard.own_of(i, value)
                 if value.ndim and value.shape == parameter.shape
@@ -352,6 +376,7 @@ class WorldSharding:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the parameters. Collective."""
+        # A shard is sent only if this optimizer steps it: others may step the rest.
         stepped = {
             id(parameter)
             for group in optimizer.param_groups
@@ -366,6 +391,8 @@ class WorldSharding:
     ) -> dict[str, Any]:
         """Return a numbered state dict with tensors like parameters instead of parts.
         Collective."""
+        # Phase 1: of each shard, the parameters that have a state, and its parts by
+        # entry.
         state = dict(numbered["state"])
         places = self._numbers(optimizer)
         for shard in self.shards:
@@ -379,6 +406,8 @@ class WorldSharding:
                 for path, value in iterate_tensors(state[number]):
                     if value.ndim:  # the others are counters and the like
                         parts.setdefault(path, {})[i] = value
+            # Phase 2: one collective for each entry, in an order that is the same on
+            # all ranks.
             whole: dict[int, Tensor] = {}
             for path in sorted(parts, key=str):
                 for i, value in shard.put_together(parts[path]).items():
@@ -387,8 +416,11 @@ class WorldSharding:
             def in_place_of(part: Tensor, whole: dict[int, Tensor] = whole) -> Tensor:
                 return whole.get(id(part), part)
 
+            # Phase 3: the parts in their states give way to whole tensors.
             for number in here.values():
                 state[number] = map_tensors(state[number], in_place_of)
+            # Phase 4: masters that are finer than their parameters go along as one more
+            # entry.
             finer = {
                 i: shard.masters[i].detach()
                 for i in here
@@ -405,6 +437,7 @@ class WorldSharding:
     ) -> dict[str, Any]:
         """Do the reverse of :meth:`full_state`, but for masters."""
         places, state = self._numbers(optimizer), {}
+        # Numbers without a place are of parameters that have no master (0-d ones, say).
         for number, entry in numbered["state"].items():
             if number not in places:
                 state[number] = entry
@@ -419,8 +452,10 @@ class WorldSharding:
         found = {}
         for shard in self.shards:
             parts: dict[int, Tensor] = {}
+            # Weights were stored as finely as masters until these were made.
             if shard.holds_weights:
                 parts = {i: master.detach() for i, master in enumerate(shard.masters)}
+            # On the host the optimizer's own float32 copies are the finer weights.
             elif shard.on_host and shard.parameters[0].dtype != master_dtype(
                 shard.parameters[0]
             ):
@@ -440,6 +475,7 @@ class WorldSharding:
     def take_weights(self, weights: Mapping[int, Tensor]) -> None:
         """Copy weights as :meth:`weights` returns them into masters and parameters."""
         for shard in self.shards:
+            # The parameter gets the value rounded, its master all of it.
             for i, parameter in enumerate(shard.parameters):
                 if id(parameter) in weights:
                     local_of(parameter).copy_(local_of(weights[id(parameter)]))
@@ -466,6 +502,7 @@ class WorldSharding:
 def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy every (target, source). torch._foreach_copy_ is one kernel for all of them
     and has no public name."""
+    # Many parameters have no element in this rank's stretch: their masters are empty.
     filled = [
         (target.detach(), source.detach()) for target, source in pairs if target.numel()
     ]
@@ -541,8 +578,9 @@ def say_where_gradients_are(
 
 def _names_gradients(hook: Callable[..., Any]) -> bool:
     code = getattr(inspect.unwrap(hook), "__code__", None)
+    # A hook may be wrapped (functools.wraps): the code of the innermost counts.
     names = set() if code is None else {*_names_in(code)}
-    # These find the masters themselves.
+    # What clips through the handle finds the masters itself. Only names are known here.
     by_handle = not names.isdisjoint(("parallel", "accelerator"))
     clips = not by_handle and not names.isdisjoint(
         ("clip_grad_norm_", "clip_grad_value_")

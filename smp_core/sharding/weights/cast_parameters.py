@@ -42,6 +42,7 @@ class CastParameters:
         # The module, or the call of a method, that shows casts.
         self._outermost: object = None
         self._shown: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
+        # By identity, because one parameter may be shown under several names.
         named = dict(model.named_parameters(remove_duplicate=False))
         ids = {
             id(named[name]): dtype
@@ -54,6 +55,7 @@ class CastParameters:
             for name, parameter in module.named_parameters(recurse=False)
             if id(parameter) in ids
         ]
+        # Any module around such a parameter may be called first.
         holding = {module for module, _, _ in self._places}
         around = [
             module
@@ -63,6 +65,7 @@ class CastParameters:
         for module in around:
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end, always_call=True)
+        # Checkpointing runs their forward alone, without the hooks above.
         for module in set(around).intersection(recomputed):
             vars(module)["forward"] = self._showing(module.forward)
 
@@ -84,6 +87,8 @@ class CastParameters:
         def showing(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():  # nothing is computed again
                 return forward(*args, **kwargs)
+            # Casts of the outer call would belong to a graph that recomputation does
+            # not have.
             outermost, around = self._outermost, self._shown
             self._put_back()
             self._outermost = showing
@@ -93,6 +98,7 @@ class CastParameters:
             finally:
                 self._put_back()
                 self._outermost, self._shown = outermost, around
+                # The outer call goes on with its own.
                 for module, name, _, cast in around:
                     module._parameters[name] = cast  # type: ignore[assignment]
 
@@ -100,6 +106,7 @@ class CastParameters:
 
     @torch.compiler.disable
     def _begin(self, by: object, *_: Any) -> None:
+        # The same module begins again without having ended: its forward raised.
         if self._outermost is by:  # was interrupted
             self._end(by)
         if self._outermost is None:
@@ -113,6 +120,7 @@ class CastParameters:
             self._put_back()
 
     def _show(self) -> None:
+        # Tied places show one cast, so that its gradient is added up once.
         casts: dict[nn.Parameter, Tensor] = {}
         for module, name, dtype in self._places:
             parameter = module.get_parameter(name)

@@ -103,6 +103,7 @@ def materialize(
         classes_before_sharding(model),
     ):
         _Materialization(model, device, seed, init_fn).run()
+    # Values are in place now: host tensors have gone, one module at a time.
     # Moves what was real before, and makes every FSDP unit adopt (and pad, for uneven
     # rows) its new local tensors now instead of in the first forward: references taken
     # by optimizers in between stay valid.
@@ -117,10 +118,13 @@ class _Attempt:
     level: int = _RESET
     lent: dict[Slot, Tensor] = field(default_factory=dict)
     # Read, but may not be written from here.
+    # How often each lent tensor had been written when it was lent.
     scratch: dict[Slot, Tensor] = field(default_factory=dict)
     versions: dict[Slot, int] = field(default_factory=dict)
+    # Levels at which a tensor was written, and last looked at.
     written_at: dict[Slot, int] = field(default_factory=dict)
     seen_at: dict[Slot, int] = field(default_factory=dict)
+    # What is complete after the attempt: no NaN is left, or an integer was written.
     filled: set[Slot] = field(default_factory=set)
 
     def note_writes(self) -> None:
@@ -132,6 +136,7 @@ class _Attempt:
                 self.written_at[slot] = self.level
 
     def has_filled(self, slot: Slot, full: Tensor) -> bool:
+        # Integers have no NaN: a write that was seen counts.
         booked = (
             slot in self.written_at
             and not full.is_floating_point()
@@ -169,9 +174,11 @@ class _LentEntries(MutableMapping[str, Any]):
         self._assign = assign
 
     def __getitem__(self, name: str) -> Any:
+        # Absent entries (bias=None) stay absent.
         return None if self._real[name] is None else self._lend(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        # A name that holds nothing may be set to None again, and to nothing else.
         if self._real.get(name) is None:
             if value is None and name in self._real:
                 return
@@ -203,6 +210,7 @@ class _Materialization:
         self.device = device
         self.seed = seed
         self.init_fn = init_fn
+        # One slot for a tensor, whichever modules share it; ties stay ties.
         self.slots: dict[Tensor, Slot] = {}  # tensors hash by identity
         for fqn, module in model.named_modules():
             for name, tensor in _own_tensors(module):
@@ -220,6 +228,7 @@ class _Materialization:
                     )
 
     def run(self) -> None:
+        # Children first, as a constructor runs.
         for fqn, module, model_init_owner in _children_first(self.model):
             self._initialize(fqn, module, model_init_owner)
         _warn_of_unused_initialisers(self.model)
@@ -228,6 +237,7 @@ class _Materialization:
     def _initialize(
         self, fqn: str, module: nn.Module, model_init_owner: nn.Module | None
     ) -> None:
+        # An initialiser of this module may write into any module below.
         holders = [m for m in module.modules() if m._parameters or m._buffers]
         reachable = {
             self.slots[tensor]
@@ -236,6 +246,8 @@ class _Materialization:
         }
         own = {slot for slot in reachable if slot.delayed and slot.owner is module}
         leaf = all(holder is module for holder in holders)
+        # Nothing to fill here. A parent without tensors of its own may still rescale
+        # those of its children.
         if not own and (leaf or not any(slot.delayed for slot in reachable)):
             return
         # Initialise on lent tensors, and keep this rank's part of what was filled.
@@ -253,6 +265,8 @@ class _Materialization:
             attempt = None  # frees its tensors before the second attempt makes its own
             attempt = self._attempt(fqn, module, holders, steps, with_values=True)
         assert attempt is not None  # the second attempt raises instead
+        # This rank's part goes into the shard; the full tensors are freed with the
+        # attempt.
         for slot in attempt.filled:
             slot.store(attempt.lent.pop(slot), attempt.level_of(slot), self.device)
             self.slots[slot.tensor] = slot
@@ -267,10 +281,12 @@ class _Materialization:
         for name in ("reset_parameters", "_reset_parameters"):
             method = getattr(type(module), name, None)
             if _accepts(method, module):
+                # One of the two spellings: a class with both calls one from the other.
                 steps.append(
                     _Step(_RESET, f"{name}()", lambda method=method: method(module))  # type: ignore[misc]
                 )
                 break
+        # Transformers' scheme is a method of the model, called with each module.
         if model_init_owner is not None:
             own = type(model_init_owner)._init_weights  # type: ignore[attr-defined]
             label = f"{type(model_init_owner).__name__}._init_weights(module)"
@@ -291,6 +307,8 @@ class _Materialization:
         """Run `steps` on a module. Returns None if one of them raised, perhaps because
         of the NaN it was lent."""
         attempt = _Attempt(with_values)
+        # The modules' own dicts give way to lending ones, and come back whatever
+        # happens.
         originals = [
             (m, m.__dict__["_parameters"], m.__dict__["_buffers"]) for m in holders
         ]
@@ -300,10 +318,13 @@ class _Materialization:
                 m.__dict__["_buffers"] = self._lent_entries(m, buffers, attempt)
             for step in steps:
                 attempt.level = step.level
+                # The same seed for a name and a level: nothing else may change the
+                # numbers.
                 _seed_generators(f"{self.seed}/{clean_name(fqn)}/{step.level}")
                 try:
                     step.call()
                 except Exception as error:
+                    # NaN may be the reason: the second attempt lends values.
                     if not with_values:
                         return None
                     where = f"module {fqn!r}" if fqn else "the root module"
@@ -327,6 +348,8 @@ class _Materialization:
     ) -> _LentEntries:
         def store_of(name: str) -> tuple[Slot, dict[Slot, Tensor]]:
             slot = self.slots[real[name]]
+            # A tied tensor is written under its first name, and not by a level below
+            # the one that has written it.
             first_name = slot.places[0] == (module, name)
             level = max(slot.level, attempt.written_at.get(slot, -1))
             if slot.delayed and first_name and attempt.level >= level:
@@ -337,6 +360,8 @@ class _Materialization:
         def lend(name: str) -> Tensor:
             slot, store = store_of(name)
             if slot not in store:
+                # Made when it is first touched, so that an untouched tensor costs
+                # nothing.
                 store[slot] = slot.full_copy(attempt.with_values)
                 attempt.versions.setdefault(slot, store[slot]._version)
             return store[slot]
@@ -353,6 +378,7 @@ class _Materialization:
                     f"{slot.fqn} was built as {tuple(slot.tensor.shape)}, its initialiser assigns {got}"
                 )
             store[slot] = value
+            # Assigning is writing, too.
             if store is attempt.lent:
                 attempt.versions[slot] = value._version
                 attempt.written_at[slot] = attempt.level
@@ -360,6 +386,7 @@ class _Materialization:
         return _LentEntries(real, lend, assign)
 
     def _check_complete(self) -> None:
+        # What has no values would be whatever memory held.
         problems = []
         for slot in self.slots.values():
             if slot.delayed and slot.level < 0:
@@ -405,6 +432,7 @@ def _accepts(function: object, *args: object) -> bool:
     if not callable(function):
         return False
     try:
+        # An argument that is missing or too many raises here, before anything is run.
         inspect.signature(function).bind(*args)
     except (TypeError, ValueError):
         return False
@@ -435,9 +463,11 @@ def _meta_attributes(model: nn.Module) -> Iterator[str]:
 
 
 def _seed_generators(key: str) -> None:
+    # Any text gives a seed that is the same on every rank and platform.
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
     torch.default_generator.manual_seed(number)
     random.seed(number)
+    # Only if somebody has imported numpy.
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number % 2**32)
 
@@ -462,6 +492,7 @@ def _generators_restored() -> Iterator[None]:
 def _warn_of_unused_initialisers(model: nn.Module) -> None:
     names = set()
     for module in model.modules():
+        # Called by the walk over modules already.
         if _accepts(getattr(type(module), "_init_weights", None), module, module):
             continue
         for name in ("init_weights", "_init_weights"):

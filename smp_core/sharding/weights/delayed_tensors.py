@@ -45,6 +45,7 @@ class Slot:
         """Return a full-size host copy: the present values if asked for and there are
         any (a collective for DTensors that every rank of their mesh makes), else NaN or
         a marker. Of what lies on other pipeline stages there are none."""
+        # Real values may be read at any time, sharded ones by all ranks together.
         has_values = (self.level >= 0 or not self.delayed) and not is_absent(
             self.tensor
         )
@@ -56,16 +57,19 @@ class Slot:
             )
             full = source.detach().to("cpu", copy=True)
         else:
+            # What is left of it afterwards shows what was not initialised.
             full = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
             full.fill_(_marker(self.tensor.dtype))
         if self.is_parameter:
             full = nn.Parameter(full, requires_grad=self.tensor.requires_grad)
+        # Initialisers look at what was noted on the parameter.
         _copy_attributes(self.tensor, full)
         return full
 
     def store(self, full: Tensor, level: int, device: torch.device) -> None:
         """Copy this rank's part of `full` into the tensor, which gets its storage on
         `device` the first time."""
+        # The first store of a slot: until then the tensor is on the meta device.
         if self.level < 0:
             self._give_storage(device)
         self.level = level
@@ -79,6 +83,7 @@ class Slot:
         # references and anybody else's hold. Assigning `.data` instead would be lost,
         # because FSDP keeps its own view.
         old, new = self.tensor, self.tensor
+        # Only this rank's part gets storage.
         if isinstance(old, DTensor):
             local = torch.empty_like(old.to_local(), device=device)
             new = DTensor.from_local(
@@ -130,6 +135,7 @@ def _can_be_nan(dtype: torch.dtype) -> bool:
 def _marker(dtype: torch.dtype) -> float | int:
     if _can_be_nan(dtype):
         return float("nan")
+    # A value that no initialiser is likely to fill in.
     return (
         0
         if dtype == torch.bool or dtype.is_floating_point
@@ -156,6 +162,7 @@ def classes_before_sharding(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if isinstance(module, FSDPModule)
     ]
+    # The user's class is the first in the order of bases that is none of FSDP2's.
     try:
         for module, sharded_class in sharded:
             module.__class__ = next(

@@ -31,6 +31,7 @@ def load_own_parts(model: nn.Module, world: World) -> None:
     Args:
         world: gives the masters that take up the values too, where there are any.
     """
+    # Only modules with parameters of their own have anything to cut.
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.register_load_state_dict_pre_hook(_TakingOwnParts(world))
@@ -50,8 +51,11 @@ class _TakingOwnParts:
             value = state_dict.get(prefix + name)
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 continue  # torch says what does not fit
+            # torch copies the state dict's values next, and these fit by then.
             if not isinstance(value, DTensor):
                 value = state_dict[prefix + name] = shard_like(parameter, value)
+            # Masters over the world have to follow, or the next step brings the old
+            # weights back.
             world = self._world()
             if world is not None:
                 world.take_weights({id(parameter): value})
@@ -87,7 +91,7 @@ def load_full_state(
     Returns:
         names that are missing in ``given``, and names that only ``given`` has.
     """
-    # The weights may be finer than the parameters that hold them.
+    # Masters, where there are any, are finer than the parameters that show them.
     finest = {
         id(parameter): live.get(clean_name(name))
         for name, parameter in module.named_parameters()
@@ -117,6 +121,7 @@ class _OwnParts(TorchFunctionMode):
         if func is not Tensor.copy_:
             return func(*args, **(kwargs or {}))
         target, value = args[:2]
+        # Where the weight is a master, or on the host, that is what is written.
         into = self._instead.get(id(target), target)
         if isinstance(into, DTensor) and not isinstance(value, DTensor):
             copy_into(into, value.expand(into.shape))

@@ -33,6 +33,7 @@ def broadcast_from_rank_0(
     for tensor in tensors:
         if not _has_values(tensor):
             continue
+        # A strided or host tensor is sent as a copy, and copied back.
         there = tensor.detach().to(device).contiguous()
         dist.broadcast(there, group_src=source, group=group)
         if there.data_ptr() != tensor.data_ptr():
@@ -51,12 +52,15 @@ def send_to_stages(
         tensors: with the stages that hold each; the same on all ranks.
     """
     firsts = mesh.layout.ranks(0, Axis.PIPELINE)
+    # Ranks behind the first of a stage get the values from that one, when units are
+    # sharded.
     if mesh.rank not in firsts:
         return
     group = mesh.group(Axis.PIPELINE)
     for tensor, stages in tensors:
         if not _has_values(tensor):
             continue
+        # One after another, in the same order on both sides: messages carry no names.
         if mesh.rank == 0:
             there = tensor.detach().to(mesh.device).contiguous()
             for stage in stages:

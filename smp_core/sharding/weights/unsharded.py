@@ -34,6 +34,7 @@ def unsharded(
         refusal: why the module cannot run on one rank: calls of it or its parts raise
             ``RuntimeError``. "": it can.
     """
+    # Everything is undone in the reverse order, also where the block raises.
     with contextlib.ExitStack() as restored:
         shown: dict[int, nn.Parameter] = {}
         for name, part in module.named_modules():
@@ -55,6 +56,7 @@ def _show_values(
 ) -> None:
     """Put values in the place of a module's own parameters, and copies on the host in
     that of its buffers."""
+    # Names are taken first: the registry changes in the loop.
     for name, parameter in list(
         part.named_parameters(recurse=False, remove_duplicate=False)
     ):
@@ -75,6 +77,7 @@ def _show_values(
 def _hide_hooks(part: nn.Module, restored: contextlib.ExitStack) -> None:
     """Take the sharding's forward hooks off a module."""
     for kind in _HOOKS:
+        # Libraries' hooks go, a user's stay, in their order.
         hooks = getattr(part, kind)
         own = {key: hook for key, hook in hooks.items() if not _is_a_librarys(hook)}
         before = dict(hooks)
