@@ -51,6 +51,7 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
+        # In evaluation the running statistics count, which need no messages.
         whole_batch = self.training or self.running_mean is None
         if (
             not whole_batch
@@ -61,6 +62,7 @@ class CpuSyncBatchNorm(_BatchNorm):
         # The mean of all ranks' elements, of which ranks may have different numbers.
         dims = [0, *range(2, input.dim())]
         per_channel = [1, -1] + [1] * (input.dim() - 2)
+        # Ranks may have different numbers of samples, so counts are added up as well.
         local_count = input.new_full((1,), input.numel() / input.shape[1])
         sums = _SumOverRanks.apply(
             torch.cat([input.sum(dims), local_count]), self.group
@@ -89,6 +91,7 @@ class CpuSyncBatchNorm(_BatchNorm):
         ):
             return
         self.num_batches_tracked += 1
+        # Without momentum torch keeps the mean over all batches.
         share = (
             1.0 / float(self.num_batches_tracked)
             if self.momentum is None
@@ -110,6 +113,7 @@ def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
             module.track_running_stats,
             device="meta",
         )
+        # The same parameter objects: optimizers may have been made already.
         made._parameters, made._buffers, made.training = (
             module._parameters,
             module._buffers,

@@ -62,7 +62,7 @@ _NO_LOGITS = (
     "None for them beside that loss. Called without labels it returns whole logits; compute the loss from these: "
     "labels = inputs.pop('labels'); logits = model(**inputs).logits."
 )
-# The first that is found in an error's text.
+# Signs in an error's text, as patterns; the first one that is found counts.
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _MIXED,
     "appears to not have been used in the graph": _NOT_IN_GRAPH,
@@ -79,10 +79,13 @@ _NOTES = {
 def explain(error: BaseException) -> None:
     """Add the note that belongs to an error, if there is one and it has not got it."""
     text = str(error)
+    # The first sign that is found in the text names the note.
     note = next((note for sign, note in _NOTES.items() if re.search(sign, text)), None)
+    # Of all errors about None only those where a model has left its logits out.
     if "'NoneType' object" in text and _has_loss_without_logits(error.__traceback__):
         note = _NO_LOGITS
     said = f"torch-smp: {note}"
+    # A note is added once, although an error may be explained in several places.
     add_note = getattr(error, "add_note", None)  # Python >= 3.11
     if (
         note is not None
@@ -95,6 +98,7 @@ def explain(error: BaseException) -> None:
 def _has_loss_without_logits(trace: TracebackType | None) -> bool:
     """Return whether code on the way to an error holds a model's outputs that have a
     loss, and None for logits."""
+    # Locals of every frame, since the outputs may be held by any caller.
     for frame, _ in traceback.walk_tb(trace):
         for value in frame.f_locals.values():
             if not isinstance(value, Mapping) or value.get("loss") is None:
@@ -107,6 +111,7 @@ def _has_loss_without_logits(trace: TracebackType | None) -> bool:
 def explain_uncaught_errors() -> None:
     """Add the notes to uncaught errors of this process, too."""
     if not isinstance(sys.excepthook, _Explaining):
+        # The earlier hook goes on being called.
         sys.excepthook = _Explaining(sys.excepthook)
 
 

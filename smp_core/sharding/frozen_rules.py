@@ -71,6 +71,7 @@ class FrozenStorage(Subject):
             ValueError: nothing to store as codes, and what it does not go together
                 with.
         """
+        # Clashes first: they name what to leave out.
         asked = draft.knobs.frozen_storage
         self.require_together(draft, f"frozen_storage={asked!r}")
         if not any(_coded(draft.plan())):
@@ -96,6 +97,7 @@ FROZEN_STORAGE = FrozenStorage()
 
 def _coded(plan: Plan) -> list[Any]:
     """Return the parameters that are stored as codes."""
+    # Replicated parameters are in no unit, and stay as they are.
     of_units = {name for unit in plan.sharded_units for name in unit.parameters}
     return [
         each

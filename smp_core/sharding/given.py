@@ -42,12 +42,14 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
         for name, p in sharded.items()
         if DEALT in (p.device_mesh.mesh_dim_names or ())
     }
+    # Ranks that hold different experts; over the others each expert is sharded.
     experts = next(iter(dealt.values()))[DEALT].size() if dealt else 1
     _refuse_split_layers(model, kind)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             f"{kind} has DTensor parameters that are not FSDP2's; load it without them"
         )
+    # Any parameter that is no expert: the others have to lie like it.
     first = next(p for name, p in sharded.items() if name not in dealt)
     for name, parameter in sharded.items():
         if name in dealt:
@@ -67,12 +69,14 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
             f"{kind} is sharded as {placements}; allowed: (Shard(0),), or (Replicate(), Shard(0)); with "
             "DistributedConfig write fsdp_size and dp_replicate_size only"
         )
+    # Policies of all units are taken to be those of the first.
     policy = given_policy(model)
     if policy.offloads:
         raise ValueError(
             f"{kind} is sharded with its shards in host memory; write fsdp_cpu_offload=False"
         )
     mesh, two = first.device_mesh, len(placements) == 2
+    # Over two axes: the ranks of one replica, along the inner one.
     ranks = (
         mesh[mesh.mesh_dim_names[-1]].mesh if two and mesh.mesh_dim_names else mesh.mesh
     )
@@ -87,6 +91,7 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
 
 def _refuse_split_layers(model: nn.Module, kind: str) -> None:
     """Refuse a model whose layers Transformers has split over tensor ranks."""
+    # Transformers notes the degree on the modules whose layers it has split.
     degrees = (getattr(module, "tp_size", None) for module in model.modules())
     degree = next(
         (size for size in degrees if isinstance(size, int) and size > 1), None
@@ -134,6 +139,7 @@ class NativeWindow:
         Raises:
             ValueError: there are any on this rank.
         """
+        # Only this rank is asked: torch reduces nothing of such parameters.
         for name, parameter in self.attached().items():
             if parameter.grad is not None:
                 raise ValueError(
@@ -144,6 +150,7 @@ class NativeWindow:
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
         """Treat backward passes inside as not the window's last."""
+        # Contexts nest: the outer one decides whether the last pass may be inside.
         before, self._last = self._last, self._last and not enabled
         self._all_reduce(self._last)
         try:
@@ -160,6 +167,7 @@ class NativeWindow:
             RuntimeError: every backward pass ran inside ``accumulate``, so replicas
                 have not been reduced.
         """
+        # Sums over the partition group are held until torch may reduce across replicas.
         if self.is_open:
             raise RuntimeError(
                 "every backward pass of this step ran inside no_sync(), and torch reduces replicas in a pass outside "
@@ -177,6 +185,8 @@ class NativeWindow:
     def drop(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
         """Drop what is held, if these are all the trainable parameters; torch holds
         gradients of a unit together."""
+        # Gradients of a unit lie in one tensor, of which nothing can be dropped by
+        # itself.
         dropped = {id(parameter) for parameter in parameters}
         if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):
             forget_partial_sums(self._model)

@@ -45,6 +45,7 @@ _TORCHS: dict[str, Any] = {
 
 def _too_late(knob: str, other: str) -> Clash[ModelDraft]:
     def found(draft: ModelDraft) -> str | None:
+        # Only a knob that differs from its default was asked for.
         asked = attrgetter(knob)(draft.knobs)
         if draft.given is None or asked == attrgetter(knob)(SmpConfig()):
             return None
@@ -85,7 +86,7 @@ def settle_given(draft: ModelDraft) -> None:
     given = draft.given
     defaults = SmpConfig()
     assert given is not None
-    # What it does not go together with.
+    # Phase 1: what comes too late, or does not go together with it.
     for clash in apart_from_given():
         what = clash.found(draft)
         if what is not None:
@@ -95,7 +96,8 @@ def settle_given(draft: ModelDraft) -> None:
             "state_offload='all' has to be applied when a model is sharded, and this one came sharded; allowed: none, "
             "'optimizer'; or load the model without distributed_config and let torch-smp shard it"
         )
-    # What was decided when it was sharded.
+    # Phase 2: what was decided when it was sharded. Another wish has no effect, and is
+    # reported as dropped.
     draft.settle("shard_degree", given.degree, _WHY)
     if given.experts > 1:
         _settle_experts(draft, given)
@@ -104,8 +106,10 @@ def settle_given(draft: ModelDraft) -> None:
         (draft.drop if asked_for else draft.settle)(knob, value, _WHY)
     if knobs.keep_between_micro_batches == "parameters":
         draft.drop("keep_between_micro_batches", "shards", _WHY)
+    # Dtypes come from FSDP2's own policy.
     draft.settle("param_dtype", name_of(given.param_dtype), _WHY)
     draft.settle("reduce_dtype", name_of(given.reduce_dtype), _WHY)
+    # Phase 3: torch itself gathers and reduces, so that none of our options apply.
     if given.two_dimensional:
         _leave_to_torch(draft, draft.shapes)
 
@@ -133,6 +137,7 @@ def _settle_experts(draft: ModelDraft, given: GivenSharding) -> None:
 
 
 def _leave_to_torch(draft: ModelDraft, shapes: Shapes) -> None:
+    # Their gradients would have to be added up by us, across torch's own replicas.
     trainable = [
         name for name in shapes.units.replicated if shapes.of_name(name).trainable
     ]

@@ -80,6 +80,8 @@ def compute_with_unsharded_tensors() -> None:
 def _register(name: str, rule: Callable[..., Any]) -> None:
     packet = getattr(torch.ops.aten, name, None)
     for overload in [] if packet is None else packet.overloads():
+        # Variants with out= write into a tensor of the caller's, which torch checks
+        # first.
         if "out" not in overload:
             torch.library.register_torch_dispatch(
                 getattr(packet, overload), DTensor, rule
@@ -89,6 +91,8 @@ def _register(name: str, rule: Callable[..., Any]) -> None:
 def _compute_outside_of_forward(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:
+    # Inside a forward a unit was computed with and not called: torch's error is
+    # explained elsewhere.
     if in_a_call() and backward_pass() == -1:
         return NotImplemented
     return _compute(kind, function, types, args, kwargs)
@@ -99,24 +103,29 @@ def _compute(
 ) -> Any:
     """Return the result of an operation with sharded and plain operands;
     NotImplemented: torch computes it."""
+    # Nearly all operations end here: shards with shards, or inside
+    # implicit_replication().
     values = (*args, *(kwargs or {}).values())
     if not _has_plain(values) or DTensor._op_dispatcher._allow_implicit_replication:
         return NotImplemented
     operands = list(_tensors(values))
     sharded = [each for each in operands if isinstance(each, DTensor)]
     plain = [each for each in operands if not isinstance(each, DTensor)]
+    # A plain number changes nothing about the layout, and torch takes it.
     if not any(map(_counts, plain)) and any(each.ndim for each in sharded):
         return NotImplemented  # a number that all ranks have
     absent = next(filter(is_absent, sharded), None)
     if absent is not None:
         raise RuntimeError(ABSENT % list(absent.shape))
+    # DTensors of no model of ours are left to torch.
     mesh = mesh_on(sharded[0].device_mesh)
     if mesh is None:
         return NotImplemented
 
-    # Phase 1: lists are taken place by place; ranks make sure that they are all here,
-    # with equal tensors.
+    # Phase 1: lists are taken place by place. For one operation the ranks make sure that
+    # all of them are here, with equal tensors.
     name = function.overloadpacket.__name__
+    # Operations in place end in "_"; their first tensor is the target.
     written = next(_tensors(args)) if name.endswith("_") else None
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _each_alone(function, args, kwargs or {})
@@ -135,10 +144,13 @@ def _compute(
         return function(*map_tensors(args, placed), **map_tensors(kwargs or {}, placed))
     if mesh.rank == 0 and any(each.ndim for each in sharded):
         _say_once()
+    # Autograd records the operation itself, so the gradient of a shard arrives as a
+    # plain tensor.
     for operand in sharded:
         if torch.is_grad_enabled() and operand.requires_grad:
             _bring_back_gradient(operand)
     gathered = functools.partial(_gathered, mesh=mesh, name=name)
+    # Autograd is above this dispatch: nothing is recorded twice.
     with torch.no_grad():
         return function(
             *map_tensors(args, gathered), **map_tensors(kwargs or {}, gathered)

@@ -37,6 +37,7 @@ from smp_core.torch_facts import ABSENT, is_absent
 def change_this_process(mesh: SmpMesh) -> None:
     """Switch on what holds for all sharded models of this process; ``mesh``: of one
     more of them."""
+    # For every model; the rest is registered once for the process.
     draw_whole_tensors(mesh)
     _change_once()
     explain_uncaught_errors()
@@ -60,6 +61,7 @@ def _item(
 ) -> Any:
     if is_absent(args[0]):
         raise RuntimeError(ABSENT % list(args[0].shape))
+    # A number of the whole tensor: what is not added up yet is added up here.
     return function(args[0].full_tensor())
 
 
@@ -74,12 +76,14 @@ def is_a_part(tensor: object) -> bool:
     pipeline stages') nothing."""
     if is_absent(tensor):
         return True
+    # Replicated, or on one rank: all of the tensor is here.
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         return False
     return not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def _reduce(tensor: DTensor) -> tuple[Any, ...]:
+    # A plain tensor is pickled in its place.
     if not is_a_part(tensor):
         plain: tuple[Any, ...] = (
             tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)

@@ -30,6 +30,7 @@ from smp_core.sharding.optimizer.shards import local_of
 from smp_core.torch_facts import ABSENT, is_absent
 
 _aten = torch.ops.aten
+# Filled in place: only the shape of the tensor counts.
 _IN_PLACE = (
     *(
         _aten.normal_.default,
@@ -45,12 +46,14 @@ _IN_PLACE = (
     ),
     *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
 )
+# New tensors like a sharded one.
 _LIKE = (
     _aten.rand_like.default,
     _aten.randn_like.default,
     _aten.randint_like.default,
     _aten.randint_like.low_dtype,
 )
+# New tensors whose distribution each element decides.
 _OF_VALUES = (
     *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.poisson.default),
     *(_aten.normal.Tensor_float, _aten.normal.Tensor_Tensor),
@@ -60,6 +63,7 @@ _meshes: list[weakref.ref[SmpMesh]] = []
 
 def draw_whole_tensors(mesh: SmpMesh) -> None:
     """Make random numbers in DTensors of this mesh those of whole tensors."""
+    # References to meshes that are gone are dropped.
     _meshes[:] = [each for each in _meshes if each() not in (None, mesh)]
     _meshes.append(weakref.ref(mesh))
     _register_random()
@@ -77,12 +81,14 @@ def _draw(
     target: DTensor = args[0]
     if is_absent(target):
         raise RuntimeError(ABSENT % list(target.shape))
-    # What is drawn in the place of values, or like them, needs their shape alone.
+    # What is drawn into a tensor, or like it, needs its shape alone; a distribution needs
+    # the values.
     first = _whole(target) if function in _OF_VALUES else _like_whole(target)
     others = map(_whole, args[1:])
     named = {name: _whole(value) for name, value in (kwargs or {}).items()}
     with _state_of_rank_0(target, named.get("generator")):
         drawn = function(first, *others, **named)
+    # Every rank has drawn all of it, and keeps its part.
     own = own_part(drawn, target)
     if function in _IN_PLACE:
         local_of(target).copy_(own)
@@ -108,6 +114,7 @@ def _state_of_rank_0(
     the model. A rank whose own is another one goes on with that afterwards."""
     device = local_of(target).device
     if generator is None:
+        # The generator that torch itself would take on this device.
         generator = torch.default_generator
         if device.type != "cpu":
             generator = torch.get_device_module(device).default_generators[device.index]
@@ -115,6 +122,7 @@ def _state_of_rank_0(
     if mesh is None:
         yield
         return
+    # Rank 0's state is sent, so that replicas and shards draw the same numbers.
     own = generator.get_state()
     sent = own.to(mesh.device, copy=True)
     dist.broadcast(sent, group_src=0, group=mesh.model_group)
@@ -123,6 +131,7 @@ def _state_of_rank_0(
     try:
         yield
     finally:
+        # A rank with another state has not drawn from its own.
         if not torch.equal(state, own):
             generator.set_state(own)
 
@@ -130,6 +139,7 @@ def _state_of_rank_0(
 def mesh_on(device_mesh: DeviceMesh) -> SmpMesh | None:
     """Return the mesh of a sharded model that the ranks of a DTensor's mesh belong
     to."""
+    # Several models may be sharded, on meshes of the same or of other ranks.
     ranks = set(device_mesh.mesh.flatten().tolist())
     meshes = [mesh for each in _meshes if (mesh := each()) is not None]
     return next((each for each in meshes if ranks <= _ranks_of(each)), None)

@@ -52,6 +52,8 @@ class ReplacedParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = type(model).__name__
+        # Weak references: what nobody else holds is to be freed while units are
+        # sharded.
         named = list(model.named_parameters(remove_duplicate=False))
         self._before = [(name, TensorWeakRef(parameter)) for name, parameter in named]
         self.hooked = {
@@ -66,13 +68,17 @@ class ReplacedParameters:
         Raises:
             ValueError: a hook refers to replaced parameters.
         """
+        # Under every name that a tied parameter has.
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, reference in self._before:
             old, new = reference(), after.get(name)
             if old is not None and new is not None and new is not old:
+                # Its class changes, so that a list which still holds it fails when it
+                # is used.
                 self._now[old] = new
                 if type(old) is nn.Parameter:
                     old.__class__ = _Replaced
+        # No name is needed from here on: parameters are looked up by identity.
         self._before.clear()
         _all.add(self)
         for name, old in self.hooked.items():
@@ -82,6 +88,7 @@ class ReplacedParameters:
         self.hooked.clear()
 
     def _require_no_reference(self, name: str, old: Tensor) -> None:
+        # A closure over an optimizer would step parameters that nobody computes with.
         if any(tensor in self._now for tensor in reached_by_hooks(old)):
             raise ValueError(
                 f"a hook of {name} refers to parameters that {self.model} had before it was sharded (an optimizer, a "
@@ -113,6 +120,7 @@ class ReplacedParameters:
             ValueError: ranks have different states, or a state is on the meta device.
         """
         states = list(states)
+        # Ranks have to send the same tensors in the same order.
         require_alike([entry for _, entry in states])
         found = {}
         for old, entry in states:
@@ -123,6 +131,7 @@ class ReplacedParameters:
                     "the optimizer made states of parameters on the meta device, which have no values; make it after "
                     "the model was sharded: in Lightning in configure_optimizers, elsewhere after prepare(model)"
                 )
+            # Weights are rank 0's, so their states are too.
             broadcast_from_rank_0(tensors, device)
             found[new] = map_tensors(entry, functools.partial(shard_like, new))
         return found
@@ -157,6 +166,7 @@ def of_replaced(parameters: Iterable[Tensor]) -> tuple[str | None, int]:
     Returns:
         (the class of a model that had some, their number); None, 0 without.
     """
+    # A parameter may have been in several models.
     owners = [
         each.model for parameter in parameters for each in _all if parameter in each
     ]
@@ -169,6 +179,7 @@ def require_alike(entries: list[Any]) -> None:
     Raises:
         ValueError: ranks differ; the same error on all of them.
     """
+    # Names, shapes and dtypes are enough: values may differ.
     own = []
     for entry in entries:
         tensors = iterate_tensors(entry)
@@ -199,6 +210,7 @@ def take_in_attached(model: Any) -> None:
         ValueError: ranks attached different parameters, or the model's layout has no
             place for them. On all ranks.
     """
+    # All ranks look, also those to which nothing was attached.
     window, mesh = model.window, model.mesh
     attached = window.attached()
     _require_the_same(attached)
@@ -214,6 +226,7 @@ def take_in_attached(model: Any) -> None:
             "pipeline stages, tensor ranks, or a model that came sharded on a (replicate, shard) mesh; attach adapters "
             "before the model is prepared"
         )
+    # First the order, then values, one tensor after another, then sums of gradients.
     _order_as_on_rank_0(model.module)
     broadcast_from_rank_0(attached.values(), mesh.device, mesh.model_group)
     window.add_replicated(attached)
@@ -237,6 +250,7 @@ def _require_the_same(attached: dict[str, nn.Parameter]) -> None:
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in attached.items()
     ]
+    # Without a difference there is nothing to compare.
     by_rank = lists_of_all_ranks(own) or []
     for rank, theirs in enumerate(by_rank):
         odd = sorted(set(theirs).symmetric_difference(by_rank[0]))
@@ -260,6 +274,7 @@ def _order_as_on_rank_0(model: nn.Module) -> None:
         ValueError: modules of an ``nn.Sequential`` are in another order, which would
             compute something else. On all ranks.
     """
+    # Rank 0's order, if any rank has another.
     own = [name for name, _ in model.named_parameters()]
     if lists_of_all_ranks(own) is None:
         return
@@ -268,6 +283,7 @@ def _order_as_on_rank_0(model: nn.Module) -> None:
         for name, each in model.named_modules()
     }
     first = of_rank_0(lambda: places)
+    # Modules that rank 0 does not have stay as they are.
     moved = [name for name, here in places.items() if here != first.get(name, here)]
     sequences = [
         name
@@ -283,6 +299,7 @@ def _order_as_on_rank_0(model: nn.Module) -> None:
     for name in moved:
         module = model.get_submodule(name)
         registries: tuple[dict[str, Any], ...] = (module._modules, module._parameters)
+        # Taken out and put in again, key by key, entries end in this order.
         for registry, order in zip(registries, first[name], strict=True):
             for key in [key for key in order if key in registry]:
                 registry[key] = registry.pop(key)
@@ -295,6 +312,7 @@ def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:
     Raises:
         ValueError: ranks step other parameters. On all ranks.
     """
+    # Names are compared, because tensors of several ranks cannot be.
     names = {}
     for number, model in enumerate(models):
         for name, parameter in model.module.named_parameters():
@@ -313,6 +331,8 @@ def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:
     by_rank = lists_of_all_ranks(own)
     if by_rank is None:
         return
+    # Ranks of one pipeline stage hold the same layers; the first of them is the
+    # measure.
     stage = models[0].mesh.stage
     stages = of_all_ranks(stage)
     for rank, theirs in enumerate(by_rank):
@@ -323,6 +343,7 @@ def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:
     for group, order, here in zip(
         optimizer.param_groups, by_rank[stages.index(stage)], own, strict=True
     ):
+        # Positions in the first rank's groups.
         place = {name: number for number, name in enumerate(order)}
         pairs = sorted(
             zip(here, group["params"], strict=True), key=lambda pair: place[pair[0]]

@@ -52,6 +52,7 @@ class Sharding(Subject):
             ValueError: dtypes that lose gradients, or that a pre-sharded model cannot
                 have.
         """
+        # In this order: each of them reads what the ones before have resolved.
         _refuse_casts_of_complex(draft)
         draft.masters = _settle_masters(draft)
         draft.gathers = _settle_gathering(draft)
@@ -63,6 +64,7 @@ class Sharding(Subject):
     def machine(self) -> Iterator[Finding]:
         """Look whether the device computes in bfloat16."""
         if torch.cuda.is_available():
+            # bfloat16 in tensor cores came with Ampere (compute capability 8.0).
             capable = torch.cuda.get_device_capability() >= (8, 0)
             found = "yes" if capable else "needs 8.0"
             yield Finding.unless(
@@ -72,6 +74,7 @@ class Sharding(Subject):
     def describe(self, plan: Plan, made: Any) -> list[str]:
         """Return lines about the nodes, the layout, the units, and what is
         replicated."""
+        # With pipeline stages the line is of one stage; all have the same layout.
         layout, degree = plan.layout, plan.shard_degree
         replicas = (
             "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
@@ -102,14 +105,17 @@ def _settle_gathering(draft: ModelDraft) -> bool:
         where it shows split parameters to their layers.
     """
     layout, knobs = draft.layout, draft.knobs
+    # Split layers and stages have FSDP2 show their parameters, whatever the degree.
     is_cut = layout.size(*INNER, Axis.PIPELINE) > 1
     if draft.given is not None or is_cut or layout.size(*PARTITION) > 1:
         return True
+    # FSDP2 is also what casts parameters and inputs.
     casts = knobs.param_dtype is not None and draft.precision.cast_forward_inputs
     kept = "parameters" if keeps_parameters(knobs) else "shards"
     if knobs.keep_between_micro_batches == "gradients":
         why = "shard_degree=1: nothing is reduced inside a partition group"
         draft.settle("keep_between_micro_batches", kept, why)
+    # One of its other services is needed.
     if (
         casts
         or draft.masters
@@ -137,6 +143,7 @@ def _settle_optimizer_shard(draft: ModelDraft) -> None:
 def _settle_by_model(draft: ModelDraft) -> None:
     """Settle what the model alone decides: which modules ranks may leave out, and
     whether anything is to be initialised."""
+    # "auto" is what the model's shapes tell.
     shapes = draft.shapes
     if draft.knobs.units.optional == "auto":
         names = shapes.units.optional
@@ -155,6 +162,7 @@ def settle_precision(draft: ModelDraft) -> None:
     """Resolve ``param_dtype="auto"`` by the trainer's precision, and leave skipped
     steps to a gradient scaler."""
     precision = draft.precision
+    # Complex parameters have no half precision to be computed in.
     if (
         draft.knobs.param_dtype == "auto"
         and precision.param_dtype is not None
@@ -188,12 +196,14 @@ def _refuse_casts_of_complex(draft: ModelDraft) -> None:
         ValueError: knobs that do, or half precision weights beside them, whose
             gradients are added up in float32.
     """
+    # Phase 1: what is there to lose.
     names, knobs = _complex_names(draft), draft.knobs
     half = [
         parameter.name
         for parameter in draft.shapes.parameters
         if parameter.dtype in HALF and parameter.trainable
     ]
+    # Phase 2: knobs that cast, with what to write instead.
     casts = {
         f"param_dtype={knobs.param_dtype!r}": (
             knobs.param_dtype is not None,
@@ -217,6 +227,7 @@ def _refuse_casts_of_complex(draft: ModelDraft) -> None:
             f"state_offload='optimizer' steps by torch's fused kernels, which take no complex parameters ({names[0]}); "
             "write state_offload='all', or leave it out"
         )
+    # Phase 3: the first of them is refused.
     for what, (is_there, instead) in casts.items():
         if names and is_there:
             raise ValueError(
@@ -239,6 +250,7 @@ def _settle_reduce_dtype(draft: ModelDraft) -> None:
             "allowed: 'auto', 'float32', 'bfloat16'"
         )
     if asked == "auto":
+        # Gradients come in the dtype that is computed in.
         gathered = dtype_of(draft.knobs.param_dtype)
         if gathered in HALF or (
             gathered is None and any(p.dtype in HALF for p in draft.shapes.parameters)
@@ -320,6 +332,7 @@ def _settle_stored_dtype(draft: ModelDraft) -> bool:
     """Decide whether parameters with masters over the world are stored in what they
     compute in. Not where that would lose digits: FP8 weights are quantised from stored
     ones, host masters are read from them."""
+    # Phase 1: are there masters over the world, and does nothing else read the weights?
     knobs, shapes = draft.knobs, draft.shapes
     dtype = dtype_of(knobs.param_dtype)
     over_world = (
@@ -327,6 +340,7 @@ def _settle_stored_dtype(draft: ModelDraft) -> bool:
     )
     if not over_world or _quantises_stored(knobs) or knobs.state_offload == "optimizer":
         return False
+    # Phase 2: is there a float32 weight in a unit that is stepped by a master?
     of_units = [
         shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters
     ]

@@ -305,9 +305,9 @@ def require_internals() -> None:
     that is newer than those tested.
 
     Raises:
-        # Missing names are fatal, an untested version is only worth a line.
         RuntimeError: in words, with what to install.
     """
+    # Missing names are fatal; a version that was never tested is worth a line.
     missing = missing_internals()
     newest = TESTED_TORCH[-1]
     tested = f"torch-smp is tested with torch {', '.join(TESTED_TORCH)}"

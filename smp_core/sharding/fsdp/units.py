@@ -382,6 +382,7 @@ class ShardedUnit:
         """Return the bytes of the unit's unsharded parameters that are there now."""
         return sum(storage.nbytes() for storage in self._gathered_storages())
 
+    # FSDP2 offloads all parameters of a unit, or none.
     def gathered_addresses(self) -> set[int]:
         """Return where the unsharded parameters are in memory."""
         return {storage.data_ptr() for storage in self._gathered_storages()}
@@ -395,7 +396,6 @@ class ShardedUnit:
 
     def beside_parameters(self, flat: torch.Tensor) -> torch.Tensor:
         """Bring ``flat`` to the device of the sharded parameters: another one where
-        # FSDP2 moves all parameters of a unit, or none.
         they are offloaded, and then possibly still on its way."""
         parameters = self.parameters()
         return flat.to(parameters[0].device, non_blocking=True) if parameters else flat

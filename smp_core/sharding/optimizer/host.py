@@ -102,7 +102,7 @@ class _HostParameter:
         rounded master: it is the newer one."""
         if self.low is None:
             return
-        # A loaded master is newer than both; it comes once.
+        # A master that was loaded is newer than both values.
         master, low = local_of(self.stepped), local_of(self.low)
         loaded = take_loaded(self.parameter)
         if loaded is not None:

@@ -103,7 +103,6 @@ def materialize(
         classes_before_sharding(model),
     ):
         _Materialization(model, device, seed, init_fn).run()
-    # Values are in place now: host tensors have gone, one module at a time.
     # Moves what was real before, and makes every FSDP unit adopt (and pad, for uneven
     # rows) its new local tensors now instead of in the first forward: references taken
     # by optimizers in between stay valid.
@@ -118,8 +117,8 @@ class _Attempt:
     level: int = _RESET
     lent: dict[Slot, Tensor] = field(default_factory=dict)
     # Read, but may not be written from here.
-    # How often each lent tensor had been written when it was lent.
     scratch: dict[Slot, Tensor] = field(default_factory=dict)
+    # Counts of writes into lent tensors, as last looked at.
     versions: dict[Slot, int] = field(default_factory=dict)
     # Levels at which a tensor was written, and last looked at.
     written_at: dict[Slot, int] = field(default_factory=dict)
