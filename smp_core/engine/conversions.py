@@ -87,8 +87,12 @@ from smp_core.sharding.fsdp import (
     passing_by,
     shard_units,
 )
-from smp_core.sharding.gradients import AccumulationWindow, Window
-from smp_core.sharding.optimizer import WorldSharding, drop_with_zero_grad
+from smp_core.sharding.gradients import (
+    AccumulationWindow,
+    Window,
+    drop_with_zero_grad,
+)
+from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.weights import (
     CastParameters,
     broadcast_from_rank_0,

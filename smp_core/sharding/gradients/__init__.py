@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         require_same_collectives as require_same_collectives,
     )
     from smp_core.sharding.gradients.received_gradients import Told as Told
-    from smp_core.sharding.gradients.window import Window as Window
+    from smp_core.sharding.gradients.window import (
+        Window as Window,
+        drop_with_zero_grad as drop_with_zero_grad,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

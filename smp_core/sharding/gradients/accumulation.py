@@ -86,7 +86,6 @@ _windows: weakref.WeakKeyDictionary[AccumulationWindow, None] = (
 )
 """In the order in which they were made, which is the same on all ranks."""
 
-
 _UNHEARD = (
     "a backward pass has left gradients in {unit} and did not come through it: its output is a view that was written "
     "into behind it, of which FSDP2 loses sight. Write x = x + y for x += y, or return x.clone() from it."
@@ -134,17 +133,14 @@ class AccumulationWindow:
         replicated = []
         for names in plan.replicated_parameters:
             replicated.append({name: by_name[name] for name in names})
-        # With pipeline stages, parameters of the others too: all stages end a window
-        # alike.
+        # With pipeline stages all parameters count: stages end a window together.
         self._of_all_stages = list(by_name.values()) if mesh.pipeline_degree > 1 else []
         self._model = model
         self._on_close = traffic.step_done
         self._calls = calls
-        # Options, as the plan resolved them.
         self._kept = knobs.keep_between_micro_batches
         self._keep_gathered = plan.keeps_parameters
         self._hold_gradients = plan.keeps_gradients
-        # Some warnings can be given only when the first window ends.
         self._first_window = True
         self._stored_as_gathered = plan.dtypes.stored_as_gathered
         self._over_world = knobs.optimizer_shard == "world"
@@ -155,8 +151,7 @@ class AccumulationWindow:
         # It tells collectives of a forward from those of a backward pass.
         self._issued = traffic.issued
         self._issued.backward_pass = backward_pass
-        # Units and plain parameters have windows of their own; both report a pass that
-        # reaches them.
+        # Units and plain parameters report each pass that reaches them.
         self._units = [
             UnitWindow(unit, traffic.route_of(unit), mesh, self._queue_end)
             for unit in units
@@ -169,7 +164,6 @@ class AccumulationWindow:
             self._queue_end,
             mesh,
         )
-        # Whether the next backward pass is the window's last.
         self._last = True
         # The outermost pass that comes through the model; None between passes.
         self._running_pass: int | None = None
@@ -187,15 +181,13 @@ class AccumulationWindow:
         self._took_part = False
         # Whether a veto has dropped a micro-batch: the window's other ones go with it.
         self._gave_up = False
-        # Inside batch_in_stages, at whose end all stages close the micro-batch
-        # together.
+        # Inside batch_in_stages, which closes a micro-batch for all stages together.
         self._in_stages = False
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
         # Whether micro-batches are closed for hooks of parameters, as all ranks knew
         # when they last compared.
         self._closes_each = bool(self._hooked())
-        # FSDP2 hands each unit's sum over the partition group to the window.
         for each in self._units:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
         _windows[self] = None
@@ -206,13 +198,11 @@ class AccumulationWindow:
         trainable now can be trained."""
         if self.world is None:
             self._refuse_hooks_that_follow(self._hooked())
-            # Units scatter their sums over replicas.
             made = [
                 each.make_masters(on_host, self._stored_as_gathered)
                 for each in self._units
             ]
-            # Without a partition group all parameters are replicated, and scattered in
-            # groups.
+            # Without a partition group it is replicated parameters that are scattered.
             plain = (
                 self._replicated.shard_over_world(on_host)
                 if self._mesh.shard_degree == 1
@@ -255,7 +245,6 @@ class AccumulationWindow:
     def held(self) -> list[torch.Tensor]:
         """List the partial sums, unsharded gradients and masters' gradients: what no
         parameter's ``.grad`` shows."""
-        # Sums on the device first, then what masters have of complete ones.
         found = [tensor for each in self._units for tensor in each.held()]
         for shard in [] if self.world is None else self.world.shards:
             found += shard.gradients()
@@ -324,8 +313,7 @@ class AccumulationWindow:
             self._close()
             self._gave_up = False
             return
-        # A pass that no hook has heard of: its gradients would miss the step in
-        # silence.
+        # No hook has heard of that pass: in silence its gradients would miss the step.
         for each in self._units:
             if each.unit.unsharded_gradients() and not each.unit.is_passed_by:
                 raise ValueError(_UNHEARD.format(unit=each.unit.name or "the model"))
@@ -408,8 +396,7 @@ class AccumulationWindow:
         for each in self._units:
             each.complete()
         self._send_complete()
-        # Phase 2: ranks tell each other what they have, and that they mean the same by
-        # it.
+        # Phase 2: ranks compare what they have, and whether they mean the same by it.
         attached = [
             name
             for name, parameter in self.attached().items()
@@ -426,8 +413,7 @@ class AccumulationWindow:
         with here.waiting("the window's end"):
             told.wait()
             diverged = told.divergence()
-        # What other replicas have sent has to arrive first, or the next window's sums
-        # meet it.
+        # What replicas have sent arrives first: the next window's sums would meet it.
         if diverged is not None:
             self._await_sums()
             self._drop_gradients()
@@ -452,8 +438,7 @@ class AccumulationWindow:
             self._replicated.wait()
             self._drop_gradients()
             return
-        # A rank that lacks a gradient reads what the others received; for the rest this
-        # would only wait for the device.
+        # Only a rank that lacks some gradient reads the flags: that waits for the device.
         seen = None if received_all(self._units, self._replicated) else told.received()
         if hooked:
             # Hooks issue collectives of their own, in one order on all ranks.
@@ -474,12 +459,10 @@ class AccumulationWindow:
         whether any rank has a gradient of it; None: any rank has one of each."""
         means: list[tuple[UnitWindow, torch.Tensor, Sequence[bool] | None]] = []
         position = 0
-        # Terms of the loss that are made of shards: equal on all replicas, they are not
-        # divided.
+        # Gradients of terms that are made of shards are means already.
         for each in self._units:
             each.take_own_gradients()
-        # All means are begun before the first is used: copies to the host run
-        # meanwhile.
+        # All means are begun before one is used: copies to the host run meanwhile.
         for each in self._units:
             count = len(each.unit.parameters())
             of_unit = None if seen is None else seen[position : position + count]
@@ -505,11 +488,9 @@ class AccumulationWindow:
         """Drop the window's gradients, held and closed: nothing of it reaches the next
         step, also when a forward or backward pass failed in the middle (on all ranks).
         Unsharded parameters are resharded. Collective."""
-        # Messages in flight have to be matched on every rank before their sums are
-        # dropped.
+        # Messages in flight are matched on every rank before their sums are dropped.
         self._await_sums()
         here.end_window(measured=False)
-        # Then what the interrupted call and its pass have left in FSDP2.
         self._calls.forget()
         forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
@@ -535,8 +516,7 @@ class AccumulationWindow:
             id(self._replicated.parameters[name])
             for name in self._replicated.taking_part()
         }
-        # Parameters of other stages count as well, so that all stages end the window
-        # together.
+        # Parameters of other stages count, so that all stages end the window together.
         held |= {
             id(parameter)
             for parameter in self._of_all_stages
@@ -563,8 +543,7 @@ class AccumulationWindow:
         parameters."""
         parameters = list(parameters)
         self.drop(parameters, set_to_none)
-        # Gradients of a closed window are the masters', whom a module's zero_grad does
-        # not know.
+        # A closed window's gradients are the masters', which no module knows.
         for stepped in [] if self.world is None else self.world.stepped(parameters):
             if set_to_none or stepped.grad is None:
                 stepped.grad = None
@@ -586,7 +565,6 @@ class AccumulationWindow:
     def _say_what_had_no_effect(self) -> None:
         """Warn once, at the end of the first window: only then it is known how many
         micro-batches there are."""
-        # What the option saves is saved by a window's second micro-batch.
         saved = ["gathers"] * self._keep_gathered + [
             "reductions"
         ] * self._hold_gradients
@@ -604,8 +582,7 @@ class AccumulationWindow:
             )
 
     def _forget(self) -> None:
-        # What the optimizer steps has to be sharded: gathered weights would be those of
-        # before the step.
+        # Gathered weights would be those of before the optimizer step.
         if self._keep_gathered:
             reshard(each.unit.module for each in self._units)
         for each in self._units:
@@ -622,7 +599,7 @@ class AccumulationWindow:
 
         @torch.no_grad()
         def hook(reduced: torch.Tensor) -> None:
-            # A reduction by hand belongs to no pass whose end could be awaited.
+            # A reduction by hand belongs to no pass.
             if not self._reducing_held:
                 self._queue_end()
             each.add(reduced)
@@ -630,8 +607,7 @@ class AccumulationWindow:
             # are not counted.
             if self._last and not self._is_nested and each.pass_is_over():
                 each.complete()
-                # If the pass also comes through a model made earlier, that one's sums
-                # go first, at its end.
+                # Sums of a model that was made earlier go first, if the pass has one.
                 if self._is_first:
                     self._send_complete()
 
@@ -640,7 +616,6 @@ class AccumulationWindow:
     def _comes_after_another(self) -> bool:
         """Return whether the backward pass that runs comes through a model of this mesh
         that was made earlier."""
-        # All ranks have made the models in this order.
         earlier = itertools.takewhile(lambda window: window is not self, _windows)
         return any(
             window._takes_part() for window in earlier if window._mesh is self._mesh
@@ -685,8 +660,7 @@ class AccumulationWindow:
         for each in self._units:
             each.end_of_pass()
         self._replicated.end_of_pass()
-        # The window ends, or only this micro-batch where hooks want its gradients, or
-        # it goes on.
+        # The window ends; or only the micro-batch, for hooks; or both go on.
         if self._last:
             self.close()
         elif not self._in_stages and (self._closes_each or self._hooked()):
@@ -699,7 +673,6 @@ class AccumulationWindow:
         through, or of all if there was none."""
         self._reducing_held = True
         try:
-            # The hook is told by this flag that no pass runs.
             for each in self._units:
                 if each.unit.awaits_reduction:
                     each.unit.reduce_held()
@@ -709,11 +682,9 @@ class AccumulationWindow:
     def _await_sums(self) -> None:
         """Wait for every sum that any replica has sent, with zeros from this rank where
         it sent none: they would meet sums of the next window."""
-        # One replica sends nothing.
         if self._mesh.replicate_degree == 1 or not self._units:
             return
-        # A size of 0: this rank has sent nothing. The maximum tells what any replica
-        # sent.
+        # The maximum of sizes tells which sums any replica has sent.
         flying = [each.flat if each.is_in_flight else None for each in self._units]
         sizes = [0 if flat is None else flat.numel() for flat in flying]
         sent = torch.tensor(sizes, device=self._mesh.device)
@@ -733,8 +704,7 @@ class AccumulationWindow:
             if each.is_complete:
                 each.send()
             elif each.window_slots():
-                # It may still grow. Those behind it wait, because all replicas send in
-                # one order.
+                # It may still grow, and those behind it wait: one order on all replicas.
                 return
             self._next += 1
 
@@ -744,8 +714,6 @@ class AccumulationWindow:
         for each, held in zip(
             self._units[self._next :], held_somewhere[self._next :], strict=True
         ):
-            # Told of by all ranks: the ones that no rank has a sum of are left out
-            # everywhere.
             if held:
                 each.send()
         self._next = len(self._units)

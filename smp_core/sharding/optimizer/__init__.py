@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         register_tensorwise as register_tensorwise,
     )
     from smp_core.sharding.optimizer.prepared import (
-        drop_with_zero_grad as drop_with_zero_grad,
         prepare_optimizer as prepare_optimizer,
     )
     from smp_core.sharding.optimizer.shards import (

@@ -15,9 +15,6 @@ parameters are added or states are loaded or saved, its groups are looked at aga
 
 With ``state_offload="optimizer"`` it steps on the host
 (:mod:`smp_core.sharding.optimizer.host`).
-
-``zero_grad`` of modules drops what an open window holds of their parameters too, as an
-optimizer's does.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -100,8 +96,7 @@ class Prepared:
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Zero gradients, and drop what open windows hold of the parameters, as would
         be done without a window."""
-        # Gradients are the masters' where there are any: torch's zero_grad has to see
-        # those.
+        # torch's zero_grad has to see masters, where those have the gradients.
         with _masters_in_groups(self):
             for window in self._smp_homes.windows:
                 window.drop(
@@ -123,8 +118,7 @@ class Prepared:
             for group in self.param_groups
             for parameter in group["params"]
         }
-        # Torch's own checks come first. Ours may still refuse the group, which is then
-        # taken out again.
+        # Torch's own checks come first; a group that ours refuse is taken out again.
         self._smp_unprepared.add_param_group(self, param_group)
         try:
             meet(
@@ -148,8 +142,6 @@ class Prepared:
         ``optimizer_shard="world"``."""
         with _masters_in_groups(self):
             state: dict[str, Any] = self._smp_unprepared.state_dict(self)
-            # Each rank has states of its part alone; checkpoints want them like
-            # parameters.
             for world in self._smp_homes.worlds:
                 state = world.full_state(self, state)
         return state
@@ -201,8 +193,7 @@ class Homes:
 
     def close_windows(self, optimizer: Optimizer) -> None:
         """Complete the gradients before the optimizer steps. Collective."""
-        # A parameter of no unit may have been attached since sharding. The window then
-        # asks the other ranks, whatever it holds itself.
+        # What is of no unit was attached since: the window asks the other ranks, too.
         strange = not self._owns_all(optimizer)
         for window in self.windows:
             window.close()
@@ -295,7 +286,6 @@ class Homes:
             return
         self.find_parameters()
         for model in self._models:
-            # Parameters that sharding has replaced since the groups were made.
             replaced = model.replaced
             old = [
                 p
@@ -303,8 +293,7 @@ class Homes:
                 for p in group["params"]
                 if replaced.current(p) is not p
             ]
-            # States are found by the parameter itself, so they are taken out before
-            # groups change.
+            # States are found by the parameter, and taken out before it changes.
             states = [
                 (parameter, optimizer.state.pop(parameter))
                 for parameter in old
@@ -314,7 +303,6 @@ class Homes:
                 group["params"] = [
                     replaced.current(parameter) for parameter in group["params"]
                 ]
-            # States of whole tensors become those of this rank's shards.
             if old:
                 optimizer.state.update(
                     replaced.current_states(states, model.mesh.device)
@@ -327,8 +315,7 @@ class Homes:
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         strangers: dict[int, list[str]] = {}
         for number, group in enumerate(optimizer.param_groups):
-            # Attached parameters are left to the window, whose error has their own
-            # remedy.
+            # The window refuses attached ones, with another remedy.
             strange = [
                 p
                 for p in group["params"]
@@ -358,8 +345,7 @@ class Homes:
                     group["params"],
                     world.stepped(group["params"]),
                 )
-                # A state like the whole parameter, made before there were masters, is
-                # cut to this rank's part.
+                # A state from before there were masters is cut to this rank's part.
                 for old, new in zip(before, group["params"], strict=True):
                     if new is not old and old in optimizer.state:
                         optimizer.state[new] = world.part_of_state(
@@ -405,8 +391,7 @@ class Homes:
             master = state.get(number, {}).pop(MASTER, None)
             if master is None:
                 continue
-            # Half precision weights come from the checkpoint as they are; their masters
-            # are finer.
+            # Half precision weights are loaded by themselves: masters are only finer.
             if parameter.dtype == torch.float32:
                 local_of(parameter).copy_(local_of(master))
             for world in self.worlds:
@@ -429,8 +414,7 @@ class Homes:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ):
-            # Masters of a part have had gradients of their own dtype since they were
-            # made.
+            # Masters of a part have had a grad_dtype since they were made.
             if (
                 master_dtype(parameter) != parameter.dtype
                 and model_parameter(parameter) is parameter
@@ -442,8 +426,7 @@ class Homes:
         :class:`OnHost` does that itself), and in all of them for ``zero_grad``, which
         goes by the defaults."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
-        # Parameters themselves live in host memory: flags that were meant for the
-        # device give way.
+        # Parameters live in host memory, where other kernels run than on the device.
         for group in [] if stepped_there else optimizer.param_groups:
             if _are_mixed(held(group)):
                 asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
@@ -546,8 +529,7 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     for model in models:
         if model.config.optimizer_shard == "world":
             require_elementwise(optimizer)
-            # Masters are made once for a model, whose parameters several optimizers may
-            # step.
+            # Made once for a model, whose parameters several optimizers may step.
             first = model.window.world is None
             model.window.shard_over_world(on_host=host).follow_parameters()
             if first:
@@ -722,38 +704,3 @@ def _are_mixed(parameters: Iterable[Tensor]) -> bool:
         for parameter in parameters
     }
     return len(meshes) > 1
-
-
-Drop = Callable[[Iterable[Tensor], bool], None]
-
-
-def drop_with_zero_grad(model: nn.Module, drop: Drop) -> None:
-    """Let ``zero_grad`` of the model and of every module in it call ``drop``
-    (parameters, set_to_none) first."""
-    for module in model.modules():
-        module.zero_grad = _ZeroGrad(module, drop)  # type: ignore[method-assign]
-
-
-class _ZeroGrad:
-    """A method of the instance, because every module of the model has one and their
-    classes are not ours. It copies and pickles as the plain method of the copy."""
-
-    def __init__(self, module: nn.Module, drop: Drop) -> None:
-        self._module, self._drop = module, drop
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        """Reset gradients of all the module's parameters, held by the open window or
-        not."""
-        self._drop(self._module.parameters(), set_to_none)
-        _plain(self._module)(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        # The copied module is in memo already; it has torch's own method.
-        return _plain(memo[id(self._module)])
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _plain, (self._module,)
-
-
-def _plain(module: nn.Module) -> Callable[..., None]:
-    return types.MethodType(type(module).zero_grad, module)
