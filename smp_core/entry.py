@@ -43,6 +43,7 @@ from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
 
+# Degrees that decide which rank holds which shard, for states that are kept in memory.
 _DECIDES_SHARDS = (
     "shard_degree",
     "pipeline_parallel_degree",
@@ -92,12 +93,15 @@ def parallelize(
         RuntimeError: this torch lacks something of FSDP2 that is needed
             (:func:`require_internals`).
     """
-    # Look.
+    # Phase 1, look: which torch, machine and model this is. Names that are missing are
+    # found before anything changes.
     device = torch.device(device) if mesh is None else mesh.device
     topology = topology or (Topology.discover() if mesh is None else mesh.topology)
     require_internals()
     given = given_sharding(model)
     observe = Cluster.observer(topology, device)
+    # A further model goes on with the first one's degrees; plan="auto" is for the
+    # first.
     if mesh is not None and (asked.shard_degree == "auto" or asked.plan is not None):
         asked = _as_before(asked, mesh)
     elif asked.plan is not None and given is None:
@@ -108,8 +112,9 @@ def parallelize(
             RunningStep(device, entry, precision, accumulated, tuple(optimizers)),
         )
 
-    # Decide, and agree.
+    # Phase 2, decide, on every rank by itself, and agree on what came out.
     def decided(asked: SmpConfig) -> Plan:
+        # What observing or deciding refuses is raised on all ranks: see agreed().
         shapes = _shapes_of(model, asked, entry)
         if asked.shard_degree == "auto":
             return decide_with_smallest_degree(
@@ -118,6 +123,7 @@ def parallelize(
         return decide(shapes, asked, observe(), precision=precision)
 
     def settle() -> Plan:
+        # What came sharded names its own units and degrees.
         if given is not None:
             shapes = Shapes.with_units(model, given_units(model))
             return decide(shapes, asked, observe(), given=given, precision=precision)
@@ -130,6 +136,7 @@ def parallelize(
             # Experts that stay with their layers are no units.
             why = plan.knobs.why("expert_parallel_degree")
             plan = decided(asked.with_resolved("expert_parallel_degree", 1, why))
+        # Stages are run once, whole against parts, before anything is left out.
         if plan.stages is not None:
             rehearse(model, plan.stages)
         return plan
@@ -137,7 +144,7 @@ def parallelize(
     plan = agreed(
         asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words
     )
-    # Mesh, and do.
+    # Phase 3, the process groups of the layout, and Phase 4, do it.
     if mesh is None:
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:
@@ -196,6 +203,7 @@ def memory_tier(
             all ranks.
     """
     layout = ", ".join(f"{knob}={getattr(asked, knob)!r}" for knob in _DECIDES_SHARDS)
+    # Ranks that only pose as nodes share one memory.
     posed = RANKS_PER_NODE_VARIABLE in os.environ
     return MemoryTier(
         asked.checkpoint.memory_every_n_steps,
@@ -220,7 +228,8 @@ def _planned(
     step: RunningStep,
 ) -> SmpConfig:
     """Return the knobs with those that rank 0 plans. Collective."""
-    # A knob that only another rank was given would be planned over.
+    # Ranks first compare what they were given: a knob that only another rank was given
+    # would be planned over.
     agreed(asked, lambda: True)
     with long_wait("planning (plan='auto')", here=is_rank_0()):
         decision = of_rank_0(lambda: plan_run(model, asked, observe(), step))
@@ -234,6 +243,7 @@ def _as_before(asked: SmpConfig, mesh: SmpMesh) -> SmpConfig:
     open. A further model is not planned."""
     before = "as the model before"
     degrees = {"shard_degree": mesh.shard_degree}
+    # Of a planned run all degrees were open, not the shard degree alone.
     if asked.plan is not None:
         degrees["context_parallel_degree"] = mesh.context_degree
         degrees["tensor_parallel_degree"] = mesh.tensor_degree

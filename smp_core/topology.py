@@ -53,7 +53,7 @@ class Topology:
     node_names: tuple[str, ...]
 
     def __hash__(self) -> int:
-        # Of all ranks it would take long.
+        # Fields are compared in full. A hash of all ranks would take long.
         return hash((len(self.nodes), self.node_names[0]))
 
     def __post_init__(self) -> None:
@@ -66,6 +66,8 @@ class Topology:
                 f"nodes={self.nodes} and node_names={self.node_names} do not describe a cluster; "
                 "give at least one node, one name for each node, and at least one rank on each"
             )
+        # Every rank once, on nodes of one size, numbered node by node: groups are
+        # consecutive ranks.
         ranks = [rank for node in self.nodes for rank in node]
         if sorted(ranks) != list(range(len(ranks))):
             raise ValueError(
@@ -113,11 +115,13 @@ class Topology:
         # What reads a topology from a log does not need torch.
         import torch.distributed as dist
 
+        # A process by itself is a node with one rank.
         if not (dist.is_available() and dist.is_initialized()):
             return cls(((0,),), (socket.gethostname(),))
         reports: list[RankReport] = [
             RankReport.of_this_process()
         ] * dist.get_world_size(group)
+        # Everybody judges the same reports, so that errors are raised on all ranks.
         dist.all_gather_object(reports, RankReport.of_this_process(), group=group)
         topology, warnings = topology_of_reports(reports)
         if dist.get_rank(group) == 0:
@@ -158,6 +162,7 @@ class Topology:
         """
         if stages == 1:
             return self
+        # Stages that fill nodes, or divide one evenly.
         fitting = [
             n
             for n in divisors(self.world_size)
@@ -168,6 +173,7 @@ class Topology:
                 f"pipeline_parallel_degree={stages} does not cut {self.num_nodes} x {_ranks(self.ranks_per_node)} into "
                 f"stages of whole nodes or of equal parts of a node; allowed: {listed(fitting)}"
             )
+        # What one stage sees: its own ranks, counted from 0.
         size = self.world_size // stages
         return Topology.uniform(size, min(size, self.ranks_per_node))
 
@@ -219,6 +225,7 @@ class Topology:
             ValueError: the degree does not divide the world, or its groups would
                 straddle nodes unevenly.
         """
+        # Nodes are even, so that both words fit always.
         if requested == "node":
             return self.ranks_per_node
         if requested == "world":
@@ -247,6 +254,7 @@ class Topology:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         width = max(len(name) for name in self.node_names)
         lines = [f"{nodes} x {_ranks(self.ranks_per_node)}"]
+        # Eight nodes are shown in full, of more the first four and the last three.
         shown = list(zip(self.node_names, self.nodes, strict=True))
         if len(shown) > 8:
             shown = [*shown[:4], *shown[-3:]]
@@ -293,6 +301,7 @@ class RankReport:
     @classmethod
     def of_this_process(cls) -> RankReport:
         """Make the report of the calling process."""
+        # Where there is no such file the hostname alone tells hosts apart.
         try:
             boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:
@@ -318,11 +327,13 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
     """
     found = _found_nodes(reports)
     posed = _posed_ranks_per_node(reports)
+    # Found nodes are used unless the variable poses as others.
     if posed is None:
         names = _distinct_names([reports[ranks[0]] for ranks in found])
         topology = Topology(tuple(map(tuple, found)), names)
         return topology, _misfits(topology, reports)
     topology = Topology.uniform(len(reports), posed)
+    # Posed nodes are not refused, but may be a mistake.
     for node in topology.nodes:
         hosts = {reports[rank].hostname for rank in node}
         if len(hosts) > 1:
@@ -334,6 +345,7 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
 
 def _found_nodes(reports: Sequence[RankReport]) -> list[list[int]]:
     nodes: dict[tuple[str, str], list[int]] = {}
+    # In the order in which ranks appear, which the topology checks.
     for rank, report in enumerate(reports):
         nodes.setdefault((report.hostname, report.boot_id), []).append(rank)
     return list(nodes.values())
@@ -341,6 +353,7 @@ def _found_nodes(reports: Sequence[RankReport]) -> list[list[int]]:
 
 def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
     values = [report.ranks_per_node for report in reports]
+    # Each value is judged on all ranks alike, as text.
     if len(set(values)) > 1:
         raise ValueError(
             f"{RANKS_PER_NODE_VARIABLE} differs between ranks ({by_rank(values)}); export the same value to all of them"
@@ -383,6 +396,7 @@ def _distinct_names(reports: Sequence[RankReport]) -> tuple[str, ...]:
 
 def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:
     warnings = []
+    # Launchers set these; they may know less than what was found.
     sizes = {
         report.local_world_size
         for report in reports
@@ -399,6 +413,7 @@ def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:
             for rank in ranks
             if reports[rank].local_rank is not None
         ]
+        # One warning is enough: the second has the same reason.
         if not warnings and len(set(local)) < len(local):
             warnings.append(
                 f"{_span(ranks)} on node {name} have LOCAL_RANK {listed(map(str, local))}; ranks of a node with "

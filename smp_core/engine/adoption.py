@@ -48,12 +48,14 @@ def adopt_sharded_model(
     Raises:
         ValueError: partition groups other than the mesh's.
     """
+    # Groups of other ranks would need the shards to be dealt anew.
     if list(mesh.shard_ranks) != list(given.ranks):
         raise ValueError(
             f"shard_degree={mesh.shard_degree}, but the model came sharded over ranks {list(given.ranks)}; allowed: "
             f"shard_degree={given.degree} with consecutive ranks, or 'auto'"
         )
     knobs = plan.knobs
+    # Phase 1: what the model computes, in the order of parallelize_model().
     change_this_process(mesh)
     replaced = ReplacedParameters(model)
     if knobs.chunked_cross_entropy is not None:
@@ -62,7 +64,7 @@ def adopt_sharded_model(
         mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter
     )
     routers = balance_where_asked(model, mesh, plan, meter)
-    # What FSDP2 does not manage: rank 0's, on the device.
+    # Phase 2: what FSDP2 does not manage gets rank 0's values, on the device.
     plain = [
         parameter
         for parameter in model.parameters()
@@ -78,7 +80,7 @@ def adopt_sharded_model(
         else deal_experts(model, mesh, plan, meter)
     )
     traffic = Traffic(mesh, meter, plan)
-    # On a 2-D mesh torch adds up across replicas itself.
+    # Phase 3 on a 2-D mesh: torch adds up across replicas itself.
     if given.two_dimensional:
         torchs = NativeWindow(model)
         follow_window(model, torchs)
@@ -95,7 +97,8 @@ def adopt_sharded_model(
             traffic,
             routers=routers,
         )
-    # On a 1-D mesh each partition group was sharded by itself.
+    # Phase 3 on a 1-D mesh: each partition group was sharded by itself, and may hold
+    # values of its own.
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, plan.units, traffic, meshes)
     explain_uncalled(units)
@@ -120,6 +123,7 @@ def adopt_sharded_model(
 
 @torch.no_grad()
 def _first_replicas_weights(model: nn.Module, mesh: SmpMesh) -> None:
+    # A replica by itself has nothing to be alike with.
     if mesh.replicate_degree == 1:
         return
     for parameter in model.parameters():

@@ -53,6 +53,7 @@ def _degrees(asked: SmpConfig, topology: Topology) -> list[int]:
     """Return the allowed shard degrees, in order."""
     stage = topology.of_stage(asked.pipeline_parallel_degree)
     require_tensor_degree(asked, stage)
+    # Tensor ranks count as one; context ranks are inside of a partition group.
     groups = stage.of_groups(inner_degree(asked))
     context = asked.context_parallel_degree
     degrees = [
@@ -90,7 +91,8 @@ def plans_of_all_degrees(
                     precision=precision,
                 )
             )
-        except ValueError as error:  # e.g. reshard_after_forward=4 of two ranks
+        except ValueError as error:
+            # A rule refuses this degree (reshard_after_forward=4 of two ranks, say).
             refused.append(error)
     if not plans:
         raise refused[-1]
@@ -114,11 +116,13 @@ def decide_with_smallest_degree(
         ValueError: the model fits no number of ranks that there are; and what `decide`
             refuses.
     """
+    # What the optimizer keeps: given, known, or assumed.
     states = planned_states(asked.planner.optimizer, optimizers)
     chosen, why = fitting(
         plans_of_all_degrees(shapes, asked, cluster, precision), states
     )
     settled = asked.with_resolved("shard_degree", chosen.shard_degree, why)
+    # A device of unknown memory has planned nothing for an optimizer.
     if device_memory(chosen) is None:
         return decide(shapes, settled, cluster, precision=precision)
     if asked.planner.optimizer == "auto":
@@ -133,12 +137,14 @@ def decide_with_smallest_degree(
 def missed(plan: Plan, optimizers: Sequence[Optimizer]) -> str | None:
     """Return a sentence for people if these optimizers, made after the plan, would have
     led to another degree."""
+    # Only an assumption can have been wrong.
     planned = plan.optimizer
     if planned is None or planned.origin != "assumed" or not optimizers:
         return None
     found = planned_states("auto", optimizers)
     before = plan.shard_degree
     said = f'shard_degree="auto" was planned for {planned.name} and gave {before}; {found.describe()}: '
+    # Asked again as the user did, with the optimizer that was made since.
     asked = SmpConfig.from_dict(plan.knobs.to_dict())
     try:
         chosen, _ = fitting(

@@ -56,10 +56,12 @@ class RankWeights(nn.Module):
         parallel.reshard()
         if parallel.pipeline is not None:
             parallel.broadcast_buffers()  # they change on one stage
+        # What was loaded into parameters since the last step has to be in masters.
         world = _world_of(parallel)
         for shard in () if world is None else world.shards:
             shard.follow_parameters()
         stepped = parallel.stepped(parallel.module.parameters())
+        # Views, so that writing into a part writes into what the rank steps.
         self.parts = nn.ParameterList(
             nn.Parameter(local_of(each), requires_grad=False) for each in stepped
         )
@@ -80,6 +82,7 @@ class RankWeights(nn.Module):
     ) -> RankWeights:
         """Replace parts and buffers by copies in the dtypes that their names have in
         ``dtypes``, in place."""
+        # Parts are in the order of the model's parameters.
         for (name, _), part in zip(
             parallel.module.named_parameters(), self.parts, strict=True
         ):
@@ -96,6 +99,7 @@ def take_written(parallel: ParallelModel) -> None:
     """Make the model compute with the values written into its :class:`RankWeights`.
     Collective."""
     world = _world_of(parallel)
+    # Masters were written; parameters follow, then whatever is made of weights.
     for shard in () if world is None else world.shards:
         shard.update_parameters()
     parallel.reshard()
@@ -129,6 +133,7 @@ class ShardedAverage(AveragedModel):
         dtypes: Mapping[str, torch.dtype] | None = None,
         **options: Any,
     ) -> None:
+        # Tried before anything is averaged.
         for name in ("avg_fn", "multi_avg_fn"):
             if options.get(name) is not None:
                 _require_elementwise(name, options[name])
@@ -153,6 +158,7 @@ class ShardedAverage(AveragedModel):
             model: the argument that callers of ``AveragedModel`` give; taken to be the
                 sharded module.
         """
+        # The average's kernel wants both operands in one dtype.
         weights = RankWeights(self.parallel)
         super().update_parameters(weights.finer() if self._in_one_dtype else weights)
 
@@ -168,6 +174,7 @@ class ShardedAverage(AveragedModel):
         Collective with ``optimizer_shard="world"``.
         """
         parallel, averages = self.parallel, self._parts()
+        # Averages have the order of parameters.
         number_of = {
             id(parameter): i for i, parameter in enumerate(parallel.module.parameters())
         }
@@ -179,6 +186,7 @@ class ShardedAverage(AveragedModel):
         for shard in () if world is None else world.shards:
             numbers = [number_of[id(parameter)] for parameter in shard.parameters]
             parts = {i: averages[number] for i, number in enumerate(numbers)}
+            # One collective takes one dtype, and averages may have several.
             for dtype in dict.fromkeys(part.dtype for part in parts.values()):
                 together = shard.put_together(
                     {i: part for i, part in parts.items() if part.dtype == dtype}
@@ -219,6 +227,8 @@ class ShardedAverage(AveragedModel):
         parameters = list(parallel.module.parameters())
         for name, number in self._named_parts():
             if name in state:
+                # A master's part is cut from the shard's values; without masters the
+                # shard is the part.
                 place = places.get(id(parameters[number]))
                 value = (
                     local_of(state[name])
@@ -266,6 +276,7 @@ class ShardedAverage(AveragedModel):
     ) -> None:  # type: ignore[override]
         """Load a state of :meth:`state_dict`, with sharded or unsharded tensors.
         Collective."""
+        # A template of all names has the right layout for any saved form.
         template = self.weights()
         for name, value in template.items():
             saved = state_dict[f"module.{name}"]
@@ -300,6 +311,7 @@ def _places(world: WorldSharding | None) -> dict[int, tuple[FlatShard, int]]:
 def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
     """Try an averaging function that is not torch's own on a small tensor, at once and
     in two halves."""
+    # Functions of torch's own module are known to be elementwise.
     if function.__module__ == AveragedModel.__module__:
         return
     function = copy.deepcopy(function)  # it may count its calls
@@ -314,6 +326,7 @@ def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
         function([old], [new.clone()], count)
         return old.reshape(-1)
 
+    # An elementwise function gives the same for a tensor in halves.
     whole = averaged(average, current.view(6, 4))
     halves = [
         averaged(a, c)

@@ -61,6 +61,7 @@ class Compilation(Subject):
         """Leave compilation out where there is nothing to compile, or nothing that
         could be."""
         blocks = draft.shapes.units
+        # Of several reasons the first is reported.
         reasons = [
             f"{what}; {clash.instead}"
             for clash in self.apart

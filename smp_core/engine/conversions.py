@@ -164,6 +164,7 @@ def parallelize_model(
             conversions refuse.
     """
     knobs = plan.knobs
+    # Hooks and parameters are noted before anything replaces them.
     change_this_process(mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)
@@ -171,13 +172,15 @@ def parallelize_model(
     meter = CommMeter(
         mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter
     )
+    # Descriptions are of the whole model; what is done here is of this rank's stage.
     whole_plan, plan = plan, plan.of_stage(mesh.stage)
     traffic = Traffic(mesh, meter, plan)
 
+    # Phase 1: what its layers compute.
     layers = _convert_layers(model, mesh, plan, whole_plan, meter, traffic)
 
-    # Where its parameters live: rank 0's weights for what stays whole; a unit gets them
-    # just before it is sharded.
+    # Phase 2: where its parameters live. Rank 0's weights for what stays whole; a unit
+    # gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
@@ -207,7 +210,8 @@ def parallelize_model(
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
 
-    # Calls into it, and its gradients from here on.
+    # Phase 3: calls into it, and its gradients from here on. Some parts need the window,
+    # which needs them: they ask for it once it is there.
     calls = Calls(model, mesh.shard_ranks, units, layers.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
@@ -217,6 +221,7 @@ def parallelize_model(
     alike = _keep_alike(
         model, mesh, plan, layers.tensor, finishing, lambda: window.world
     )
+    # A gradient that FP8 overflowed drops the whole window.
     veto = None if layers.fp8 is None else layers.fp8.state.nonfinite
     window = AccumulationWindow(
         model,
@@ -276,6 +281,7 @@ def _convert_layers(
     losses in chunks, again in backward."""
     knobs = plan.knobs
     played: dict[str, Played] = {}
+    # What has to see the whole model runs before stages leave parts of it out.
     inspected = _inspected(model, mesh, whole_plan)
     if plan.stages is not None:
         played = played_of(model, plan.stages.chain)
@@ -301,6 +307,7 @@ def _convert_layers(
             None if tensor is None else tensor.split_vocabulary,
         )
     routers = balance_where_asked(model, mesh, whole_plan, meter)
+    # From here on forwards are wrapped, by each conversion around the ones before.
     recomputed = [
         model.get_submodule(each.name) for each in plan.activations.checkpointed
     ]
@@ -335,6 +342,7 @@ def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
     """
     hooked = sorted(replaced.hooked)
     by_rank = of_all_ranks(hooked)
+    # Rank 0 is the measure; all ranks raise the same error.
     for rank, names in enumerate(by_rank):
         differing = sorted(set(names).symmetric_difference(by_rank[0]))
         if differing:
@@ -405,6 +413,7 @@ def _join_stages(
     ends = mesh.between_stages((0, plan.stages.count - 1))
     if ends is None:
         return pipeline, nullcontext
+    # Only the two ends of the pipeline get here.
     by_name = dict(model.named_parameters())
     tied = [by_name[name] for name in plan.stages.tied]
     return pipeline, TiedGradients(
@@ -434,6 +443,7 @@ def _keep_alike(
         return finishing
     whole = [model.get_parameter(name) for name in tensor.whole]
 
+    # Masters have the gradients, once an optimizer was prepared.
     def stepped() -> Sequence[Tensor]:
         masters = world()
         return whole if masters is None else masters.stepped(whole)
@@ -483,6 +493,7 @@ def _deal_experts(
 ) -> dict[str, DeviceMesh]:
     """Give each rank its experts, of rank 0's; return what each unit of experts is
     sharded over."""
+    # Afterwards each rank has its own experts alone.
     for site in plan.shapes.experts:
         broadcast_from_rank_0(
             model.get_submodule(site.name).parameters(), mesh.device, mesh.model_group
@@ -498,6 +509,7 @@ def _split_layers(
     inspected: Inspected | None,
 ) -> SplitModel:
     """Split layers over tensor ranks, from rank 0's weights."""
+    # Every rank cuts its part out of rank 0's weights.
     mesh = traffic.mesh
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
     recipe = plan.knobs.tensor_parallel
@@ -547,6 +559,8 @@ def _converted_on_every_stage(
     all ranks."""
     if mesh.pipeline_degree == 1:
         return convert_to_fp8(model, recipe, parts=mesh.tensor_degree)
+    # The error of any stage is raised on all ranks: others would wait in the next
+    # collective.
     fp8, problem = None, ""
     try:
         fp8 = convert_to_fp8(model, recipe, parts=mesh.tensor_degree)
@@ -597,6 +611,7 @@ def register_forward_methods(
     Raises:
         ValueError: no unit has the method.
     """
+    # Both marks are read on every module.
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -657,6 +672,7 @@ def store_masters(model: nn.Module, plan: Plan, units: Sequence[ShardedUnit]) ->
     (:meth:`Plan.computed_in`, :attr:`Plan.replicated_casts`)."""
     for unit in units:
         unit.store_masters()
+    # Replicated parameters keep a plain tensor, in another dtype.
     for name in plan.replicated:
         parameter = model.get_parameter(name)
         if (

@@ -62,10 +62,12 @@ def decide(
     draft = ModelDraft(asked, shapes, cluster, precision, given)
     # What all subjects look at: what the model's maker and the trainer want, and the
     # degrees.
+    # A pre-sharded model pins knobs before any rule looks at them.
     if given is not None:
         settle_given(draft)
     settle_precision(draft)
     draft.layout = settle_layout(draft, cluster.topology)
+    # Subjects read what earlier ones have settled; those that are off are not asked.
     for subject in SUBJECTS:
         if not subject.is_off(draft.knobs):
             subject.settle(draft)
@@ -90,6 +92,7 @@ def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
     draft = _of(plan, plan.knobs.with_asked(**knobs), shapes)
     ACTIVATIONS.settle(draft)
     COMPILATION.settle(draft)
+    # Warnings of other subjects stay true.
     warnings = (*plan.warnings, *draft.warnings)
     return replace(
         plan,
@@ -149,15 +152,17 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     """
     asked, inner = draft.knobs.shard_degree, inner_degree(draft.knobs)
     stages = draft.knobs.pipeline_parallel_degree
+    # Stages have the same layout, so one of them is looked at.
     world, topology = topology.world_size, topology.of_stage(stages)
     if draft.knobs.tensor_parallel_degree > 1:
         require_tensor_degree(draft.knobs, topology)
-    # The degree of the partition group.
+    # The degree of the partition group, in groups of ranks that count as one.
     groups = topology.of_groups(inner)
     try:
         degree = groups.resolve_shard_degree(asked)
     except ValueError as error:
         split = " and ".join(DEGREES[axis] for axis in INNER)
+        # What the error counts may not be ranks of the world.
         counted = f" (each {inner} ranks of {split} count as one)" if inner > 1 else ""
         counted += (
             f" (the ranks of one of {stages} pipeline stages)" if stages > 1 else ""
@@ -170,7 +175,7 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
             degree,
             f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}",
         )
-    # The layout, and what follows from it.
+    # The layout, and what else follows from the degree.
     layout = Layout.of_world(world, degree, degrees_of(draft.knobs))
     _settle_hierarchical(draft, degree, groups)
     _settle_secondary_degree(draft, degree, groups)
@@ -181,6 +186,7 @@ def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
     asked = draft.knobs.collectives.hierarchical
     k = topology.ranks_per_node
     nodes = topology.num_nodes
+    # Two stages pay where a group has several ranks on each of several nodes.
     several = topology.has_two_stages(degree) or topology.replicas_share_nodes(degree)
     if asked == "auto":
         if topology.has_two_stages(degree):
@@ -204,6 +210,7 @@ def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> N
     """Resolve how many ranks hold a copy after forward: an integer below the shard
     degree, True or False."""
     asked, k = draft.knobs.reshard_after_forward, topology.ranks_per_node
+    # True and False need no number.
     if isinstance(asked, bool):
         return
     if asked == "auto":
@@ -214,6 +221,7 @@ def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> N
             f"keep_between_micro_batches={kept!r}",
         )
         return
+    # A node's ranks hold the copy together.
     if asked == "node":
         if degree <= k:
             draft.settle(
@@ -234,6 +242,7 @@ def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> N
                 f"a copy sharded over the {k} ranks of each node",
             )
         return
+    # A number of ranks, as it was asked for.
     if degree % asked:
         allowed = listed(["true", "false", *divisors(degree)[1:]])
         raise ValueError(

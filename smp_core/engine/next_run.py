@@ -26,6 +26,7 @@ def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
     config = kept = plan.knobs
     defaults = SmpConfig()
     for name in SmpConfig.settings():
+        # The default, the value in effect and what was asked then all mean "as it is".
         value, has = asked.asked(name), attrgetter(name)(kept)
         if name in _OF_EACH_RUN:
             config = config.with_resolved(name, value, "asked by this run")
@@ -34,6 +35,7 @@ def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
                 f"{name}={value!r}: this {model} was sharded before with {name}={has!r} and keeps "
                 "that; use the same value, or a new module and trainer.fit(..., ckpt_path=...)"
             )
+    # Contradictions among other knobs were found when the model was sharded.
     names_one = re.compile("|".join(map(re.escape, _OF_EACH_RUN))).search
     wrong = [said for said in contradictions(config) if names_one(said)]
     if wrong:

@@ -81,6 +81,7 @@ class ParallelModel:
     mesh: SmpMesh
     plan: Plan
     meter: CommMeter
+    # What sends; and then what each conversion left, if it was asked for.
     traffic: Traffic
     activations: ActivationMemory = NO_ACTIVATION_MEMORY_SAVED
     fp8: Fp8Model | None = None
@@ -100,10 +101,13 @@ class ParallelModel:
     ) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own
         parameters unsharded."""
+        # Outside of a step the user may have frozen or thawed masters.
         if self.window.world is not None:
             self.window.world.follow_flags()
         with self.fp8_region():
             try:
+                # The root's own parameters: those of inner units are gathered where
+                # these are called.
                 for unit in self.units:
                     if unit.module is self.module and unit.parameter_names:
                         return self.calls.run_as_forward(unit, method, *args, **kwargs)
@@ -118,6 +122,7 @@ class ParallelModel:
         name = next(
             name for name, module in self.module.named_modules() if module is submodule
         )
+        # The innermost unit around it holds its parameters.
         holding = [unit for unit in self.units if lies_in(name, unit.name)]
         if not holding:
             return submodule(*args, **kwargs)
@@ -141,6 +146,7 @@ class ParallelModel:
         Args:
             values: unsharded weights on the host, by the names of ``module``.
         """
+        # What any other axis splits needs all its ranks to compute.
         config = self.config
         split = [
             f"{DEGREES[axis]}={degree}"
@@ -184,6 +190,7 @@ class ParallelModel:
         :func:`smp_core.sharding.optimizer.grad_norm.clip_grad_norm_`); closes the
         window if it is open. ``parameters``: only these, e.g. one optimizer's; default
         all."""
+        # The norm is of complete gradients.
         self.window.close()
         return clip_grad_norm_(
             self.stepped(parameters),
@@ -225,6 +232,7 @@ class ParallelModel:
         """Return what holds the gradients of these parameters (default all; also those
         of before sharding): with ``optimizer_shard="world"`` masters of this rank's
         part, otherwise they themselves."""
+        # Parameters from before sharding stand for those that took their place.
         given = (
             self.module.parameters()
             if parameters is None
@@ -254,6 +262,7 @@ class ParallelModel:
         """Return an optimizer's state by parameter name, for checkpoints: that of all
         pipeline stages. Collective over these
         (:func:`smp_core.checkpoint.optimizers.named_optimizer_state`)."""
+        # Of this stage; the others' states come from their first ranks.
         named = named_optimizer_state(self.module, optimizer)
         if self.pipeline is None:
             return named
@@ -271,6 +280,8 @@ class ParallelModel:
         ones; only where ``optimizer_shard="world"`` or the host keep finer weights than
         parameters, copies of those. Collective with the first."""
         # As DCP's function for it, which walks through the model once for each name.
+        # Named without the marks of wrappers, so that checkpoints do not depend on
+        # them.
         state: dict[str, Any] = self.module.state_dict()
         for name in list(state):
             clean = clean_name(name)
@@ -284,11 +295,13 @@ class ParallelModel:
     @torch.no_grad()
     def take_model_state(self, state: Mapping[str, Any]) -> None:
         """Take up what was loaded into the tensors of :meth:`model_state`."""
+        # A tied parameter is loaded once, under any of its names.
         loaded = {
             p: state[name]
             for name, p in self._parameters_by_name().items()
             if name in state
         }
+        # Masters take the value with all its digits, parameters what fits into theirs.
         if self.window.world is not None:
             self.window.world.take_weights(
                 {id(parameter): value for parameter, value in loaded.items()}
@@ -308,10 +321,12 @@ class ParallelModel:
     def _finer_weights(self) -> dict[str, Tensor]:
         parameters = self._parameters_by_name()
         if self.window.world is not None:
+            # Gathered over replicas: every rank holds a part of each master.
             finer = self.window.world.weights()
             return {
                 name: finer[id(p)] for name, p in parameters.items() if id(p) in finer
             }
+        # The host's copies are of this rank's shards, so nothing is sent.
         half = {
             p
             for p in parameters.values()
@@ -353,6 +368,8 @@ class ParallelModel:
         """
         models = (self, *others)
         prepared = prepare_optimizer(optimizer, models)
+        # Scales and router biases follow one optimizer, so that they move once per
+        # step.
         for model in models:
             if prepared and model.fp8 is not None:
                 model.fp8.follow(optimizer)
@@ -370,6 +387,7 @@ class ParallelModel:
         logger "smp" at DEBUG."""
         lines = self.describe().splitlines()
         asked = lines_about_asked(self.config, SmpConfig())
+        # The layout comes first; what was asked gets the lines that are left.
         room = max(REPORT_LINES - len(lines) - 1, 1)
         if len(asked) > room:
             asked = [*asked[: room - 1], f"and {len(asked) - room + 1} more knobs"]
@@ -396,6 +414,7 @@ class ParallelModel:
         (``_non_persistent_buffers_set`` is the only list of it) is not state and is
         left alone."""
         saved: list[Tensor] = []
+        # Only what a state dict would save.
         for module in self.module.modules():
             passing = module._non_persistent_buffers_set
             saved += [
@@ -404,6 +423,7 @@ class ParallelModel:
                 if name not in passing
             ]
         broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
+        # Buffers work on one stage, from which all others get them.
         if self.pipeline is not None:
             buffers = dict(self.module.named_buffers(remove_duplicate=False))
             for name, stage in self.pipeline.stages.buffers.items():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
+# What this file asks of a codec, so that it need not know one.
 class Coder(Protocol):
     """A codec of rows, as :class:`smp_core.codecs.RowCodec` is one."""
 
@@ -67,7 +68,8 @@ class CodedTensor(Tensor):
         decode_rows(self.coder, self.codes, values)
         return values
 
-    # Where the bytes are: parameters are told apart by it, and memory is counted.
+    # Where the bytes are: by these addresses parameters are told apart and memory is
+    # counted.
 
     def data_ptr(self) -> int:
         return self.codes.data_ptr()
@@ -86,17 +88,21 @@ class CodedTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # A view of the same shape shares the codes, as it would share memory.
         if func in _SAME_TENSOR and (
             len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)
         ):
             return CodedTensor(
                 args[0].codes, args[0].shape, args[0].dtype, args[0].coder
             )
+        # New values are coded; they may come sharded, from another device, or as one
+        # number.
         if func is torch.ops.aten.copy_.default and isinstance(args[0], CodedTensor):
             target, values = args[:2]
             values = decoded(values).to(target.device).expand(target.shape)
             _encode_rows(target.coder, values.contiguous(), target.codes)
             return target
+        # Anything else reads decoded values, and may write into nothing that is coded.
         _refuse_writes(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(
             CodedTensor, CodedTensor.decoded, (args, kwargs)
@@ -146,6 +152,7 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     Raises:
         RuntimeError: what is written into is stored as codes.
     """
+    # Operations declare what they write into.
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

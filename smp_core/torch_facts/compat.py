@@ -46,6 +46,7 @@ def caches_in(named: Mapping[str, Any]) -> list[str]:
     """List the names in a call's keywords, or in a model's output, under which there
     are caches of keys and values."""
     found = [name for name in named if name in _CACHES and named[name] is not None]
+    # The name alone would be a guess in other models.
     if _NEW_CACHE in list(named) and hasattr(named[_NEW_CACHE], "get_seq_length"):
         found.append(_NEW_CACHE)
     return found
@@ -82,6 +83,7 @@ def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | No
     where its backend has none."""
     group = group or dist.group.WORLD
     assert group is not None
+    # Any of the group's backends: the first that has a limit tells it.
     for device in group._device_types:
         timeout = getattr(
             getattr(group._get_backend(device), "options", None), "_timeout", None
@@ -110,6 +112,7 @@ def depends_on(result: Tensor, *inputs: Tensor) -> Tensor:
     torch < 2.13 knows that it depends on ``inputs``. Those versions look for operators
     that autograd could follow, find none in products of FP8 numbers, and take the
     gradients for zero."""
+    # Eager runs and later versions follow the autograd function itself.
     if _HAS_NEW_NAMES or not torch.compiler.is_compiling():
         return result
     for each in inputs:

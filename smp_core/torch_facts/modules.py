@@ -66,6 +66,7 @@ T = TypeVar("T")
 def base_without_dict(kind: type) -> type:
     """Return the class below the one that brings ``__dict__`` into the chain of first
     bases; object for most."""
+    # Upwards as long as the next base has a dict of its own.
     brings: Any = kind
     while brings.__base__.__dictoffset__:
         brings = brings.__base__

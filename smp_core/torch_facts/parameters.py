@@ -77,6 +77,7 @@ def take_loaded(stepped: Tensor) -> Tensor | None:
 
 
 def with_host_master(stepped: Tensor) -> Tensor:
+    # A value that is loaded and not taken up yet counts already.
     """Return a tensor's local values in float32 in host memory: its master's, where
     that is what was rounded."""
     own = local_part(stepped).detach().to("cpu")
@@ -105,6 +106,7 @@ def is_outermost(optimizer: Optimizer) -> bool:
     base, twice for one step. Frames (``sys._getframe``) tell it also behind a step that
     raised; a count of hooks would not come back to zero.
     """
+    # Each frame of torch's wrapper around this optimizer's step is one class's step.
     frame, around = sys._getframe(1), 0
     while frame is not None and around < 2:
         if frame.f_code is _AROUND_STEP and frame.f_locals["args"][0] is optimizer:

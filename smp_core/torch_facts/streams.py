@@ -1,5 +1,5 @@
-"""Devices that run behind the host: what that asks of whoever shares memory or numbers
-with them.
+"""Asynchronous devices: rules for sharing memory and numbers between streams and the
+host.
 
 The host queues work on an accelerator's streams and does not wait for it. Memory is a
 stream's: it may be used again, by what that stream is given next, as soon as nobody on
