@@ -63,6 +63,7 @@ class Codec(Protocol):
 def _sum_rows(
     codec: Codec, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
 ) -> Tensor:
+    # In the order of ranks, so that all owners round alike.
     total, term = torch.zeros_like(own), torch.empty_like(own)
     for i, payload in enumerate(payloads):
         if i != me and i not in exact:
@@ -72,6 +73,7 @@ def _sum_rows(
 
 
 def _keep_rest(codec: Codec, values: Tensor, payload: Tensor, rest: Tensor) -> None:
+    # What the receiver will see, and what is missing to the value.
     codec.decode(payload, rest)
     torch.sub(values, rest, out=rest)
     _drop_rest(codec, payload, rest)
@@ -123,12 +125,14 @@ class Blockwise:
         return -(-(4 * self._blocks(n) + codes) // ALIGN) * ALIGN
 
     def encode(self, values: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
+        # The kernel does it all in one pass, remainders included.
         kernels = self._kernels(values)
         if kernels is not None:
             kernels.encode(self.name, _LARGEST[self.name], BLOCK, values, rest, out)
             if rest is not None:
                 _drop_rest(self, out, rest)
             return
+        # By formulas: first the remainder of before joins the values.
         if rest is not None:
             values += rest
         self._encode(values, out)
@@ -137,6 +141,7 @@ class Blockwise:
 
     def decode(self, payloads: Tensor, out: Tensor) -> None:
         kernels = self._kernels(out)
+        # The kernel takes rows; one payload is one row.
         if kernels is not None:
             rows = (payloads, out) if out.ndim == 2 else (payloads[None], out[None])
             kernels.decode(self.name, BLOCK, *rows)
@@ -150,6 +155,7 @@ class Blockwise:
         self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
     ) -> Tensor:
         kernels = self._kernels(own)
+        # Terms that came exactly are in no payload, so the kernel cannot see them.
         if kernels is None or exact:
             return _sum_rows(self, payloads, own, me, exact)
         total = torch.empty_like(own)
@@ -163,6 +169,7 @@ class Blockwise:
 
     def _kernels(self, tensor: Tensor) -> Any:
         """Return the module of kernels, if they can do it: they compute in float32."""
+        # They would round float64, and take no empty tensors.
         if (
             tensor.device.type != "cuda"
             or tensor.dtype == torch.float64
@@ -177,6 +184,7 @@ class Blockwise:
         return triton_codec
 
     def _encode(self, values: Tensor, out: Tensor) -> None:
+        # Half precision is scaled in float32; a last block is filled up with zeros.
         n, blocks = values.numel(), self._blocks(values.numel())
         if values.dtype in (torch.bfloat16, torch.float16):
             values = values.float()
@@ -188,6 +196,7 @@ class Blockwise:
         # By a tensor: by a Python number CUDA multiplies with the reciprocal, which
         # rounds once more.
         scales = (largest / largest.new_full((), _LARGEST[self.name])).to(torch.float32)
+        # A block of zeros has a scale of zero, which nothing can be divided by.
         divisor = (
             scales.clamp(min=torch.finfo(torch.float32).tiny)
             .to(rows.dtype)
@@ -214,6 +223,7 @@ class Blockwise:
                 .flatten()
             )
             if self.name == "int4":
+                # Two codes in a byte, the even one in the lower half.
                 codes = (codes[0::2] & 15) | (codes[1::2] << 4)
             codes = codes.view(torch.uint8)
         used = -(-n // 2) if self.name == "int4" else n
@@ -227,10 +237,12 @@ class Blockwise:
         if self.name == "fp8":
             values = codes.view(torch.float8_e4m3fn).to(torch.float32)
         elif self.name == "int4":
+            # Shifted left and right again, the lower half of a byte keeps its sign.
             pairs = codes.view(torch.int8)
             values = torch.stack(((pairs << 4) >> 4, pairs >> 4), dim=1).flatten()[:n]
         else:
             values = codes.view(torch.int8)
+        # All full blocks at once, then the rest of the last one.
         whole = n - n % BLOCK
         # Always the float32 product, rounded once, whatever dtype the caller wants: all
         # decoders agree.

@@ -53,11 +53,13 @@ class MomentCodec:
         """Return codes uint8 [n, row] and scales float32 [n, blocks] of rows [n,
         row]."""
         row = rows.shape[1]
+        # Each block by its largest magnitude, then the table's nearest value.
         blocks = _in_blocks(rows.float())
         scales = blocks.abs().amax(dim=-1)
         blocks = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(
             -1
         )
+        # The number of limits that lie below is the code.
         codes = torch.bucketize(blocks, self._middles, out_int32=True).to(torch.uint8)
         return codes.flatten(1)[:, :row], scales
 
@@ -78,6 +80,7 @@ def _in_blocks(rows: Tensor) -> Tensor:
     n, row = rows.shape
     blocks = n_blocks(row)
     if blocks == 1:
+        # A row shorter than a block is one, without padding.
         return rows.unsqueeze(1)
     return F.pad(rows, (0, blocks * BLOCK - row)).view(n, blocks, BLOCK)
 
@@ -89,6 +92,7 @@ def _tables(signed: bool) -> tuple[list[float], list[float]]:
     Each decade up to 1 has twice as many values as the one below, in the middles of
     equal stretches; besides there are 0 and 1.
     """
+    # 0 and 1 are exact: nothing recorded, and the block's largest.
     values = [0.0, 1.0]
     for decade in range(_DECADES):
         n = 2 ** (decade if signed else decade + 1)
@@ -98,6 +102,7 @@ def _tables(signed: bool) -> tuple[list[float], list[float]]:
         if signed:
             values += [-magnitude for magnitude in magnitudes]
     values.sort()
+    # Nearest means halfway between neighbours.
     limits = [(below + above) / 2 for below, above in itertools.pairwise(values)]
     if not signed:
         limits[0] = 0.0  # what is above 0 stays above 0

@@ -60,9 +60,11 @@ class RowCodec:
 
     def _encode(self, values: Tensor, out: Tensor) -> None:
         n = values.shape[0]
+        # Scales are rounded to bfloat16 before codes are made of them.
         blocks = self._padded(values.float()).view(n, -1, self._block)
         scales_NB = (blocks.abs().amax(dim=-1) / self._largest).to(torch.bfloat16)
         codes = (blocks / scales_NB.float().unsqueeze(-1)).round_()
+        # A block of zeros divides by zero, and gets codes of zero.
         codes = (
             codes.clamp_(-self._largest, self._largest)
             .nan_to_num_(0.0)
@@ -78,6 +80,7 @@ class RowCodec:
     def _decode(self, codes: Tensor, out: Tensor) -> None:
         n, row = out.shape
         n_scales = 2 * self._blocks(row)
+        # The scales lie in front, as bytes; the codes behind them.
         scales_NB = codes[:, :n_scales].contiguous().view(torch.bfloat16).float()
         integers = codes[:, n_scales:].view(torch.int8)
         if self.name == "int4":

@@ -78,6 +78,8 @@ class Background:
         if streams.run_behind(self.device):
             return self._on_stream(run)
         task = _Task(run)
+        # The thread ends when it finds nothing to do: both look at the list under the
+        # lock.
         with self._lock:
             self._tasks.append(task)
             if not self._running:
@@ -112,6 +114,7 @@ class Background:
             # As FSDP2's own: its small kernels are not to queue behind those of the
             # pass.
             self._stream = module.Stream(self.device, priority=-1)
+        # What the caller has launched so far is complete before this begins.
         self._stream.wait_stream(module.current_stream())
         with module.stream(self._stream):
             run()

@@ -45,6 +45,7 @@ class Deferred(Work):
         return self._finish is _failed_before
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
+        # Waiting again for what is done is allowed, for what has failed it is not.
         finish = self._finish
         if finish is None:
             return True

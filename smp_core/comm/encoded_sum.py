@@ -61,6 +61,7 @@ def sum_at_owners(
         parts_MS.shape,
     )
     others = [i for i in range(m) if i != me]
+    # Every term but the own one, which the owner adds without codes.
     sent = parts_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
     for i in others:
         codec.encode(
@@ -71,14 +72,17 @@ def sum_at_owners(
         kind, [(ranks[i], sent.shape[1]) for i in others], "inter", new_call=new_call
     ):
         all_to_all(got, sent, group, tag)
+    # On a device nobody asks which terms were refused: their blocks arrive as nan.
     if streams.run_behind(parts_MS.device):
         parts_MS[me] = codec.sum_rows(got, parts_MS[me], me, {})
         refused = ~codec.finite_in(sent, s)
         refused[me] = False  # nothing was encoded there
         return refused.sum()
+    # Both ends read from the scales which terms follow exactly.
     finite = torch.stack((codec.finite_in(sent, s), codec.finite_in(got, s))).tolist()
     refused_here = [i for i in others if not finite[0][i]]
     exact = {i: torch.empty_like(parts_MS[0]) for i in others if not finite[1][i]}
+    # Exact terms go by a second exchange, for those pairs of ranks alone.
     if refused_here or exact:
         n_bytes = [(ranks[i], s * parts_MS.element_size()) for i in refused_here]
         with meter.point_to_point(kind, n_bytes, "inter", new_call=False):

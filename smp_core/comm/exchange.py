@@ -59,6 +59,7 @@ def start_exchange(
 ) -> list[dist.Work]:
     """Start the same without waiting; the tensors must stay alive until everything was
     waited for."""
+    # Both lists leave out empty tensors, on both sides alike.
     if "nccl" in str(dist.get_backend(group)):
         # NCCL pairs up sends and receives only inside one batch.
         batch = [
@@ -90,6 +91,7 @@ def all_to_all(
 ) -> None:
     """Send row i to rank i of the group, and receive what rank i sends here in
     ``out_PN[i]``. Rows are contiguous and of one size."""
+    # The library has this very collective.
     if not prefers_messages(group, rows_PN.device):
         dist.all_to_all_single(out_PN.view(-1), rows_PN.view(-1), group=group)
         return
@@ -115,6 +117,7 @@ def sum_rows(
     if prefers_messages(group, rows_PN.device):
         start_sum_rows(out_N, rows_PN, group, tag)()
         return
+    # A reduce-scatter of half precision might round in each addition.
     if out_N.dtype not in (torch.float16, torch.bfloat16):
         reduce_scatter_single(out_N, rows_PN.view(-1), group=group)
         return
@@ -139,6 +142,7 @@ def start_sum_rows(
     def finish() -> None:
         for work in works:
             work.wait()
+        # out_N may be this rank's own row, and is written first: it is needed later.
         own_N = rows_PN[me]
         if me > 1 and own_N.data_ptr() == out_N.data_ptr():
             own_N = own_N.clone()
@@ -222,6 +226,7 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
     Half precision is added up in float32 and rounded once. ``out`` may be one of the
     first two parts.
     """
+    # More than two terms would be rounded more than once.
     if out.dtype in (torch.float16, torch.bfloat16) and len(parts) > 2:
         total = parts[0].float()
         for part in parts[1:]:

@@ -39,6 +39,7 @@ class CommObject:
     def __init__(self, meter: CommMeter, *, prefix: str = "") -> None:
         self.meter = meter
         self._prefix = prefix
+        # Ranks and link of each group that was ever asked for.
         self._ranks: dict[dist.ProcessGroup, list[int]] = {}
         self._links: dict[dist.ProcessGroup, LinkClass] = {}
 
@@ -120,6 +121,7 @@ class FlatAllGather(CommObject):
         async_op: bool = False,
     ) -> dist.Work | None:
         ranks, wait_later = self.ranks_of(group), async_op or self._deferred
+        # Inside a node every rank reaches every other one directly.
         inside = len(ranks) > 1 and self.link_of(group) == "intra"
         if inside and prefers_messages(group, output_tensor.device):
             return self._by_messages(
@@ -140,6 +142,7 @@ class FlatAllGather(CommObject):
         wait_later: bool,
     ) -> dist.Work | None:
         mine_N = output_PN[dist.get_rank(group)]
+        # FSDP2 hands over a view of this very place; others may not.
         if input_N.data_ptr() != mine_N.data_ptr():
             mine_N.copy_(input_N)
         shard_bytes = mine_N.numel() * mine_N.element_size()
@@ -174,6 +177,7 @@ class FlatReduceScatter(CommObject):
         async_op: bool = False,
     ) -> dist.Work | None:
         ranks = self.ranks_of(group)
+        # The library reduces by itself, also to a mean.
         if not prefers_messages(group, input_tensor.device):
             n_bytes = input_tensor.numel() * input_tensor.element_size()
             with self.meter.ring(f"{self._prefix}reduce_scatter", ranks, n_bytes):
@@ -182,6 +186,7 @@ class FlatReduceScatter(CommObject):
                 )
             return self.counted_to_its_end(work, f"{self._prefix}reduce_scatter", ranks)
 
+        # By messages: a sum in the order of ranks, and the division behind it.
         divisor = average_divisor(op, len(ranks))
         shard_bytes = output_tensor.numel() * output_tensor.element_size()
         sent = [(rank, shard_bytes) for rank in ranks if rank != self.meter.rank]

@@ -191,6 +191,7 @@ class HierarchicalReduceScatter(_TwoStage):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._check(group)
+        # FSDP2 asks for a sum, or a mean: it is divided once, at the end.
         divisor = average_divisor(op, self.nodes * self.local_ranks)
         partial_MN = self.sum_inside(
             input_tensor.view(self.nodes, self.local_ranks, -1)
@@ -203,6 +204,7 @@ class HierarchicalReduceScatter(_TwoStage):
     def sum_inside(self, input_MKN: Tensor) -> Tensor:
         """Return the sums over this node for the slots of this rank's peers between
         nodes [M, N]."""
+        # By the library: a reduce-scatter for each node's part, in one launch.
         if not prefers_messages(self.intra_group, input_MKN.device):
             partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
             n_bytes = input_MKN.numel() * input_MKN.element_size()
@@ -243,6 +245,7 @@ class HierarchicalReduceScatter(_TwoStage):
 
     def _sum_between(self, output_N: Tensor, partial_MN: Tensor) -> None:
         node_ranks = self.ranks_of(self.inter_group)
+        # By the library, whose order of summation is its own.
         if not prefers_messages(self.inter_group, partial_MN.device):
             n_bytes = partial_MN.numel() * partial_MN.element_size()
             with self.meter.ring("reduce_scatter", node_ranks, n_bytes, new_call=False):

@@ -59,6 +59,7 @@ class IssuedCollectives:
     ) -> NotedCollective:
         """Return ``made``, a unit's communication object, such that its calls are
         noted. Every rank has to ask for the same units in the same order."""
+        # Positions in this list number kinds and units alike on all ranks.
         self._names.append((kind, unit))
         # A window may reduce what it holds behind its last pass; that belongs to
         # backward all the same.
@@ -171,9 +172,11 @@ class NotedCollective:
         in_backward = self._only_backward or self._issued.backward_pass() != -1
         self._under_way = number = self._number + in_backward
         recent = self._recent
+        # Beyond so many only their checksum is kept.
         if len(recent) >= _KEPT:
             self._issued.drop_details()
         recent.append(number)
+        # Ranks that wait for this one are told what it is doing.
         outer, here.doing = here.doing, self
         here.events += 1
         began = perf_counter()
@@ -201,6 +204,7 @@ def first_to_differ(
         issued: of any rank, for the names of units.
         by_rank: what :meth:`IssuedCollectives.recent` returned on each.
     """
+    # What is not kept any more differs already: there is no first one to name.
     if len({older for older, _ in by_rank.values()}) > 1:
         return f"{ranks_in_words(by_rank)}, more than {_KEPT} collectives ago"
     return went_apart(

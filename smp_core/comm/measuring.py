@@ -81,6 +81,7 @@ def measure(
     """
     k, m = topology.ranks_per_node, topology.num_nodes
     meter = CommMeter(topology, dist.get_rank(), device.type, enabled=False)
+    # Which links there are: inside nodes, between them, and over all ranks at once.
     intra = inter = flat = None
     if k > 1:
         intra = _in_groups(topology.nodes, meter, device, sizes)
@@ -108,6 +109,7 @@ def _in_groups(
     for kind in KINDS:
         points: list[tuple[float, float]] = []
         for asked in sizes:
+            # The last size tells how long this one will take.
             expected = (
                 points[-1][1] / points[-1][0] * ring_bytes(kind, g, asked)
                 if points
@@ -119,6 +121,7 @@ def _in_groups(
                 partial(_prepared, kind, asked, group, meter, device, stage)
             )
             points.append((ring_bytes(kind, g, n_bytes), _median_seconds(call, device)))
+        # What was timed: messages of ours, or the library's collective.
         messages = (
             prefers_messages(group, device)
             and kind != "all_reduce"
@@ -155,6 +158,7 @@ def _prepared(
         all_reduce = FlatAllReduce(meter)
         return lambda: all_reduce(rows.view(-1), group), rows.nbytes
     if kind == "reduce_scatter":
+        # Zeros: values do not change the time.
         reduce_scatter, out = FlatReduceScatter(meter), torch.zeros_like(rows[0])
         return lambda: reduce_scatter(
             out, rows.view(-1), group, dist.ReduceOp.SUM
@@ -173,6 +177,7 @@ def _together(prepare: Callable[[], T]) -> T:
         made = prepare()
     except (RuntimeError, MemoryError) as error:  # out of memory, most likely
         said = f"{type(error).__name__}: {error}"
+    # All ranks hear whether one of them has failed, before they go on.
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, said)
     failed = [
@@ -188,6 +193,7 @@ def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of one call, the same on every rank."""
     for _ in range(2):  # the first one makes connections
         (warm,) = _slowest([_sample(call, device, 1)], device)
+    # As many calls as make a sample long enough to be measured.
     calls = min(max(int(_SAMPLE_SECONDS / warm), 1), _MOST_CALLS)
     samples = min(
         max(int(LONGEST_CALL / (warm * calls)), _FEWEST_SAMPLES), _MOST_SAMPLES

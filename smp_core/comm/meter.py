@@ -90,13 +90,16 @@ class CommMeter:
         self.rank = rank
         self.enabled = enabled
         self._on_device = device_type != "cpu"
+        # Of the present step, of what belongs to none, and of the last closed one.
         self._step: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
         self._outside: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
         self._current = self._step
         self._last: dict[tuple[str, str], _Tally] = {}
+        # Bytes by kind and link of all closed steps.
         self._total: dict[str, float] = defaultdict(float)
         self._spare: list[Events] = []  # recorded again by later collectives
         self.steps = 0
+        # The links of each list of ranks, found once.
         self._rings: dict[int, tuple[Sequence[int], LinkClass, LinkClass]] = {}
 
     @contextlib.contextmanager
@@ -116,6 +119,7 @@ class CommMeter:
         if not self.enabled or len(ranks) == 1:
             yield
             return
+        # Bytes are known beforehand, seconds when it is over.
         sent = _RING_FACTOR[kind] * full_bytes * (len(ranks) - 1) / len(ranks)
         slowest, to_right = self._links_of(ranks)
         with self._timed(kind, slowest, new_call):
@@ -132,6 +136,7 @@ class CommMeter:
             slowest: LinkClass = (
                 "inter" if self.topology.spans_nodes(ranks) else "intra"
             )
+            # The list is kept with its id, which another list could have later.
             known = ranks, slowest, self._link(right)
             if len(self._rings) < _MANY:
                 self._rings[id(ranks)] = known
@@ -159,6 +164,7 @@ class CommMeter:
             return
         with self._timed(kind, link, new_call):
             yield
+        # Each message counts for the link that it takes.
         for destination, n_bytes in sends:
             self._current[kind, self._link(destination)].bytes_[
                 self._link(destination)
@@ -171,6 +177,7 @@ class CommMeter:
             self._spare += tally.events
         self._last = dict(self._step)
         self._step.clear()
+        # Figures of the step become totals; its tallies stay until the next one closes.
         self.steps += 1
         for (kind, link), tally in self._last.items():
             self._total[f"{kind}/{link}_bytes"] += sum(tally.bytes_.values())
@@ -218,6 +225,7 @@ class CommMeter:
     def _figures(self, tallies: Mapping[tuple[str, str], _Tally]) -> dict[str, float]:
         figures: dict[str, float] = {"intra_bytes": 0.0, "inter_bytes": 0.0}
         for (kind, link), tally in tallies.items():
+            # Asking for figures waits for the device, closing a step does not.
             self._read(tally, wait=True)
             figures[f"{kind}/calls"] = figures.get(f"{kind}/calls", 0.0) + tally.calls
             figures[f"{kind}/{link}_seconds"] = tally.seconds
@@ -228,6 +236,7 @@ class CommMeter:
     def _read(self, tally: _Tally, wait: bool) -> None:
         """Add up the seconds of a tally's events, oldest first, as far as they are
         over."""
+        # Events are over in the order in which they were recorded.
         over = list(tally.events)
         if not wait:
             over = list(itertools.takewhile(lambda events: events[1].query(), over))
@@ -250,6 +259,7 @@ class CommMeter:
             yield
             end.record()
             tally.events.append((start, end))
+            # Long steps would hold ever more events otherwise.
             if len(tally.events) % _MANY == 0:
                 self._read(tally, wait=False)
         else:

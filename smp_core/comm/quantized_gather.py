@@ -63,7 +63,11 @@ class GatherPolicy:
         self._group = group
         self._device = device
         self._steps = steps
+        # Units in the order in which they were made, which numbers them alike on all
+        # ranks.
         self._shards: list[tuple[str, Callable[[], Iterable[Tensor]]]] = []
+        # Whether each unit's weights are finite; None: not looked at since they
+        # changed.
         self._finite: list[bool] | None = None
         self.fallbacks: dict[str, int] = {}
         """Unit -> how many of its gathers were uncompressed because a weight was inf or
@@ -83,6 +87,7 @@ class GatherPolicy:
     def is_encoded(self, number: int) -> bool:
         """Return whether this unit's next gather is compressed. Collective over the
         group when weights have changed."""
+        # Early steps change weights by much, so their gathers stay exact.
         if self._steps() < self._after_steps:
             return False
         if self._finite is None:
@@ -90,6 +95,7 @@ class GatherPolicy:
         if self._finite[number]:
             return True
         name = self._shards[number][0]
+        # Said once for a unit, by the group's first rank.
         if name not in self.fallbacks and dist.get_rank(self._group) == 0:
             unit = f"unit {name!r}" if name else "the root unit"
             logger.warning(
@@ -171,11 +177,13 @@ class QuantizedAllGather(CommObject):
         async_op: bool = False,
     ) -> dist.Work | None:
         plain: Any = self._exact
+        # Secondary shards go over a smaller group, and integers have no codec.
         if (
             self.ranks_of(group) != self.ranks_of(self._group)
             or not input_tensor.is_floating_point()
         ):
             return plain(output_tensor, input_tensor, group, async_op)
+        # A unit all of whose parameters are excluded has nothing to encode.
         encoded, exact = self._split(input_tensor.numel())
         if not encoded or not self._policy.is_encoded(self._number):
             return plain(output_tensor, input_tensor, group, async_op)
@@ -194,6 +202,7 @@ class QuantizedAllGather(CommObject):
         if self._parts is None:
             found: tuple[list[slice], list[slice]] = ([], [])
             start, last = 0, -1
+            # Neighbours in the shard that are sent in the same way become one slice.
             for name, size in self._layout():
                 side = int(
                     any(fnmatchcase(name, pattern) for pattern in self._policy.exclude)
@@ -236,6 +245,7 @@ class QuantizedAllGather(CommObject):
         """Decompress R payloads [R, B] into R shards [R, N]."""
         n = sum(part.stop - part.start for part in encoded)
         n_codes = self._policy.codec.size(n)
+        # Values in one piece are decoded into place, others on the way.
         if len(encoded) == 1:
             self._policy.codec.decode(
                 payloads_RB[:, :n_codes], shards_RN[:, encoded[0]]
@@ -262,6 +272,7 @@ class QuantizedAllGather(CommObject):
     ) -> Callable[[], None]:
         ranks, me = self.ranks_of(self._group), dist.get_rank(self._group)
         payloads_PB = own_B.new_empty(len(ranks), own_B.numel())
+        # This rank's payload lies in its own place, from where the gather sends it.
         payloads_PB[me] = own_B
         with self.meter.ring("all_gather", ranks, payloads_PB.numel()):
             work = all_gather_single(
@@ -290,6 +301,7 @@ class QuantizedAllGather(CommObject):
             dist.get_rank(inter),
             dist.get_rank(intra),
         )
+        # The output as nodes, ranks of a node, and elements of a shard.
         output_MKN = output.view(m, k, -1)
         # Stage 1, between nodes: payloads.
         payloads_MB = own_B.new_empty(m, own_B.numel())
@@ -306,6 +318,7 @@ class QuantizedAllGather(CommObject):
             payloads_KMB = payloads_MB.new_empty(k, m, payloads_MB.shape[1])
             payloads_KMB[me] = payloads_MB
             self._wait(self._start(payloads_KMB, intra, "intra"), "intra")
+            # Payloads arrived by local rank; the output has one node behind another.
             for rank in range(k):
                 self._decode(payloads_KMB[rank], output_MKN[:, rank], encoded, exact)
 
@@ -323,6 +336,7 @@ class QuantizedAllGather(CommObject):
         """All-gather in place: along ``dim`` of ``rows`` every rank of the group has
         filled its own place."""
         ranks, me = self.ranks_of(group), dist.get_rank(group)
+        # Along dim 1 each node's piece is a gather of its own.
         pieces = [rows] if dim == 0 else list(rows)
         row_bytes = sum(piece[me].numel() * piece.element_size() for piece in pieces)
         others = [i for i in range(len(ranks)) if i != me]
@@ -338,6 +352,8 @@ class QuantizedAllGather(CommObject):
                     )
                     for piece in pieces
                 ]
+            # On gloo messages go straight to their places, all receives before all
+            # sends.
             sends = [(piece[me], ranks[i]) for i in others for piece in pieces]
             receives = [(piece[i], ranks[i]) for i in others for piece in pieces]
             return start_exchange(sends, receives, group, GATHER)

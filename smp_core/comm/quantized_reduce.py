@@ -73,6 +73,7 @@ class QuantizedReduceScatter(CommObject):
             )
         # Stage 2, between nodes, in codes.
         parts_MN = wide_copy(partial_MN)
+        # Remainders begin as zeros, and again where the unit's size has changed.
         if self._error_feedback and (
             self.residual is None or self.residual.shape != parts_MN.shape
         ):
@@ -88,5 +89,6 @@ class QuantizedReduceScatter(CommObject):
             new_call=self._inside is None,
         )
         total = parts_MN[dist.get_rank(self._between)]
+        # The sum is in float32; the output in the dtype that FSDP2 wants.
         output_tensor.copy_(total if divisor == 1 else total / divisor)
         return None

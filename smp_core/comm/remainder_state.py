@@ -37,11 +37,13 @@ def remainder_state(traffic: Traffic) -> dict[str, Any]:
     Collective."""
     if not traffic.keeps_remainders:
         return {}
+    # Stages hold other units, so their remainders are joined into one tensor each.
     remainders, tables = traffic.error_feedback(), None
     if traffic.mesh.pipeline_degree > 1:
         remainders, tables = _joined(remainders, traffic)
     if not remainders:
         return {}
+    # Every rank has its own: rows of one tensor over the world.
     mesh = _world_mesh(traffic)
     tensors = {
         name: DTensor.from_local(t, mesh, [Shard(0)], run_check=False)
@@ -55,6 +57,7 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
     Collective."""
     if not traffic.keeps_remainders:
         return
+    # A checkpoint of a run without error feedback has none.
     path = open_checkpoint(path)
     if KEY not in read_rest(path):
         return
@@ -80,6 +83,7 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
             )
     load_checkpoint(path, {KEY: {"remainders": template}}, strict=False, verify="sizes")
     remainders = {name: tensor.to_local() for name, tensor in template.items()}
+    # The joined tensor is cut by the table of this rank's own stage.
     if saved["tables"] is not None:
         remainders = _split(remainders[_JOINED], saved["tables"][traffic.mesh.stage])
     traffic.load_error_feedback(remainders)
@@ -100,11 +104,13 @@ def _joined(
         for name, tensor in remainders.items()
     ]
     dist.all_gather_object(tables, own, group=traffic.mesh.column.host)
+    # All stages have to bring equally long tensors.
     longest = 0
     for table in tables:
         longest = max(longest, sum(size for _, size, _ in table))
     if longest == 0:
         return {}, tables
+    # In float64, which holds every dtype of remainders exactly.
     kept = [tensor.double() for tensor in remainders.values()] or [
         torch.zeros(0, dtype=torch.float64, device=traffic.device)
     ]

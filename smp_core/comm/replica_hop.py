@@ -89,6 +89,7 @@ class ReplicaHop(CommObject):
         """
         if dist.get_world_size(self.group) == 1 or not flat.numel():
             return None
+        # One all-reduce does it; on CPU the library has a thread of its own for it.
         if self.codec is None and self.stages is None:
             if not streams.run_behind(flat.device):
                 return self._all_reduce(flat, self.group, async_op=True)
@@ -108,10 +109,12 @@ class ReplicaHop(CommObject):
         (NVIDIA/nccl#1685), which sums in float32 do not need.
         """
         device = self._background.device
+        # Both stages, with the collectives that each of them will use.
         for group in (
             [self.between] if self._inside is None else [self._inside, self.between]
         ):
             ranks = dist.get_world_size(group)
+            # Small and large messages take different ways through NCCL.
             for size in (
                 (1, 2**22 // ranks)
                 if ranks > 1 and streams.run_behind(device)
@@ -131,6 +134,7 @@ class ReplicaHop(CommObject):
         """Return where this rank's part of ``n`` elements starts, and how long a part
         is: one for each rank of the group. The last parts may reach beyond ``n``."""
         k, m = self._counts()
+        # Ranks of a node hold neighbouring stretches, as stage 1 leaves them.
         inside = 0 if self._inside is None else dist.get_rank(self._inside)
         size = -(-n // (k * m))
         return (inside * m + dist.get_rank(self.between)) * size, size
@@ -139,6 +143,7 @@ class ReplicaHop(CommObject):
         """Start summing ``flat`` [n] into ``part``, this rank's own; ``flat`` is used
         up."""
 
+        # The same two stages as a sum, without the way back.
         def run() -> None:
             _, mine_MS = self._sum_to_columns(flat)
             self._sum_to_owners(mine_MS, key)
@@ -149,6 +154,7 @@ class ReplicaHop(CommObject):
     def gather(self, part: Tensor, n: int) -> Tensor:
         """Return every rank's part, put together: [n]."""
         k, m = self._counts()
+        # The part in its place among all, then gathered between nodes and inside.
         rows_KMS = part.new_empty(k, m, part.numel())
         mine_MS = rows_KMS[0 if self._inside is None else dist.get_rank(self._inside)]
         mine_MS[dist.get_rank(self.between)] = part
@@ -167,14 +173,17 @@ class ReplicaHop(CommObject):
         ), dist.get_world_size(self.between)
 
     def _in_stages(self, flat: Tensor, key: str | None) -> None:
+        # Stages 1 and 2: sums inside the node, and at owners between nodes.
         work, mine_MS = self._sum_to_columns(flat)
         sums_MS, residual = self._sum_to_owners(mine_MS, key)
+        # Back from owners: as numbers, or encoded once more.
         if self.codec is None:
             with self._counted(self.between, mine_MS[0], "inter"):
                 gather_rows(mine_MS, self.between, HOP)
         else:
             self._from_owners(sums_MS, residual)
             mine_MS.copy_(sums_MS)
+        # Stage 3: inside the node every rank gets all columns.
         if self._inside is not None:
             rows_KN = work.view(dist.get_world_size(self._inside), -1)
             with self._counted(self._inside, rows_KN[0], "intra"):
@@ -185,6 +194,7 @@ class ReplicaHop(CommObject):
     def _sum_to_columns(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``flat`` padded to equal parts, and the view of it that is this rank's
         column [M, S], summed over the node."""
+        # Padded to one equal part for every rank of the group.
         k, m = self._counts()
         short = -flat.numel() % (k * m)
         work = F.pad(flat, (0, short)) if short else flat
@@ -213,6 +223,8 @@ class ReplicaHop(CommObject):
             with self._counted(self.between, mine_MS[0], "inter", new_call=new_call):
                 sum_rows(mine_MS[me], mine_MS, self.between, HOP)
             return mine_MS, None
+        # With a codec sums are taken in float32 or float64, and encoded only to be
+        # sent.
         sums_MS = wide_copy(mine_MS)
         to_owners, from_owner = self._residuals_of(key, sums_MS)
         self.fallbacks = self.fallbacks + sum_at_owners(
@@ -234,6 +246,7 @@ class ReplicaHop(CommObject):
         if not self._error_feedback or key is None:
             return None, None
         kept = self.residuals.get(key)
+        # Remainders of another layout of the sum are no remainders of this one.
         if kept is None or kept[0].shape != sums_MS.shape:
             kept = self.residuals[key] = (
                 torch.zeros_like(sums_MS),
@@ -244,10 +257,12 @@ class ReplicaHop(CommObject):
     def _from_owners(self, sums_MS: Tensor, residual: Tensor | None) -> None:
         codec, me, (m, s) = self.codec, dist.get_rank(self.between), sums_MS.shape
         assert codec is not None
+        # The owner encodes the sum; itself it goes on with the decoded one, as all do.
         payloads = sums_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
         codec.encode(sums_MS[me], payloads[me], residual)
         with self._counted(self.between, payloads[0], "inter"):
             gather_rows(payloads, self.between, HOP)
+        # The host does not wait: what is not finite arrives as nan.
         if streams.run_behind(payloads.device):
             self.fallbacks = self.fallbacks + (~codec.finite_in(payloads[me], s)).sum()
             codec.decode(payloads, sums_MS)
@@ -259,6 +274,7 @@ class ReplicaHop(CommObject):
             if not finite
         ]
         if refused:
+            # What an owner cannot encode it sends as it is.
             others = [i for i in range(m) if i != me]
             sends = dict.fromkeys(others, sums_MS[me]) if me in refused else {}
             self._send_exactly(sends, {i: sums_MS[i] for i in refused if i != me})

@@ -79,9 +79,11 @@ class Communication(Subject):
             ValueError: an option that this torch, device or configuration does not
                 have.
         """
+        # First what is sent, because the size of messages decides what comes after.
         draft.replica_payload = _settle_compression(draft)
         settle_stages(draft)
         settle_prefetch(draft)
+        # Options of axes that this layout does not have take no effect.
         if draft.layout.context == 1:
             asked = draft.knobs.collectives.context_head_groups
             set_to = draft.settle if asked in ("auto", 1) else draft.drop
@@ -118,6 +120,7 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
     Returns:
         the payload of sums across replicas, None where they are sent as they are.
     """
+    # The partition and replicas are counted in groups of ranks that count as one.
     asked = draft.knobs.compression
     layout = draft.of_groups
     topology = draft.groups.topology
@@ -174,6 +177,7 @@ def settle_stages(draft: ModelDraft) -> None:
     links, degree = cluster.links, draft.of_groups.size(*PARTITION)
     of_partition = cluster.topology.has_two_stages(degree)
     several = of_partition or cluster.topology.replicas_share_nodes(degree)
+    # Only "auto" is decided here, and only where there are two stages to choose.
     if (
         knobs.asked("collectives.hierarchical") != "auto"
         or not several
@@ -237,7 +241,8 @@ def settle_prefetch(draft: ModelDraft) -> None:
     layout = draft.of_groups
     cluster = draft.groups
     degree = layout.size(*PARTITION)
-    # Options that were asked for by value.
+    # Options that were asked for by value. FSDP2's own values need no method of it, and
+    # are always allowed.
     for knob in FSDP_METHODS:
         asked = getattr(draft.knobs.collectives, knob)
         if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
@@ -271,6 +276,7 @@ def _by_links(
     if degree == 1:
         return _OWN[knob], "shard_degree=1: nothing is gathered"
     between = topology.spans_nodes(layout.ranks(0, *PARTITION))
+    # Without units there is no message to compare with.
     measured = (
         _link_of(knobs, between, degree, cluster) if shapes.unit_elements else None
     )
@@ -284,6 +290,7 @@ def _by_links(
     elements = statistics.median_low(shapes.unit_elements)
     dtype = dtype_of(knobs.param_dtype) or shapes.dtype
     payload: CodeName | None = knobs.compression.gather
+    # Reductions have another link measurement, dtype and payload than gathers.
     if knob == "reduce_scatter_buffers":
         missing = missing_option(knobs, knob, layout, cluster)
         if missing:
@@ -291,6 +298,7 @@ def _by_links(
         link = measured[1].reduce_scatter
         dtype = dtype_of(knobs.reduce_dtype) or dtype
         payload = knobs.compression.reduce_codes
+    # A rank's share of the unit; between nodes as small as it is compressed.
     message = (
         elements
         * dtype.itemsize
@@ -313,6 +321,7 @@ def _link_of(
     links = cluster.links
     if links is None:
         return None
+    # Two stages use the links inside and between nodes, of which the latter is slower.
     in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(
         degree
     )
@@ -329,6 +338,8 @@ def missing_option(
     knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster
 ) -> str | None:
     """Return why FSDP2's option can do nothing here; None: it can."""
+    # First what torch lacks, then the device, then what our own collectives do
+    # differently.
     method, degree = FSDP_METHODS[knob], layout.size(*PARTITION)
     in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(
         degree

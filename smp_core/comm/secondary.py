@@ -79,11 +79,14 @@ class SecondaryGather:
         from ``[P * N / K]`` of the holders."""
         part, leaves = self.part, self._unit.leaves_parts
         work: dist.Work | None
+        # Backward, or a forward ahead, with the weights of the forward that left the
+        # part.
         if part is not None and self._unit.reads_parts:
             streams.used_here(part)
             work = self._made(output_tensor, part, self._holders, async_op)
             self.part = part if leaves else None
             return work
+        # A new gather over the whole group; the old part is of older weights.
         self.part = None
         work = self._made(output_tensor, input_tensor, group, async_op)
         return self._left_behind(work, output_tensor) if leaves else work
@@ -93,6 +96,7 @@ class SecondaryGather:
     ) -> dist.Work | None:
         """Keep this rank's part of the output as soon as that is there."""
 
+        # As soon as the output is there, or now.
         def keep() -> None:
             self.part = output_tensor.view(self._degree, -1)[self._place].clone()
 

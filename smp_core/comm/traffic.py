@@ -85,10 +85,13 @@ class Traffic:
     def __init__(self, mesh: SmpMesh, meter: CommMeter, plan: Plan) -> None:
         self.mesh, self._meter = mesh, meter
         self.steps = 0
+        # All units note what they issue in one list: ranks compare it when a window
+        # closes.
         self.issued = IssuedCollectives(mesh.shard_ranks)
         self.issued.show()
         knobs = plan.knobs
         form = self._form = knobs.compression
+        # Two stages for gathers and reductions, where the partition group has them.
         self._stages = mesh.stages(*PARTITION) if plan.hierarchical else None
         self._gathers_cross = mesh.topology.spans_nodes(mesh.shard_ranks)
         self._policy = None
@@ -101,6 +104,8 @@ class Traffic:
                 device=mesh.device,
                 steps=lambda: self.steps,
             )
+        # Parts of unsharded parameters stay with a smaller group between forward and
+        # backward.
         keep = knobs.reshard_after_forward
         self._holders = mesh.secondary(keep) if type(keep) is int else None
         self._secondary: list[SecondaryGather] = []
@@ -117,9 +122,11 @@ class Traffic:
         mesh, knobs = self.mesh, plan.knobs
         over_world = knobs.optimizer_shard == "world"
         in_stages = bool(knobs.collectives.hierarchical)
+        # One thread or stream for all hops: they run in the order of submission.
         background = functools.cache(lambda: Background(mesh.device))
 
         def route(group: dist.ProcessGroup, *stages_and_codec: Any) -> Route:
+            # Made on demand: most runs of one replica never ask for a hop.
             def make_hop() -> ReplicaHop:
                 stages, *coded = stages_and_codec
                 return ReplicaHop(self._meter, group, stages, background(), *coded)
@@ -157,6 +164,8 @@ class Traffic:
             (each for each in reduced if each.is_floating_point and each.itemsize > 1),
             key=str,
         )
+        # Every dtype that may be summed: later, new connections would take memory in
+        # the middle of a step.
         for each in connected:
             for dtype in summed:
                 each.hop.connect(dtype)
@@ -185,6 +194,7 @@ class Traffic:
         )
 
     def _all_gather(self, unit: Unit) -> CommObject | SecondaryGather:
+        # Experts that are dealt go over their own groups, in one stage.
         if unit.name in self._experts:
             return FlatAllGather(
                 self._meter,
@@ -203,6 +213,7 @@ class Traffic:
         exact: CommObject = FlatAllGather(self._meter, deferred=deferred)
         if self._stages is not None:
             exact = HierarchicalAllGather(self._meter, *self._stages, deferred=deferred)
+        # The policy decides for all units at once, so each of them has a number there.
         if self._policy is None:
             return exact
         return QuantizedAllGather(
@@ -220,6 +231,7 @@ class Traffic:
     def _reduce_scatter(self, unit: Unit) -> CommObject:
         if unit.name in self._experts:
             return FlatReduceScatter(self._meter)
+        # Codes pay only between nodes.
         if self._form.reduce_codes and self._gathers_cross:
             made = QuantizedReduceScatter(
                 self._meter,
@@ -252,6 +264,7 @@ class Traffic:
         """Note that an optimizer step's gradients are complete: its weights are about
         to change."""
         self.steps += 1
+        # Gathers look at weights again, and parts of the old ones are dropped.
         self.weights_changed()
 
     def weights_changed(self) -> None:
@@ -294,6 +307,8 @@ class Traffic:
         sizes on all ranks of a pipeline stage. Collective over these."""
         if not self.keeps_remainders:
             return {}
+        # Remainders by unit of reductions inside partition groups, and by key of the
+        # hop.
         own = {
             f"reduce {name}": made.residual
             for name, made in self._reductions.items()
@@ -304,6 +319,7 @@ class Traffic:
                 to_owners,
                 from_owner,
             )
+        # Names and sizes of all ranks, so that each fills up what it lacks.
         group = self.mesh.model_group
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(
@@ -329,6 +345,7 @@ class Traffic:
         are left out."""
         if not self.keeps_remainders:
             return
+        # Flat remainders get back the shapes in which the stages use them.
         m = dist.get_world_size(self._of_units.hop.between)
         columns = dist.get_world_size(
             self.mesh.shard_group if self._stages is None else self._stages[1]

@@ -368,8 +368,8 @@ class ParallelModel:
         """
         models = (self, *others)
         prepared = prepare_optimizer(optimizer, models)
-        # Scales and router biases follow one optimizer, so that they move once per
-        # step.
+        # FP8 scales are renewed behind every optimizer's step, since weights change in
+        # each; router biases move behind the first one's alone.
         for model in models:
             if prepared and model.fp8 is not None:
                 model.fp8.follow(optimizer)

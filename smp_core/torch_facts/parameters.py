@@ -77,10 +77,10 @@ def take_loaded(stepped: Tensor) -> Tensor | None:
 
 
 def with_host_master(stepped: Tensor) -> Tensor:
-    # A value that is loaded and not taken up yet counts already.
     """Return a tensor's local values in float32 in host memory: its master's, where
     that is what was rounded."""
     own = local_part(stepped).detach().to("cpu")
+    # A loaded value that was not taken up yet counts already.
     master = _loaded_masters.get(stepped, _host_masters.get(stepped))
     if master is None:
         return own.float()
