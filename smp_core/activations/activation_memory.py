@@ -65,9 +65,10 @@ def save_activations(
     """
     asked = plan.activations
     unit_names = [unit.name for unit in plan.sharded_units]
-    # Recomputation.
+    # Phase 1: recomputation.
     modules = dict(model.named_modules())
     recomputed: set[str] = set()
+    # Units inside a checkpointed module run again in backward, and are told apart.
     for each in asked.checkpointed:
         inside = set(modules[each.name].modules())
         inner_units = [
@@ -77,7 +78,7 @@ def save_activations(
         apply_checkpointing(
             model, each, check=asked.check, to_the_end=bool(inner_units)
         )
-    # Offloading of the inputs from which modules recompute.
+    # Phase 2: the inputs from which they recompute may wait in host memory.
     offloader = None
     if asked.offloaded_bytes is not None:
         pool = HostPool(

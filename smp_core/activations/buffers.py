@@ -94,6 +94,7 @@ class ForwardWithBuffers:
                 f"{type(module).__name__}.{name} was written into by a forward that is recomputed, for the first time "
                 "now, and what it was before is gone; leave the module out of activations={'checkpoint': ...}"
             )
+        # What the model has now comes back afterwards, whatever happens.
         left = {number: getattr(*self._places[number]) for number in before}
         try:
             for number, tensor in before.items():

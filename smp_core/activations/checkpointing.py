@@ -75,6 +75,7 @@ def apply_checkpointing(
     """
     module = uncompiled(model.get_submodule(chosen.name))
     kind: Any = type(module)
+    # A forward of the instance would hide that of the class, and runs inside it.
     if "forward" in vars(module):
         vars(module)[_OWN_FORWARD] = vars(module).pop("forward")
     vars(module)[_BUFFERS] = buffer_places(module)
@@ -97,6 +98,7 @@ def _checkpointed(
     def computed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = vars(self).get(_OWN_FORWARD)
         if own is None:
+            # Nothing of the instance's own: the class's forward.
             return kind.forward(self, *args, **kwargs)
         vars(self)[_OWN_FORWARD] = None  # which may call the forward of the class
         try:
@@ -106,6 +108,7 @@ def _checkpointed(
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The own forward may call the class's, which must not checkpoint once more.
         is_within_own = vars(self).get(_OWN_FORWARD, self) is None
         if (
             not torch.is_grad_enabled()
@@ -128,6 +131,7 @@ def _checkpointed(
             named = dict(zip(names, given[first_named:], strict=True))
             return computed(self, *given[:first_named], **kwargs, **named)
 
+        # The compiler has its own way with buffers.
         if vars(self)[_BUFFERS] and not torch.compiler.is_compiling():
             run = _with_buffers(self, run)
 
@@ -189,6 +193,7 @@ def _without_caches(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Drop key-value caches, to which a recomputation would append once more."""
     plain_args, plain = without_caches(args, kwargs)
+    # Only a call that has a cache is changed.
     pairs = [
         *zip(args, plain_args, strict=True),
         *((kwargs[name], plain[name]) for name in kwargs),
@@ -227,6 +232,7 @@ class _Compared:
     def contexts(
         self,
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        # Both contexts are left before outputs are compared.
         forward, recomputation = self._contexts()
         return _LookedAt(self, forward), _LookedAt(self, recomputation)
 
@@ -235,6 +241,7 @@ class _Compared:
         outputs, self._outputs = self._outputs, None
         with torch.no_grad():
             sums = [_bits(tensor) for tensor in _tensors(outputs)]
+        # The first time is forward; each later one a recomputation.
         if self._first is None:
             self._first = sums
         elif not all(map(torch.equal, self._first, sums)):
@@ -276,6 +283,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Sum the bits of every element, each weighted by its place: exact, so the order of
     the sum does not matter."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # Complex numbers as pairs, all others as the integers of the same size.
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = (
         plain.detach()

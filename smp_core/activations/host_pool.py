@@ -64,6 +64,7 @@ class HostPool:
             HostMemoryError: the limit is reached or there is no memory; the message
                 says what to lower.
         """
+        # The smallest that is large enough leaves larger ones to larger tensors.
         fitting = [buffer for buffer in self._free if buffer.bytes.numel() >= n_bytes]
         if fitting:
             buffer = min(fitting, key=lambda each: each.bytes.numel())
@@ -81,10 +82,12 @@ class HostPool:
     def _new(self, n_bytes: int) -> HostBuffer:
         """Allocate a buffer, in the place of the smallest free one if there is any and
         it is not pinned."""
+        # It makes room for a larger one, which will serve its tensors, too.
         if self._free and not self.pinned:
             smallest = min(self._free, key=lambda each: each.bytes.numel())
             self._free.remove(smallest)
             self.n_bytes -= smallest.bytes.numel()
+        # torch would round pinned memory up anyway: the rest would be lost.
         capacity = streams.pinned_bytes(n_bytes) if self.pinned else n_bytes
         if self.n_bytes + capacity > self.limit_bytes:
             raise HostMemoryError(

@@ -54,6 +54,7 @@ class _Parked:
         # tensors that hooks pack.
         self.version = tensor._version
         self.device_tensor: Tensor | None = tensor
+        # What the tensor looked like, so that it can be made again.
         self.size, self.stride, self.dtype, self.device = (
             tensor.shape,
             tensor.stride(),
@@ -61,6 +62,7 @@ class _Parked:
             tensor.device,
         )
         self.n_bytes = tensor.numel() * tensor.element_size()
+        # Its memory on the host, and when copies to and from it are over.
         self.buffer: HostBuffer | None = None
         self.copied_out: Any = None
         self.copied_in: Any = None
@@ -110,6 +112,8 @@ class Offloader:
         self.min_bytes = min_bytes
         behind = streams.run_behind(device)
         self._module: Any = torch.get_device_module(device)
+        # A stream for each direction, so that copies run beside each other and the
+        # pass.
         self._out = self._module.Stream(device) if behind else None
         self._in = self._module.Stream(device) if behind else None
         self._parked: list[weakref.ref[_Parked]] = []  # in forward's order
@@ -145,6 +149,7 @@ class Offloader:
     def inputs_parked(self, given: Iterable[Any]) -> Iterator[None]:
         """Offload the tensors ``given`` to a module that autograd saves inside the
         block."""
+        # Compared by memory: autograd saves tensors of its own.
         wanted = [tensor for tensor in given if self._may_leave(tensor)]
         parked: dict[int, _Parked] = {}
 
@@ -168,6 +173,7 @@ class Offloader:
     def _may_leave(self, given: Any) -> bool:
         """Return whether a module's argument may be offloaded; see this module's
         docstring."""
+        # Plain tensors with a gradient, on the device.
         if (
             type(given) not in _PLAIN
             or not given.requires_grad
@@ -178,6 +184,7 @@ class Offloader:
             given
         ):
             return False
+        # A second module takes it, too: it has to stay for that one.
         first_use = given not in self._seen
         self._seen[given] = True
         return first_use
@@ -188,6 +195,8 @@ class Offloader:
         the device."""
         parked = _Parked(tensor, self.pool)
         staying = [each for each in self._alive() if each.device_tensor is not None]
+        # Its copy to the host began when the one before left; the compute stream waits
+        # for it.
         while len(staying) >= self.horizon:
             leaving = staying.pop(0)
             self._copy_out(leaving)
@@ -210,9 +219,12 @@ class Offloader:
         parked.check_unchanged()
         parked.buffer = self.pool.take(parked.n_bytes)
         self.bytes_out += parked.n_bytes
+        # Without streams the copy is over at once.
         if self._out is None:
             parked.on_host().copy_(parked.device_tensor)
             return
+        # Only what was computed may be copied, and only when the buffer's last reader
+        # is done.
         self._out.wait_stream(self._module.current_stream(self.device))
         with self._module.stream(self._out):
             if parked.buffer.free_after is not None:
@@ -225,6 +237,7 @@ class Offloader:
         if parked.device_tensor is not None:
             return
         assert parked.buffer is not None
+        # Memory of the compute stream, which may hold other data until now.
         parked.device_tensor = torch.empty_strided(
             parked.size, parked.stride, dtype=parked.dtype, device=parked.device
         )

@@ -29,6 +29,7 @@ ACTIVATIONS = Activations()
 
 def _settle_activations(draft: ModelDraft) -> ActivationPlan:
     asked, shapes = draft.knobs.activations, draft.shapes
+    # Recomputing what the model recomputes itself would save nothing.
     if shapes.checkpoints_itself:
         # Computing everything twice more saves nothing.
         why = "the model's own gradient checkpointing is on"
@@ -55,6 +56,7 @@ def _settle_offloading(
 ) -> int | None:
     asked = draft.knobs.activations
     horizon = draft.knobs.activations.loading_horizon
+    # A horizon that was asked for is reported as without effect.
     if not asked.offload:
         if horizon != 2:
             draft.settle(
@@ -63,12 +65,14 @@ def _settle_offloading(
                 "no effect: nothing is offloaded",
             )
         return None
+    # Nothing would ever leave the device.
     if horizon >= checkpointed:
         why = f"loading_horizon={horizon}, so the inputs of all {checkpointed} checkpointed modules may stay"
         draft.drop("activations.offload", False, f"{why} on the device")
         return None
     if asked.offload_host_gib is not None:
         return int(asked.offload_host_gib * GIB)
+    # Ranks of a node share its memory; a fifth is left to everything else.
     limit = int(0.8 * cluster.host_memory / cluster.topology.ranks_per_node)
     why = "four fifths of what was available, divided by the node's ranks"
     draft.settle("activations.offload_host_gib", round(limit / GIB, 3), why)

@@ -65,6 +65,7 @@ def selective_contexts() -> tuple[
     """Return the contexts of forward and of recomputation, the ``context_fn`` of
     ``torch.utils.checkpoint``."""
     forward, recomputation = create_selective_checkpoint_contexts(_policy)
+    # Only tests and measurements look.
     if _observers:
         return _observed(forward), recomputation
     return forward, recomputation

@@ -69,6 +69,7 @@ def convert_with(
             cannot convert any layer.
     """
     backend = recipe.backend
+    # Said before anything changes, with the command that installs it.
     if importlib.util.find_spec(backend) is None:
         raise ValueError(
             f"fp8: backend={backend!r} needs a package that is not installed: {_INSTALL[backend]}; or write "
@@ -81,6 +82,7 @@ def convert_with(
     names = {
         name: module for name, module, _ in chosen if name and type(module) is nn.Linear
     }
+    # The library's classes stand for nn.Linear, in a parent.
     for name, *_ in chosen:
         if name not in names:
             left_out[name] = (

@@ -57,6 +57,7 @@ def cast_eager(
     Scales are powers of two, so the product is exact in every dtype that has float32's
     exponents.
     """
+    # float16 has fewer exponents than scales: the product is taken in float32.
     if x.dtype == torch.float16:
         x = x.float()
     return (x * scale.to(x.dtype)).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
@@ -93,7 +94,8 @@ def quantize(
         columns: make the transpose, too.
         recording: record the amax in the history (not in evaluation).
     """
-    # The scale.
+    # Phase 1: the scale of its history; without one the tensor is read once more for
+    # its own.
     dtype = state.formats[role]
     if state.uses_history(site, role):
         scale, inverse = state.scales(site, role)
@@ -103,7 +105,7 @@ def quantize(
         scale = scale_for(amax, LARGEST[dtype], state.recipe.margin)
         inverse = 1.0 / scale
 
-    # The cast.
+    # Phase 2: the cast.
     if device_multiplies_fp8(x_RC.device) and has_triton() and x_RC.numel():
         from smp_core.fp8.triton_casts import cast_fused
 
@@ -114,10 +116,13 @@ def quantize(
             x_RC, scale, dtype, rows=True, columns=columns, amax=slot
         )
     else:
+        # By formulas: the same numbers, read several times.
         data = cast_eager(x_RC, scale, dtype)
         data_t = transposed(data) if columns else None
         slot = None
         found = amax_of(x_RC) if amax is None and recording else x_RC.new_zeros(())
+    # Phase 3: the amax is recorded. A graph may not write into the state, and does that
+    # by an operator of its own.
     if recording:
         recorded = found if amax is None else amax
         counted = state.counts is not None

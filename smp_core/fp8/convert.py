@@ -87,6 +87,7 @@ class Fp8Model:
         """Return ``[N]`` float32: the largest magnitude of each weight, of this rank's
         shards where it is sharded."""
         weights = []
+        # The weights as the modules show them now: between calls, shards.
         for module, name, _ in self.sites:
             weight = getattr(module, name).detach()
             weights.append(local_part(weight))
@@ -106,6 +107,7 @@ class Fp8Model:
     def refresh_weights(self) -> None:
         """Scale weights by their present values, after they were made, loaded or
         edited. Collective."""
+        # Conversion may have been on the meta device, or on another one.
         self.state.to(self.device or next(self.model.parameters()).device)
         amax = self.weight_amax()
         self.all_reduce_max(amax)
@@ -114,6 +116,7 @@ class Fp8Model:
     def step(self) -> None:
         """Make new scales after an optimizer step. Collective; one all-reduce."""
         bad = self.state.step(self.weight_amax(), self.all_reduce_max)
+        # The first few names; a model may have hundreds of sites.
         if bad:
             shown = ", ".join(bad[:5]) + (
                 f" and {len(bad) - 5} more" if len(bad) > 5 else ""
@@ -139,6 +142,7 @@ class Fp8Model:
         their maximum), and over pipeline stages.
         """
         state = self.state.state_dict()
+        # Ranks have histories of their own then, of which no rank has the whole.
         if not self.recipe.reduce_amax:
             history = self.state.history.clone()
             self.all_reduce_max(history)
@@ -170,6 +174,7 @@ class Fp8Model:
         """Describe the modules that compute in FP8 and those that do not, with reasons,
         for people."""
         kinds: dict[str, int] = defaultdict(int)
+        # Kinds of layers with their numbers, then what was left out, by reason.
         for module, _, _ in self.sites:
             kinds[type(module).__name__] += 1
         lines = [
@@ -225,10 +230,12 @@ def convert_to_fp8(
     state = Fp8State(recipe, names, _device(model))
     sites: list[tuple[nn.Module, str, Fp8Site]] = []
     for _, module, parameters in chosen:
+        # Sites are numbered in the order of modules, in the state and in this list.
         own = {}
         for parameter in parameters:
             own[parameter] = Fp8Site(state, len(sites), names[len(sites)])
             sites.append((module, parameter, own[parameter]))
+        # The class changes in place: parameters, names and hooks stay.
         module.__class__ = fp8_class(type(module))  # type: ignore[arg-type]  # modules' classes are hashable
         setattr(module, SITES, own)
 
@@ -301,13 +308,13 @@ def _why_not(
     parts: int,
 ) -> str | None:
     """Return the reason why a module is not converted; None: it is."""
-    # What the recipe says.
+    # Phase 1: what the recipe says.
     if not any(fnmatch.fnmatchcase(name, glob) for glob in recipe.include):
         return f"not in include={list(recipe.include)}"
     for glob in recipe.exclude:
         if fnmatch.fnmatchcase(name, glob):
             return f"exclude has {glob!r}"
-    # What can be multiplied in FP8.
+    # Phase 2: what can be multiplied in FP8 on tensor cores.
     weights = _weights(module)
     if not weights:
         return f"{type(module).__name__} has a forward of its own"

@@ -80,6 +80,7 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # A view of all of it stays a gathered weight; any other view reads values.
         if func in _SAME_TENSOR:
             weight = args[0]
             if func is torch.ops.aten.as_strided.default:
@@ -100,6 +101,7 @@ class GatheredWeight(Tensor):
                 dtype=kwargs.get("dtype") or args[0].dtype,
                 device=args[0].device,
             )
+        # Any other operation reads the dequantised values.
         args, kwargs = pytree.tree_map_only(GatheredWeight, dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -148,6 +150,7 @@ class WeightGather:
 
         The bytes of ``out`` are in the same storage; only its scale may have changed.
         """
+        # FSDP2 has filled the bytes of before.
         if out is not None:
             assert isinstance(out, GatheredWeight)
             out.scale_by(inverse)

@@ -49,6 +49,7 @@ class Fp8Site:
         scale."""
         if isinstance(weight, GatheredWeight):
             return weight.data8, weight.inverse_scale
+        # Fused experts are cast as one matrix: all share a scale.
         flat = weight.detach().reshape(-1, weight.shape[-1])
         cast = quantize(flat, self.state, self.index, WEIGHT, recording=False)
         assert cast.rows is not None
@@ -106,11 +107,14 @@ class _Fp8Linear(torch.autograd.Function):
         kept_x, inverse_x, weight, inverse_w = ctx.saved_tensors
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
+        # Only the products that read a transpose need one made.
         columns = needs_columns(g_RN.device)
         g = quantize(
             g_RN, ctx.site.state, ctx.site.index, GRADIENT, columns=columns and wants_w
         )
         dx = dw = None
+        # A gathered weight comes back from FSDP2's gather; another one was saved in
+        # FP8.
         if wants_x:
             w8, inverse_w = (
                 ctx.site.quantize_weight(weight)
@@ -129,6 +133,7 @@ class _Fp8Linear(torch.autograd.Function):
             dw = weight_gradient(g, x, w_dtype)
             if ctx.flipped:
                 dw = dw.t()
+        # The bias adds the gradient itself, in high precision.
         db = g_RN.sum(0).to(bias_dtype) if wants_bias else None
         return dx, dw, db, None, None, None, None
 
@@ -163,6 +168,7 @@ def fp8_linear(
     Returns:
         ``[..., N]`` in autocast's dtype inside autocast, otherwise in ``x``'s.
     """
+    # Autocast decides the dtype of the result, as for nn.Linear.
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -193,6 +199,7 @@ def unquantized() -> Iterator[None]:
     ) -> Tensor:
         return nn.functional.linear(x, weight.t() if flipped else weight, bias)
 
+    # A global, because converted modules look the function up when they are called.
     global fp8_linear
     before, fp8_linear = fp8_linear, product
     try:
@@ -243,6 +250,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         x = quantize(x_RK.detach(), site.state, site.index, INPUT, recording=recording)
         w8_ENK, inverse_w = site.quantize_weight(weight_ENK)
         assert x.rows is not None
+        # Each expert's rows by its own part of the weight.
         y_RN = x_RK.new_empty(x_RK.shape[0], weight_ENK.shape[1], dtype=dtype)
         for expert, rows in _groups(counts):
             y_RN[rows] = forward_product(
@@ -251,6 +259,8 @@ class _Fp8GroupedLinear(torch.autograd.Function):
                 dtype,
                 None,
             )
+        # A gathered weight is saved as the parameter, which FSDP2 frees and gathers
+        # again.
         gathered = isinstance(weight_ENK, GatheredWeight)
         ctx.save_for_backward(
             x.rows,
@@ -285,6 +295,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
             if wants_w
             else None
         )
+        # Experts without rows have a gradient of zero.
         for expert, rows in _groups(ctx.counts):
             g8, x8 = g.rows[rows], x8_RK[rows]
             g_part = Quantized(
@@ -328,6 +339,7 @@ class _ExpertsForward:
     ) -> Tensor:
         """Compute ``[R, K]`` from ``hidden_states[R, K]``, the chosen experts and their
         weights ``[R, top_k]``."""
+        # Rows sorted by expert, so that each expert's are one stretch.
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
         # Experts of other ranks have the number after the last one; their rows are left
@@ -344,6 +356,7 @@ class _ExpertsForward:
             2, dim=-1
         )
         y = self._grouped(self.act_fn(gate) * up, self.down_proj, counts, "down_proj")
+        # Each token adds up what its experts gave, by the router's weights.
         y = y * top_k_weights.reshape(-1)[order, None]
         result = torch.zeros_like(hidden_states)
         return result.index_add(0, token, y.to(result.dtype))

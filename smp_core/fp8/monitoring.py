@@ -57,6 +57,7 @@ class Fp8Probe:
 
     def begin(self) -> None:
         """Begin to count, until :meth:`end`."""
+        # The state counts as long as it has a tensor to count into.
         state = self._fp8.state
         state.counts = torch.zeros(
             len(state.names), 3, 3, device=state.device, dtype=torch.float64
@@ -75,6 +76,7 @@ class Fp8Probe:
         state = self._fp8.state
         counts, state.counts = state.counts, None
         assert counts is not None, "begin() was not called"
+        # Counts of ranks add up; scales are the same on all of them.
         self._all_reduce_sum(counts)
         shares = (counts[..., :2] / counts[..., 2:].clamp(min=1)).tolist()
         scales = state.scale.tolist()
@@ -139,6 +141,7 @@ class Fp8Watch:
                 f"{self.monitor}: this run computes without FP8 (or not with backend='native'); write {instead}, or "
                 f"leave {self.monitor} out"
             )
+        # All ranks with the same sites add up; other stages have theirs.
         together = dist.is_initialized() and dist.get_world_size() > 1
         over_ranks = functools.partial(dist.all_reduce, group=fp8.group)
         self._probe = Fp8Probe(fp8, over_ranks if together else lambda _: None)
@@ -149,6 +152,7 @@ class Fp8Watch:
         """Begin a probe if one is due. Call it before a batch, with the number of
         optimizer steps done."""
         assert self._probe is not None
+        # An accumulation window has several batches, and is one step.
         if not self._probe.is_counting and step % self.every_n_steps == 0:
             self._probe.begin()
             self._began = step
@@ -219,6 +223,7 @@ class Fp8Log:
         steps = sorted(records)
         figures: dict[str, dict[str, list[float]]] = {}
         for name in dict.fromkeys(name for step in steps for name in records[step]):
+            # Modules and figures may be missing in some steps: nan stands there.
             for figure in dict.fromkeys(
                 f for step in steps for f in records[step].get(name, {})
             ):
@@ -261,6 +266,7 @@ def draw(log: Fp8Log, path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed (the extra ``plot``).
     """
+    # As many lines as can be told apart, and as many points as are seen.
     modules = _worst_modules(log)
     every = -(-len(log.steps) // _POINTS)
     figure = matplotlibs_figure()(figsize=(15, 7), layout="constrained")
@@ -302,6 +308,7 @@ def _worst_modules(log: Fp8Log) -> list[str]:
     )
     if len(names) <= _DRAWN:
         return names
+    # Of figures about fit the worst modules each, in the model's order.
     shares = {
         figure
         for figures in _ROWS.values()

@@ -34,12 +34,14 @@ def forward_product(
 ) -> Tensor:
     """Compute ``[R, N]`` in ``dtype``, with the bias added."""
     assert x.rows is not None and w.rows is not None
+    # Elsewhere than on FP8 tensor cores the same numbers are multiplied in float32.
     if not device_multiplies_fp8(x.rows.device):
         y = _emulate(x.rows, w.rows.t(), x, w, dtype)
         return y if bias is None else y + bias.to(dtype)
     if bias is None:
         return scaled_mm(x.rows, w.rows.t(), x, w, dtype, fast=True)
     bias = bias.to(dtype)
+    # The kernel adds a bias in the dtype of its result, if that is half precision.
     if dtype in (torch.bfloat16, torch.float16):
         return scaled_mm(x.rows, w.rows.t(), x, w, dtype, bias=bias, fast=True)
     return scaled_mm(x.rows, w.rows.t(), x, w, dtype, fast=True) + bias
@@ -51,6 +53,7 @@ def input_gradient(g: Quantized, w: Quantized, dtype: torch.dtype) -> Tensor:
     if not device_multiplies_fp8(g.rows.device):
         assert w.rows is not None
         return _emulate(g.rows, w.rows, g, w, dtype)
+    # Hopper wants the second operand column-major, so the transpose is read.
     if w.columns is not None:
         w8_KN = w.columns
     else:
@@ -61,6 +64,7 @@ def input_gradient(g: Quantized, w: Quantized, dtype: torch.dtype) -> Tensor:
 
 def weight_gradient(g: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
     """Compute ``[N, K]`` in ``dtype``."""
+    # Without transposes the operands were kept as they are.
     if g.columns is None or x.columns is None:
         assert g.rows is not None and x.rows is not None
         return _emulate(g.rows.t(), x.rows, g, x, dtype)
@@ -118,6 +122,7 @@ def _emulate(
 ) -> Tensor:
     """Compute ``a8 @ b8`` on dequantised operands."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    # Autocast would round these to bfloat16.
     with torch.autocast(a8.device.type, enabled=False):
         product = a8.to(wide) @ b8.to(wide)
     return (product * (a.inverse_scale * b.inverse_scale).to(wide)).to(dtype)

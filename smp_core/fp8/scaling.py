@@ -61,11 +61,13 @@ def scale_for(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
 
     1 where ``amax`` is zero or not finite.
     """
+    # Nothing to divide by where nothing was seen, or no number.
     usable = torch.isfinite(amax) & (amax > 0)
     ratio = (
         largest
         / torch.where(usable, amax.float(), torch.ones_like(amax, dtype=torch.float32))
     ).clamp(2.0**-_EXPONENT_LIMIT, 2.0**_EXPONENT_LIMIT)
+    # frexp gives a mantissa from 0.5 to below 1, so its exponent is one too high.
     _, exponent = torch.frexp(ratio)
     scale = torch.ldexp(torch.ones_like(ratio), exponent - 1 - margin)
     return torch.where(usable, scale, torch.ones_like(scale))
@@ -112,6 +114,7 @@ class Fp8State:
         self.names = tuple(names)
         self.formats = formats_of(recipe)
         count = len(self.names)
+        # Rows are rolled by each step; the newest is the first.
         self.history = torch.zeros(recipe.amax_history_len, count, 3, device=device)
         self.current = torch.zeros(count, 3, device=device)
         self._scale_by(torch.ones(count, 3, device=device))
@@ -136,6 +139,7 @@ class Fp8State:
 
     def to(self, device: torch.device | str) -> None:
         """Move all tensors."""
+        # `current` moves too: what this step has recorded so far stays.
         for name in ("history", "current", "_largest"):
             setattr(self, name, getattr(self, name).to(device))
         self._scale_by(self.scale.to(device))
@@ -174,6 +178,7 @@ class Fp8State:
     def record(self, site: int, role: int, amax: Tensor) -> None:
         """Record a 0-d amax of the present step; nan and inf are kept, and veto the
         step (see :meth:`nonfinite`)."""
+        # A plain maximum in place: nothing is sent until the step ends.
         slot = self.current[site, role]
         torch.maximum(slot, amax.to(slot.dtype), out=slot)
 
@@ -188,6 +193,7 @@ class Fp8State:
         """Set the scales of the weights from their present amaxes ``[N]``, those of
         unsharded weights, equal on all ranks.
         """
+        # Weights need no history: their amax is known.
         fresh = scale_for(amax, LARGEST[self.formats[WEIGHT]], self.recipe.margin)
         scale = self.scale.clone()
         scale[:, WEIGHT] = fresh
@@ -210,7 +216,7 @@ class Fp8State:
             tensors that held inf or nan on any rank, as ``"<site> (<role>)"``; their
             histories and scales stay.
         """
-        # The amaxes of all ranks.
+        # Phase 1: the amaxes of all ranks.
         amax = self.current.clone()
         amax[:, WEIGHT] = weight_amax
         # Libraries compare, and a nan wins or loses by its place in the comparison; inf
@@ -222,10 +228,12 @@ class Fp8State:
             weights = amax[:, WEIGHT].contiguous()
             all_reduce_max(weights)
             amax[:, WEIGHT] = weights
-        # Histories, and the scales that follow from them.
+        # Phase 2: histories roll, and scales follow from them. Where nothing was seen, or
+        # no number, both stay.
         fine = torch.isfinite(amax) & (amax > 0)
         rolled = torch.cat([amax[None], self.history[:-1]])
         self.history = torch.where(fine[None], rolled, self.history)
+        # Weights are scaled by their present amax, whatever the algorithm.
         basis = (
             self.history.amax(0)
             if self.recipe.amax_compute_algo == "max"
@@ -291,6 +299,7 @@ class Fp8State:
             for name, tensors in state.get("sites", {}).items()
         }
         missing = []
+        # Everything anew: what a site lacks is calibrated by its first tensors.
         self.history = torch.zeros_like(self.history)
         scale = torch.ones_like(self.scale)
         self.current = torch.zeros_like(self.current)
@@ -299,6 +308,7 @@ class Fp8State:
             if tensors is None:
                 missing.append(name)
                 continue
+            # The newest rows, as far as this history reaches.
             rows = tensors["amax_history"].to(self.history)[: self.history.shape[0]]
             self.history[: rows.shape[0], i] = rows
             scale[i] = tensors["scale"].to(scale)

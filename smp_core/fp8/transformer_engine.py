@@ -63,6 +63,7 @@ def convert(
         )
     import transformer_engine.pytorch as te
 
+    # Layers are replaced in their parents, parameters move over.
     for name, linear in linears.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, _counterpart(te, linear))
@@ -71,6 +72,7 @@ def convert(
             "fp8: Transformer Engine keeps its amax histories to itself: a resumed run starts with scales of 1. "
             "backend='native' resumes exactly"
         )
+    # One context for the whole forward, which the model's own forward enters.
     region = _region(te, recipe_for(recipe), amax_group)
     _enclose(model, region)
     return region

@@ -63,6 +63,7 @@ class Adafactor(StepsTogether):
         *,
         maximize: bool = False,
     ) -> None:
+        # As torch's, with the same bounds.
         for name, value in (
             ("lr", lr),
             ("weight_decay", weight_decay),
@@ -89,6 +90,7 @@ class Adafactor(StepsTogether):
         """Load a state, of torch.optim.Adafactor too. Factors keep their dtype, where
         torch's own method would make them of the parameter's."""
         super().load_state_dict(state_dict)
+        # torch's method has cast them; the given ones are taken again.
         numbers = [
             number for group in state_dict["param_groups"] for number in group["params"]
         ]
@@ -117,6 +119,7 @@ class Adafactor(StepsTogether):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Phase by phase over all parameters, so that each sum is one message.
         stepped = [
             _Stepped(parameter, self.state[parameter], group)
             for group in self.param_groups
@@ -134,6 +137,7 @@ class Adafactor(StepsTogether):
     def _sum(self, parts: Sequence[torch.Tensor], stepped: Sequence[_Stepped]) -> None:
         """Add up each parameter's numbers over the ranks that it is sharded over, all
         of them in one collective."""
+        # Parameters over the same ranks, of one dtype, go together.
         together: dict[Any, list[tuple[torch.Tensor, _Stepped]]] = {}
         for part, each in zip(parts, stepped, strict=True):
             each.summed = part
@@ -168,6 +172,7 @@ class _Stepped:
     ) -> None:
         self.group = _group_of_rows(parameter)
         self._shape, self._options = parameter.shape, options
+        # float32 for half precision, as factors need the digits.
         self._dtype = torch.promote_types(parameter.dtype, torch.float32)
         self._weights = local_part(parameter)
         assert parameter.grad is not None
@@ -191,6 +196,7 @@ class _Stepped:
         """Advance what needs no other rank, and return what does: the square of the
         weights' norm; of a matrix the sum of its row factors and column sums [C]
         too."""
+        # What needs no other rank advances now.
         weights_norm = _square_sum(self._weights, self._dtype)
         squares = self._gradient.to(self._dtype).square()
         fraction = self._number ** self._options["beta2_decay"]
@@ -199,6 +205,7 @@ class _Stepped:
             return weights_norm
         row_var = local_part(self._state["row_var"])
         row_var.lerp_(squares.mean(dim=-1, keepdim=True), fraction)
+        # Sums of this rank's rows; the means follow when all are added up.
         if self._rows_are_divided:
             return torch.cat([weights_norm, row_var.sum().view(1), squares.sum(dim=0)])
         local_part(self._state["col_var"]).lerp_(
@@ -209,6 +216,7 @@ class _Stepped:
     def take_sums(self) -> None:
         """Advance column factors and find the step's size, by sums over all ranks;
         decay the weights."""
+        # The root mean square of weights bounds the step.
         lr, (_, eps2) = _number(self._options["lr"]), self._options["eps"]
         rows = self._shape[0] if self._shape else 1
         if self._rows_are_divided:
@@ -228,6 +236,7 @@ class _Stepped:
 
     def apply(self) -> None:
         """Step the weights, by no more than ``d`` in the root of the mean square."""
+        # The root mean square of the update is limited to d.
         size = (self.summed[0] / self._shape.numel()).sqrt() / self._options["d"]
         sign = 1.0 if self._options["maximize"] else -1.0
         update = self._update().mul_(sign * self._alpha / size.clamp(min=1.0))
@@ -238,6 +247,7 @@ class _Stepped:
             variance = local_part(self._state["variance"]).clone()
         else:
             row_var, col_var = (local_part(self._state[name]) for name in _FACTORS)
+            # Of divided rows the mean is over all of them.
             mean = (
                 row_var.mean(dim=-2, keepdim=True)
                 if self._row_mean is None
@@ -261,6 +271,7 @@ def _complete(
             ("row_var", (*shape[:-1], 1)),
             ("col_var", (*shape[:-2], 1, shape[-1])),
         ]
+    # Column factors of a matrix are whole on every rank; all else goes by rows.
     for name, of_shape in wanted:
         by_rows = isinstance(parameter, DTensor) and not (
             name == "col_var" and len(shape) == 2

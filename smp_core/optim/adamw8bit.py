@@ -73,6 +73,7 @@ class AdamW8bit(torch.optim.Optimizer):
         maximize: bool = False,
         min_8bit_size: int = 4096,
     ) -> None:
+        # Options are checked once; a group of its own may still differ.
         for name, value in (
             ("lr", lr),
             ("eps", eps),
@@ -116,6 +117,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, of torch.optim.AdamW too. Codes and scales stay what they are,
         where torch's own method would make all states of the parameter's dtype."""
+        # torch loads the groups; the states below are loaded as they are.
         super().load_state_dict({**state_dict, "state": {}})
         numbers = itertools.chain.from_iterable(
             group["params"] for group in state_dict["param_groups"]
@@ -173,6 +175,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _step_parameter(
         self, parameter: nn.Parameter, group: dict[str, Any], codecs: _Codecs
     ) -> None:
+        # A gradient may be replicated, or still to be added up.
         gradient = parameter.grad
         assert gradient is not None
         if (
@@ -184,13 +187,15 @@ class AdamW8bit(torch.optim.Optimizer):
                 parameter.placements,  # type: ignore[attr-defined]
             )
         state = self.state[parameter]
+        # What is kept in 8 bits follows from the whole parameter, on every rank alike.
         first_dim = _row_dim(parameter.shape, group["min_8bit_size"])
         _complete(state, parameter, first_dim, codecs)
         state["step"] += 1
         weights = local_part(parameter)
+        # A shard without rows has a state all the same, and steps nothing.
         if not weights.numel():
             return
-        # everything as rows, which are views unless a tensor is not contiguous
+        # Everything as rows, which are views unless a tensor is not contiguous.
         row = 1 if first_dim is None else math.prod(weights.shape[first_dim:])
         stepped = [weights, *(local_part(state[name]) for name in _MOMENTS)]
         rows, *moments = (each.reshape(-1, row) for each in stepped)
@@ -201,7 +206,7 @@ class AdamW8bit(torch.optim.Optimizer):
             if first_dim is not None
         ]
         rates = _rates(group, int(_number(state["step"])))
-        # some rows at a time
+        # Some rows at a time: what is decoded stays small beside the states.
         at_once = max(1, _ELEMENTS // row)
         for begin in range(0, len(rows), at_once):
             part = slice(begin, begin + at_once)
@@ -225,6 +230,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 new_codes, new_scales = codec.encode(moment)
                 kept[part] = new_codes
                 of_rows[part] = new_scales
+        # Rows of these were copies, so the results go back.
         for tensor, new in zip(stepped, (rows, *moments), strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(new.view(tensor.shape))
@@ -243,6 +249,7 @@ class _Rates(NamedTuple):
 
 
 def _rates(group: dict[str, Any], step: int) -> _Rates:
+    # As torch's AdamW: the bias corrections are in size and norm.
     lr, beta1, beta2 = (_number(each) for each in (group["lr"], *group["betas"]))
     return _Rates(
         beta1,
@@ -282,6 +289,7 @@ def _row_dim(shape: torch.Size, least: int) -> int | None:
     """
     if len(shape) < 2 or shape.numel() < least:
         return None
+    # Short last dims are taken together with those before, up to a block.
     first = len(shape) - 1
     while first > 1 and math.prod(shape[first:]) < BLOCK:
         first -= 1
@@ -289,6 +297,7 @@ def _row_dim(shape: torch.Size, least: int) -> int | None:
 
 
 def _require_whole_blocks(parameter: DTensor, first_dim: int) -> None:
+    # How many parts each dim is cut into; only parts of rows can cut a block.
     shards: dict[int, int] = {}  # dim -> into how many parts it is cut
     for axis, placement in enumerate(parameter.placements):
         dim = getattr(placement, "dim", None)
@@ -322,6 +331,7 @@ def _complete(
         and "exp_avg" not in state
     ):
         _require_whole_blocks(parameter, first_dim)
+    # Loaded scales may be whole, and loaded moments in float32 or in 8 bits.
     for name, codec in zip(_MOMENTS, codecs, strict=True):
         scales = state.get(_scale(name))
         if (
@@ -352,6 +362,7 @@ def _encoded(
 ) -> tuple[Tensor, Tensor]:
     """Return codes and scales, sharded like a parameter, of its moment; None: of
     zeros."""
+    # Of the whole parameter's shape, so that every rank makes the same states.
     shape = parameter.shape
     blocks = n_blocks(math.prod(shape[first_dim:]))
     codes = torch.zeros_like(parameter, dtype=torch.uint8)

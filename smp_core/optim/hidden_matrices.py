@@ -52,9 +52,11 @@ def muon_groups(
     Raises:
         ValueError: a glob names no matrix, or its parts do not fit.
     """
+    # Phase 1: what is a table or a head.
     tables = _tables(model)
     found: dict[tuple[str, Split | None], dict[str, nn.Parameter]] = {}
     unused = {*by_adamw, *(split or {})}
+    # Phase 2: each trainable parameter once, to AdamW or Muon.
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             # Each parameter once, under its first name.
@@ -76,6 +78,7 @@ def muon_groups(
                 else None
             )
             found.setdefault(("muon", parts), {})[name] = parameter
+    # Phase 3: a glob that names nothing is a mistake.
     if unused:
         raise ValueError(
             f"muon_groups: {', '.join(map(repr, sorted(unused)))} names no trainable parameter it could be of"
@@ -116,6 +119,7 @@ def _tables(model: nn.Module) -> set[int]:
     embeddings = [
         module for module in model.modules() if isinstance(module, nn.Embedding)
     ]
+    # The largest embedding is the vocabulary's.
     words = max((module.num_embeddings for module in embeddings), default=0)
     heads: list[nn.Module] = []
     for module in model.modules():
@@ -146,6 +150,7 @@ def _split(
     # Transformers' Conv1D has its outputs in columns.
     dim = 1 if type(module).__name__ == "Conv1D" else 0
     length = parameter.shape[dim]
+    # A number means equal parts.
     if isinstance(parts, int):
         parts = (
             [length // parts] * parts if parts > 0 and length % parts == 0 else [parts]

@@ -72,6 +72,7 @@ class Muon(StepsTogether):
         adjust_lr_fn: AdjustLr | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        # Options are checked once; a group of its own may still differ.
         for name, value in (
             ("lr", lr),
             ("weight_decay", weight_decay),
@@ -96,6 +97,7 @@ class Muon(StepsTogether):
             "algorithm": "muon",
             "split": None,
         }
+        # Who owns what, for each list of shapes; found in the first step.
         self._owners: dict[Any, Owners] = {}
         super().__init__(params, defaults)
 
@@ -134,6 +136,7 @@ class Muon(StepsTogether):
                 for parameter in group["params"]
                 if not _fits(parameter, group["split"])
             ]
+        # The group is taken out again: the optimizer goes on without it.
         if shapes:
             self.param_groups.pop()
             raise ValueError(
@@ -162,6 +165,8 @@ class Muon(StepsTogether):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Matrices of one group have the same options; AdamW's groups are stepped
+        # together.
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 self._step_matrices(group)
@@ -177,6 +182,7 @@ class Muon(StepsTogether):
             adamw.step()
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
+        # Parameters without a gradient are passed over, on all ranks alike.
         parameters = [
             parameter for parameter in group["params"] if parameter.grad is not None
         ]
@@ -191,8 +197,8 @@ class Muon(StepsTogether):
                 dtype=group["ns_dtype"],
             )
 
-        # one exchange for each mesh that parameters are sharded over by rows; the rest
-        # by itself
+        # One exchange for each mesh that parameters are sharded over by rows; the rest by
+        # itself.
         by_rows: dict[Any, list[int]] = {}
         for place, parameter in enumerate(parameters):
             mesh = _mesh_of_rows(parameter)
@@ -203,6 +209,7 @@ class Muon(StepsTogether):
         for mesh, places in by_rows.items():
             of_mesh = [parameters[place] for place in places]
             locals_ = [local_part(updates[place]) for place in places]
+            # Updates come back for this rank's rows of each matrix.
             for matrix, update in self._owners_of(mesh, of_mesh, group).work(
                 locals_, work, group["ns_dtype"]
             ):
@@ -216,6 +223,7 @@ class Muon(StepsTogether):
         """Return what is to be orthogonalized, sharded like the parameter."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
+        # Sharded like the gradient: momentum needs no other rank.
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"]
@@ -234,6 +242,7 @@ class Muon(StepsTogether):
         """Return who owns which of these parameters' matrices; found once for
         parameters of the same shapes."""
         process_group = mesh.get_group()
+        # Shapes and options decide who owns what, not which parameters they are.
         key = (
             process_group,
             group["split"],
@@ -261,6 +270,7 @@ class Muon(StepsTogether):
         group: dict[str, Any],
     ) -> None:
         """Step a parameter whose matrices this rank holds whole, or gathers."""
+        # Matrices that lie here whole are worked on in place.
         if _holds_whole_matrices(parameter):
             weights, of_rank = local_part(parameter), local_part(update)
             for rows, columns in _matrices(parameter.shape, group["split"]):
@@ -269,6 +279,7 @@ class Muon(StepsTogether):
                     weights[place], work(of_rank[place]), of_rank[place].shape, group
                 )
             return
+        # Cut in another way: every rank gathers the matrix and works on all of it.
         assert isinstance(update, DTensor)
         whole = update.full_tensor()
         for rows, columns in _matrices(parameter.shape, group["split"]):
@@ -276,6 +287,7 @@ class Muon(StepsTogether):
             matrix = whole[place]
             whole[place] = _rate(matrix.shape, group) * work(matrix).to(whole.dtype)
         weights = local_part(parameter)
+        # Weight decay and update, of this rank's part.
         weights.mul_(1 - _number(group["lr"]) * group["weight_decay"])
         weights.sub_(local_part(shard_like(update, whole)))
 
@@ -335,6 +347,7 @@ def _matrices(
     if split is None:
         return [(rows, columns)]
     dim, sizes = split
+    # Parts lie one behind the other along the dim.
     ends = list(itertools.accumulate(sizes))
     stretches = list(itertools.pairwise([0, *ends]))
     return [(each, columns) if dim == 0 else (rows, each) for each in stretches]
@@ -347,6 +360,7 @@ def _fits(parameter: Tensor, split: Split) -> bool:
 
 def _adamw(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:
     """Make torch's AdamW that steps these very groups."""
+    # Made with a parameter of its own, which gives way to the groups at once.
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(()))])
     adamw.param_groups = list(groups)
     return adamw
@@ -374,6 +388,7 @@ def orthogonalize(
     x = matrices.to(dtype, copy=True)
     if is_tall:  # products of the shorter side with itself
         x = x.mT
+    # Divided by its norm, so that all singular values are at most 1.
     if x.ndim == 2:
         x.div_(x.norm().clamp(min=eps))
         product: Callable[..., Tensor] = torch.addmm

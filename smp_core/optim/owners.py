@@ -69,9 +69,11 @@ class Matrix:
     def rows_of(self, rank: int, degree: int) -> tuple[int, int]:
         """Return (first, end) of the matrix's rows that a rank holds, counted from the
         rank's first row."""
+        # torch's chunks: equal ones, the last smaller or empty.
         chunk = -(-self.n_rows // degree)
         first = min(rank * chunk, self.n_rows)
         end = min((rank + 1) * chunk, self.n_rows)
+        # The matrix may begin and end in the middle of what the rank holds.
         begin, stop = max(self.rows[0], first), min(self.rows[1], end)
         return (begin - first, stop - first) if begin < stop else (0, 0)
 
@@ -109,6 +111,7 @@ class Owners:
         cost: Callable[[int, int], int],
         meter: CommMeter | None = None,
     ) -> None:
+        # Dealt by cost, once for all steps.
         self._group, self._meter = group, meter
         self._rank, self._ranks = (
             dist.get_rank(group),
@@ -136,6 +139,7 @@ class Owners:
             dtype: that matrices travel in, both ways.
         """
         mine = self._owned_by[self._rank]
+        # Every rank counts the sizes itself: nothing else is sent for that.
         ranks = range(self._degree)
         device = locals_[0].device
         # Phase 1, to the owners: this rank's rows of all ranks' matrices go out, all
@@ -197,11 +201,13 @@ class Owners:
     ) -> list[Tensor]:
         """Send each rank the pieces for it; return what came from each rank, flat, of
         ``sizes`` elements."""
+        # Pieces for one rank are one message, in the dtype of the work.
         sent: list[Tensor | None] = []
         for each in pieces:
             flat = [piece.reshape(-1).to(dtype) for piece in each]
             sent.append(torch.cat(flat) if flat else None)
         received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        # What this rank sends to itself stays where it is.
         own = sent[self._rank]
         if own is not None:
             received[self._rank] = own
