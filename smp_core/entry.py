@@ -194,13 +194,13 @@ def memory_tier(
     Args:
         asked: the knobs as they were given: degrees that follow the launch become
             others where nodes are lost.
-        saves_to, by, inside: the folder of the run's checkpoints, who saves there, and
-            the name of a checkpoint inside its folder
+        saves_to, by, inside: the folder of the run's checkpoints, the trainer that
+            saves there, and the name of a checkpoint inside its folder
             (:class:`smp_core.checkpoint.memory.tier.MemoryTier`).
 
     Raises:
-        CheckpointError: the folder in memory cannot be made, or is somebody else's; on
-            all ranks.
+        CheckpointError: the folder in memory cannot be made, or belongs to another
+            user; on all ranks.
     """
     layout = ", ".join(f"{knob}={getattr(asked, knob)!r}" for knob in _DECIDES_SHARDS)
     # Ranks that only pose as nodes share one memory.

@@ -121,7 +121,7 @@ class Topology:
         reports: list[RankReport] = [
             RankReport.of_this_process()
         ] * dist.get_world_size(group)
-        # Everybody judges the same reports, so that errors are raised on all ranks.
+        # All ranks judge the same reports, so that errors are raised on all of them.
         dist.all_gather_object(reports, RankReport.of_this_process(), group=group)
         topology, warnings = topology_of_reports(reports)
         if dist.get_rank(group) == 0:

@@ -5,7 +5,7 @@ Blockwise quantisation as in ZeRO++ (arXiv 2306.10209, 3.1): every block of 256 
 is divided by a float32 scale, its largest magnitude over the largest code, and rounded
 to the nearest code. A payload is bytes: the scales first, then the codes, padded to a
 multiple of 16. A block that holds inf or nan gets a scale that is not finite, so that
-whoever decodes a payload sees it too.
+the receiver of a payload sees it too.
 
 Error bound per element, with a = the block's largest magnitude: int8 a/254, int4 a/14,
 fp8 (e4m3) 2**-4 of the element or a * 2**-18, whichever is larger.

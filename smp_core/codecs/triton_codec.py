@@ -5,7 +5,7 @@ A block is one row of a program: its largest magnitude, its scale and its codes 
 of the same registers. The scale is the flag too: it is not finite where the block held
 inf or nan. Bytes and numbers are those of :class:`smp_core.codecs.codec.Blockwise`'s
 eager formulas (true divisions, ties to even, products and sums not fused), except for
-codes of blocks that are not finite, which nobody decodes.
+codes of blocks that are not finite, whose values are lost anyway.
 
 Imported only where Triton is there. Shape letters: R payloads, N elements of each, B
 bytes of each.

@@ -39,8 +39,8 @@ class _Task:
 
 class _Recorded:
     """Work on a stream. Holds what was launched, and with it the tensors it uses, until
-    somebody has waited: memory of theirs that is given up goes to whoever asks next on
-    the stream it came from."""
+    it was waited for: memory that is given up before may be allocated again by the
+    stream it came from, while this one still reads it."""
 
     def __init__(self, event: torch.Event, run: Callable[[], None]) -> None:
         self.event = event
@@ -102,8 +102,8 @@ class Background:
                     task.run()
                 except BaseException as error:  # raised where somebody waits
                     task.error = error
-                # Before anybody hears of it: who waited must find nothing of the work
-                # alive in this thread.
+                # First nothing of the work is alive in this thread any more, then its
+                # end is announced: its tensors may be freed then.
                 done = task.done
                 del task
                 done.set()

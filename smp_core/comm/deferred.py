@@ -28,8 +28,8 @@ class Deferred(Work):
     """Runs ``finish`` once, when it is waited for.
 
     Attributes:
-        place: says in words what is waited for, to ranks that wait for this one; None:
-            nobody is told.
+        place: describes what is waited for, for ranks that wait for this one; None: it
+            is not shown to them.
     """
 
     __slots__ = ("_finish", "place")
@@ -52,7 +52,7 @@ class Deferred(Work):
         # Unless it comes to its end: messages are not waited for twice.
         self._finish = _failed_before
         place, outer = self.place, here.doing
-        # Nobody is told, or of something that this is a part of.
+        # Not shown to other ranks, or a part of something that is.
         if place is None or outer is not None:
             finish()
         else:

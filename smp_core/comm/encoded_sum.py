@@ -72,7 +72,7 @@ def sum_at_owners(
         kind, [(ranks[i], sent.shape[1]) for i in others], "inter", new_call=new_call
     ):
         all_to_all(got, sent, group, tag)
-    # On a device nobody asks which terms were refused: their blocks arrive as nan.
+    # A device is not asked which terms were refused: their blocks arrive as nan.
     if streams.run_behind(parts_MS.device):
         parts_MS[me] = codec.sum_rows(got, parts_MS[me], me, {})
         refused = ~codec.finite_in(sent, s)

@@ -103,8 +103,8 @@ class FlatAllGather(CommObject):
     gloo's ring where the group spans nodes, whose links a ring crosses once.
 
     Args:
-        deferred: return something to wait for also where nobody asked for ``async_op``;
-            FSDP2 never asks, and waits for what it gets. For backends without streams.
+        deferred: return something to wait for without ``async_op`` too, which FSDP2
+            never sets; it waits for what it gets. For backends without streams.
     """
 
     def __init__(

@@ -170,8 +170,8 @@ def _prepared(
 
 
 def _together(prepare: Callable[[], T]) -> T:
-    """Prepare on all ranks; an error on any of them is raised on every one, before
-    anybody waits in a collective."""
+    """Prepare on all ranks; an error on any of them is raised on every one, before a
+    rank waits in a collective."""
     made, said = None, None
     try:
         made = prepare()

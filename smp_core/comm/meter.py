@@ -9,9 +9,9 @@ gloo's default for large messages), where every rank sends to its right neighbou
 
 with g ranks and M bytes of the full tensor. A link class is "intra" (both ends on one
 node) or "inter". Seconds are wall time on the CPU and time between two recorded events
-on an accelerator; the events are read only when somebody asks, so that counting never
-waits for the device. Of a collective that is started and waited for apart, they are
-those of starting it and of waiting: what it took beyond the work done in between.
+on an accelerator; the events are read only when figures are asked for, so that counting
+never waits for the device. Of a collective that is started and waited for apart, they
+are those of starting it and of waiting: what it took beyond the work done in between.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All-gathers with 8-bit payloads (ZeRO++, arXiv 2306.10209, 3.1: qwZ).
 
-Every rank encodes its shard once; whoever receives it, the owner included, computes
-with the decoded values, so that all ranks hold the same weights. Master weights are not
+Every rank encodes its shard once. All ranks, the owner included, compute with the
+decoded values, so that all of them hold the same weights. Master weights are not
 touched. With ``everywhere=False`` only the stage between nodes is encoded; inside a
 node decoded values travel.
 

@@ -81,7 +81,7 @@ class ReplicaHop(CommObject):
 
     def __call__(self, flat: Tensor, key: str | None = None) -> Pending | None:
         """Start summing ``flat`` in place; it is complete after ``wait``. None: there
-        is nobody to add up with.
+        are no other ranks to add up with.
 
         Args:
             key: names the tensor among those of one step, for error feedback; None:
@@ -127,8 +127,8 @@ class ReplicaHop(CommObject):
                     sum_rows(rows_PN[dist.get_rank(group)], rows_PN, group, HOP)
                 gather_rows(rows_PN, group, HOP)
 
-    # One sum in three verbs, for whoever keeps and updates only its own part in
-    # between.
+    # The same sum in three steps, for callers that update only their own part in
+    # between (optimizer_shard="world").
 
     def own_part(self, n: int) -> tuple[int, int]:
         """Return where this rank's part of ``n`` elements starts, and how long a part

@@ -153,8 +153,8 @@ class Traffic:
             self.of_replicated = route(mesh.gradient_group, stages)
             if has_any and (over_world or stages is not None):
                 connected.append(self.of_replicated)
-        # Of frozen parameters too, which may be trained later; but nobody adds up
-        # integers, or numbers of eight bits.
+        # Of frozen parameters too, which may be trained later; but integers, and
+        # numbers of eight bits, are never added up.
         reduced = (
             {plan.dtypes.of_reduced(parameter) for parameter in plan.shapes.parameters}
             if connected

@@ -61,7 +61,7 @@ class ParallelModel:
         module: what this rank computes of it: all, or its pipeline stage's layers.
         units: its sharded units.
         window: the gradients between a step's first micro-batch and the step.
-        calls: who shows its parameters, inside of calls and between them.
+        calls: decides which tensors modules show, inside of calls and between them.
         replaced: the parameters of before sharding.
         plan: what was decided about it, and why.
         fp8: scales of FP8 layers of ours; None without.

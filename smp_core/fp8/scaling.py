@@ -153,8 +153,7 @@ class Fp8State:
 
     @property
     def calibrated(self) -> list[list[bool]]:
-        """The flags, per site and role, that tell whether ``scale`` comes from a
-        history."""
+        """The flags, per site and role, of scales that come from a history."""
         return self._calibrated
 
     @calibrated.setter
@@ -184,8 +183,8 @@ class Fp8State:
 
     @torch.no_grad()
     def nonfinite(self) -> Tensor:
-        """Tell, as 0-d bool, whether an input or gradient of the present step held inf
-        or nan on this rank."""
+        """Return whether an input or gradient of the present step held inf or nan on
+        this rank: a 0-d bool tensor."""
         return ~torch.isfinite(self.current).all()
 
     @torch.no_grad()

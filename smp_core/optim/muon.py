@@ -97,7 +97,7 @@ class Muon(StepsTogether):
             "algorithm": "muon",
             "split": None,
         }
-        # Who owns what, for each list of shapes; found in the first step.
+        # The owners of matrices, for each list of shapes; found in the first step.
         self._owners: dict[Any, Owners] = {}
         super().__init__(params, defaults)
 
@@ -239,10 +239,10 @@ class Muon(StepsTogether):
         parameters: Sequence[nn.Parameter],
         group: dict[str, Any],
     ) -> Owners:
-        """Return who owns which of these parameters' matrices; found once for
-        parameters of the same shapes."""
+        """Return the owners of these parameters' matrices; found once for parameters of
+        the same shapes."""
         process_group = mesh.get_group()
-        # Shapes and options decide who owns what, not which parameters they are.
+        # Shapes and options decide about owners, not which parameters they are.
         key = (
             process_group,
             group["split"],

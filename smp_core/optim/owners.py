@@ -101,7 +101,7 @@ class Owners:
 
     Args:
         cost: of work on a matrix of so many rows and columns.
-        meter: counts what is sent; None: nobody does.
+        meter: counts what is sent; None: it is not counted.
     """
 
     def __init__(

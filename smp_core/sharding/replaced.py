@@ -10,7 +10,7 @@ Attached, as adapters are by peft's ``get_peft_model``: FSDP2 knows nothing of t
 Each rank holds them whole: all get rank 0's values, and gradients are added up over all
 ranks as those of other replicated parameters are. Ranks may attach them in another
 order, and list them for an optimizer in another order: rank 0's order holds for all,
-because whoever sums over parameters, or sends them one after another, goes by it.
+because code that sums over parameters, or sends them one after another, goes by it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _all: weakref.WeakSet[ReplacedParameters] = weakref.WeakSet()
 class ReplacedParameters:
     """The parameters of a model before it was sharded -> those it has now, by name.
 
-    Made before anything is sharded. It keeps no parameter alive: what nobody holds is
-    freed unit by unit.
+    Made before anything is sharded. It keeps no parameter alive: those without other
+    references are freed unit by unit.
 
     Attributes:
         model: the name of its class.
@@ -52,8 +52,7 @@ class ReplacedParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = type(model).__name__
-        # Weak references: what nobody else holds is to be freed while units are
-        # sharded.
+        # Weak references, so that whole parameters are freed while units are sharded.
         named = list(model.named_parameters(remove_duplicate=False))
         self._before = [(name, TensorWeakRef(parameter)) for name, parameter in named]
         self.hooked = {
@@ -88,7 +87,7 @@ class ReplacedParameters:
         self.hooked.clear()
 
     def _require_no_reference(self, name: str, old: Tensor) -> None:
-        # A closure over an optimizer would step parameters that nobody computes with.
+        # A hook that steps an optimizer, say, would change parameters of no model.
         if any(tensor in self._now for tensor in reached_by_hooks(old)):
             raise ValueError(
                 f"a hook of {name} refers to parameters that {self.model} had before it was sharded (an optimizer, a "

@@ -292,7 +292,7 @@ def _settle_masters(draft: ModelDraft) -> bool:
             f"master_dtype='float32' and a model that came sharded ({shapes.kind}) with {name_of(half[0].dtype)} "
             "weights; shard it in float32 with MixedPrecisionPolicy(param_dtype=...), or let torch-smp shard it"
         )
-    # Who steps float32 masters anyway.
+    # Knobs with which float32 masters are stepped anyway.
     over_replicas = knobs.optimizer_shard == "world" and (
         replicas > 1 or not came_sharded
     )

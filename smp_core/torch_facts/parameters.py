@@ -100,7 +100,7 @@ class StepsOnHost:
 
 
 def is_outermost(optimizer: Optimizer) -> bool:
-    """Tell, in a hook of a step, whether the step is one that the trainer called.
+    """Return whether the step whose hook runs is one that the trainer called.
 
     torch calls the hooks around each class's ``step``: where one calls that of its
     base, twice for one step. Frames (``sys._getframe``) tell it also behind a step that

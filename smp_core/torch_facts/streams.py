@@ -2,9 +2,10 @@
 host.
 
 The host queues work on an accelerator's streams and does not wait for it. Memory is a
-stream's: it may be used again, by what that stream is given next, as soon as nobody on
-the host holds it, whatever other streams still do with it. And to read a number, or to
-copy from memory that is not pinned, the host waits until the device has come that far.
+stream's: it may be used again, by what that stream is given next, as soon as the host
+has no reference to it, whatever other streams still do with it. And to read a number,
+or to copy from memory that is not pinned, the host waits until the device has come that
+far.
 """
 
 from __future__ import annotations

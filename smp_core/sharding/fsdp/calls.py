@@ -3,7 +3,7 @@ between calls they show shards.
 
 After a forward FSDP2 leaves roots, and with ``reshard_after_forward=False`` all units,
 unsharded for the backward pass that may follow, and shows these copies as the module's
-parameters. Whoever lists, freezes, edits or clips parameters then would have tensors
+parameters. Code that lists, freezes, edits or clips parameters then would get tensors
 that are thrown away. So when the outermost call has ended, modules show their shards,
 whatever is still there for backward; and the next call gathers again what an earlier
 one left, because weights may have been edited in between in ways that nothing records

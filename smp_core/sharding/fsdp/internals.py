@@ -2,7 +2,7 @@
 torch has it.
 
 FSDP2 has public methods for what a unit communicates with, when it is gathered ahead,
-freed and reduced. It has none for what a unit consists of, for who hears of gathers and
+freed and reduced. It has none for what a unit consists of, for hooks of gathers and
 reductions, and for what an interrupted pass leaves behind. :data:`INTERNALS` is what a
 maintainer reads beside the diff of a new torch. `tests/core/test_architecture.py` holds
 it against the code, and its length against the number it had: it may only become

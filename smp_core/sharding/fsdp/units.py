@@ -1,10 +1,11 @@
 """ShardedUnit: one module that FSDP2 gathers, frees and reduces as a whole; and errors
 where one is not called.
 
-A unit's parameters are gathered when its module is called. Who reads
-``self.projection.weight`` and computes with it instead, or calls another method than
-forward, meets shards, and torch's complaint about mixed tensors. It is found by what it
-says, and by whose forward was running; no public exception tells it apart.
+A unit's parameters are gathered when its module is called. Code that reads
+``self.projection.weight`` and computes with it instead, or that calls another method
+than forward, has shards, and torch raises an error about mixed tensors. That error is
+recognised by its text, and by the modules whose methods were running: torch has no
+exception class of its own for it.
 """
 
 from __future__ import annotations
@@ -559,8 +560,8 @@ class ShardedUnit:
 def passing_by(
     units: Iterable[ShardedUnit], parameters: Container[str]
 ) -> Iterator[None]:
-    """Tell units all of whose parameters are named that backward passes inside do not
-    come through them, on any rank."""
+    """Mark the units all of whose parameters are named: backward passes inside the
+    block do not come through them, on any rank."""
     passed = []
     for unit in units:
         # A unit with a single other parameter is come through all the same.

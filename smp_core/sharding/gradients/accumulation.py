@@ -281,13 +281,13 @@ class AccumulationWindow:
             # Nothing is left for an optimizer step to make stale.
             reshard(each.unit.module for each in self._units)
         self._took_part = True
-        # As the end of a backward pass does, which such a stage has none of.
+        # A stage with nothing to train has no backward pass whose end would do it.
         self._dropped.clear()
         if self._hooks_on_any_stage:
             self._close_micro_batch()
 
     def _announce(self, last: bool) -> None:
-        """Tell units whether the backward passes from here on are their window's
+        """Set for all units whether backward passes from here on are their window's
         last."""
         self._last = last
         for each in self._units:

@@ -185,7 +185,7 @@ def shows_hooks(copy: Tensor) -> bool:
 
 
 def registered_hooks(parameter: Tensor) -> list[Hook]:
-    """Return the hooks of a parameter, of both kinds, whoever calls them."""
+    """Return the hooks of a parameter, of both kinds, kept here or by autograd."""
     return list(
         _each(
             map(

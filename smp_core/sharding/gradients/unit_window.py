@@ -200,9 +200,9 @@ class UnitWindow:
         Raises:
             RuntimeError: the unit's sum is in flight already.
         """
-        # FSDP2 took its memory on another stream, and somebody lets go of it while this
-        # one may not have read it yet: FSDP2 does when it is added to the sum, a wider
-        # sum takes its place when it is the sum.
+        # FSDP2 took its memory on another stream, and the last reference to it may go
+        # while this stream has not read it yet: FSDP2's when it is added to the sum,
+        # ours when a wider sum takes its place.
         streams.used_here(reduced)
         slots = self.unit.layout(self._reduced)
         # The hook gets a tensor without a layout, which follows from what was reduced.

@@ -372,7 +372,7 @@ def host_kernels(
             base in kind.__mro__ for base in (torch.optim.Adam, torch.optim.AdamW)
         )
         # torch's fused SGD has no first step of some parameters beside later steps of
-        # others; who asks for it has that.
+        # others, so with momentum it runs only where it was asked for.
         fused = fused and (bool(group["fused"]) or not group.get("momentum"))
         options |= {"fused": fused, "foreach": False}
     return options

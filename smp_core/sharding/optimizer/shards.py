@@ -66,8 +66,8 @@ class FlatShard:
         names, parameters: in the order in which they lie in the flat tensor; DTensors
             or plain.
         sizes: elements of each in the flat tensor: its local ones and padding.
-        on_host: masters are made and kept in host memory by who steps them; ``masters``
-            are views of parameters.
+        on_host: the optimizer makes and keeps masters in host memory; ``masters`` are
+            views of parameters.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class FlatShard:
 
     def follow_flags(self) -> None:
         """Let ``requires_grad`` be one flag of a parameter and its master, whichever it
-        was set on since: who goes by the optimizer's groups (Lightning's
+        was set on since: code that walks the optimizer's groups (Lightning's
         ``toggle_optimizer``) sets it on masters."""
         for i, (parameter, master) in enumerate(
             zip(self.parameters, self.masters, strict=True)
@@ -295,7 +295,7 @@ class FlatShard:
         the parameter. Collective."""
         if not parts:
             return {}
-        # Zeros stand for the parameters that nobody asks for.
+        # Zeros stand for the parameters that are not asked for.
         dtype = next(iter(parts.values())).dtype
         part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
         for i, value in parts.items():

@@ -466,7 +466,7 @@ def _seed_generators(key: str) -> None:
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
     torch.default_generator.manual_seed(number)
     random.seed(number)
-    # Only if somebody has imported numpy.
+    # Only where numpy was imported: no initialiser has drawn from it otherwise.
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number % 2**32)
 

@@ -79,9 +79,9 @@ class Slot:
             self.tensor.copy_(full)
 
     def _give_storage(self, device: torch.device) -> None:
-        # The registered object stays the same one where torch allows it: ties, FSDP's
-        # references and anybody else's hold. Assigning `.data` instead would be lost,
-        # because FSDP keeps its own view.
+        # The registered object stays the same one where torch allows it, so that ties,
+        # FSDP's references and all others hold. Assigning `.data` instead would be
+        # lost, because FSDP keeps its own view.
         old, new = self.tensor, self.tensor
         # Only this rank's part gets storage.
         if isinstance(old, DTensor):
