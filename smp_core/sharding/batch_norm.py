@@ -60,17 +60,18 @@ class CpuSyncBatchNorm(_BatchNorm):
         ):
             return super().forward(input)
         # The mean of all ranks' elements, of which ranks may have different numbers.
+        # Half precision is summed in float32, as by torch's own kernels: in bfloat16 the
+        # sums would lose digits, in float16 more than 65,504 elements overflow.
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [0, *range(2, input.dim())]
         per_channel = [1, -1] + [1] * (input.dim() - 2)
         # Ranks may have different numbers of samples, so counts are added up as well.
-        local_count = input.new_full((1,), input.numel() / input.shape[1])
-        sums = _SumOverRanks.apply(
-            torch.cat([input.sum(dims), local_count]), self.group
-        )
+        local_count = wide.new_full((1,), input.numel() / input.shape[1])
+        sums = _SumOverRanks.apply(torch.cat([wide.sum(dims), local_count]), self.group)
         count, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
         # Their variance, in a second pass, which loses no digits; running statistics
         # are unbiased.
-        centred = input - mean.view(per_channel)
+        centred = wide - mean.view(per_channel)
         variance = (
             _SumOverRanks.apply((centred * centred).sum(dims), self.group) / count
         )
@@ -80,7 +81,7 @@ class CpuSyncBatchNorm(_BatchNorm):
             normal = normal * self.weight.view(per_channel) + self.bias.view(
                 per_channel
             )
-        return normal
+        return normal.to(input.dtype)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:

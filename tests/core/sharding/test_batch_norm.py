@@ -1,5 +1,5 @@
 """BatchNorm over all ranks equals BatchNorm of the whole batch in one process (float64:
-1e-12 for the sums' order)."""
+1e-12 for the sums' order; half precision: its outputs rounded once)."""
 
 from __future__ import annotations
 
@@ -71,3 +71,35 @@ def test_gradients_and_running_statistics_are_those_of_the_global_batch(
             assert (seen[name] - value).abs().max() <= 1e-12 * max(
                 1.0, value.abs().max().item()
             ), name
+
+
+def half_precision_batch(dtype: torch.dtype) -> torch.Tensor:
+    """Return 65,536 elements of each channel on each of two ranks, around 5."""
+    generator = torch.Generator().manual_seed(2)
+    return (torch.randn(4, 2, 256, 128, generator=generator) + 5.0).to(dtype)
+
+
+def run_half_precision(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    norm = sync_batch_norm_on_cpu(nn.BatchNorm2d(2))
+    mine = half_precision_batch(dtype).chunk(dist.get_world_size())[dist.get_rank()]
+    output = norm(mine)
+    return {"output": output.detach(), **dict(norm.named_buffers())}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    norm = nn.BatchNorm2d(2)
+    expected = norm(half_precision_batch(dtype)).detach().chunk(2)
+    for rank, seen in enumerate(run_ranks(run_half_precision, 2, dtype)):
+        assert seen["output"].dtype == dtype
+        # A unit in the last place of the largest outputs, which are near 4.
+        rounding = 4 * torch.finfo(dtype).eps
+        off = (seen["output"].float() - expected[rank].float()).abs().max()
+        assert off <= rounding
+        # Sums of 131,072 elements in another order, in float32.
+        torch.testing.assert_close(
+            seen["running_mean"], norm.running_mean, rtol=1e-5, atol=0
+        )
+        torch.testing.assert_close(
+            seen["running_var"], norm.running_var, rtol=1e-4, atol=0
+        )
