@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from smp_core.checkpoint import stepped_parameters
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
@@ -54,6 +55,7 @@ from smp_core.sharding.optimizer.shards import (
     WorldSharding,
     local_of,
     master_dtype,
+    sharded_states,
 )
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
 from smp_core.torch_facts import clean_name, is_outermost, model_parameter
@@ -147,8 +149,8 @@ class Prepared:
         return state
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Load a state, except with which kernels the optimizer steps: that is this
-        run's affair and not the checkpoint's."""
+        """Load a state, of sharded or unsharded tensors, except with which kernels the
+        optimizer steps: these are chosen for this run, not by the checkpoint."""
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
             taken = []
@@ -158,6 +160,8 @@ class Prepared:
                 )
             state_dict = {**state_dict, "param_groups": taken}
         with _masters_in_groups(self):
+            states = sharded_states(self, state_dict, isinstance(self, OnHost))
+            state_dict = {**state_dict, "state": states}
             if not isinstance(self, OnHost):
                 # Masters that were saved beside half precision weights are the weights
                 # here.
@@ -375,18 +379,14 @@ class Homes:
     ) -> dict[Any, Any]:
         """Copy the masters that a state dict has into float32 weights; return its
         states without them."""
-        # Saved numbers count parameters in the order of groups.
-        stepped = [
-            model_parameter(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
         state = {number: dict(entry) for number, entry in numbered["state"].items()}
         saved = [
             number for group in numbered["param_groups"] for number in group["params"]
         ]
         # Torch itself refuses groups of other lengths when it loads the rest.
-        for number, parameter in zip(saved, stepped, strict=False):
+        for number, parameter in zip(
+            saved, stepped_parameters(optimizer), strict=False
+        ):
             # A master is a weight, and no state for the optimizer to keep.
             master = state.get(number, {}).pop(MASTER, None)
             if master is None:

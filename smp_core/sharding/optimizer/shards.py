@@ -29,6 +29,7 @@ finer than parameters, and ``load_state_dict`` takes the own part.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,10 +42,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from smp_core.checkpoint import Path, iterate_tensors, map_tensors
+from smp_core.checkpoint import (
+    Path,
+    iterate_tensors,
+    map_tensors,
+    own_part,
+    shard_like,
+    stepped_parameters,
+)
 from smp_core.comm import Pending, ReplicaHop
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
 from smp_core.torch_facts import (
+    is_absent,
     is_rank_0,
     load_host_master,
     local_part,
@@ -540,6 +549,33 @@ def like(parameter: Tensor, local: Tensor, on_host: bool = False) -> Tensor:
     )
     local_of(made).copy_(local)
     return made
+
+
+def sharded_states(
+    optimizer: Optimizer, numbered: Mapping[str, Any], on_host: bool
+) -> dict[Any, Any]:
+    """Return the states of a numbered state dict, in which unsharded tensors become
+    this rank's parts: one process may have saved them, or a rank gathered them.
+
+    Args:
+        on_host: the optimizer keeps its states in host memory.
+    """
+    states = dict(numbered["state"])
+    saved = [number for group in numbered["param_groups"] for number in group["params"]]
+    # Torch itself refuses groups of other lengths when it loads the rest.
+    for number, parameter in zip(saved, stepped_parameters(optimizer), strict=False):
+        if number in states:
+            part = functools.partial(_own_state, parameter, on_host=on_host)
+            states[number] = map_tensors(states[number], part)
+    return states
+
+
+def _own_state(parameter: Tensor, value: Tensor, *, on_host: bool) -> Tensor:
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.shape != parameter.shape or is_absent(parameter):
+        return shard_like(parameter, value)
+    return like(parameter, own_part(value, parameter), on_host=on_host)
 
 
 _WHERE_GRADIENTS_ARE = (

@@ -137,6 +137,11 @@ def hoarder(parameters: Any) -> torch.optim.Optimizer:
 MAKERS = {"tensor rate": tensor_rate, "hoarder": hoarder}
 
 
+def until_step_3(model: Any, optimizer: Any, step: int) -> None:
+    if step == 3:
+        raise StopIteration
+
+
 def resumed(
     folder: str, moves: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> list[str]:
@@ -150,13 +155,8 @@ def resumed(
             parallel = sharded(before)
             optimizer = make(parallel.module.parameters())
             parallel.prepare_optimizer(optimizer)
-
-            def until(model: Any, optimizer: Any, step: int) -> None:
-                if step == 3:
-                    raise StopIteration
-
             with contextlib.suppress(StopIteration):
-                train(parallel.module, optimizer, own_batch(parallel), until)
+                train(parallel.module, optimizer, own_batch(parallel), until_step_3)
             named = {
                 "model": parallel.model_state(),
                 "optimizer": named_optimizer_state(parallel.module, optimizer),
@@ -220,3 +220,36 @@ def test_loaded_flags_leave_the_choice_of_kernels() -> None:
     """Plain and sharded parameters of one group cannot be stepped by one foreach
     kernel."""
     assert run_ranks(kernels_after_loading, WORLD) == [[(0.5, False)]] * WORLD
+
+
+IN_PARTS: list[dict[str, Any]] = [
+    {"shard_degree": 2, "optimizer_shard": "world"},
+    {"shard_degree": 2, "optimizer_shard": "world", "state_offload": "optimizer"},
+    {"shard_degree": 4, "state_offload": "optimizer"},
+]
+
+
+def loaded_unsharded() -> list[str]:
+    wrong = []
+    model = net()
+    train(model, tensor_rate(model.parameters()), range(4))
+    for knobs in IN_PARTS:
+        parallel = sharded(knobs)
+        first = tensor_rate(parallel.module.parameters())
+        parallel.prepare_optimizer(first)
+        with contextlib.suppress(StopIteration):
+            train(parallel.module, first, own_batch(parallel), until_step_3)
+        unsharded = full_state_dict({"": first.state_dict()}, rank0_only=False)[""]
+        second = tensor_rate(parallel.module.parameters())
+        parallel.prepare_optimizer(second)
+        second.load_state_dict(unsharded)
+        train(parallel.module, second, own_batch(parallel), begin=3)
+        apart = difference(weights(parallel.module), weights(model))
+        if not apart <= 1e-12:
+            wrong.append(f"{knobs}: {apart}")
+    return wrong
+
+
+def test_every_rank_loads_its_part_of_unsharded_states() -> None:
+    """As one process has saved them, or ``full_state_dict`` has gathered them."""
+    assert run_ranks(loaded_unsharded, 4) == [[]] * 4
