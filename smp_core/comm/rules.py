@@ -243,13 +243,16 @@ def settle_prefetch(draft: ModelDraft) -> None:
     degree = layout.size(*PARTITION)
     # Options that were asked for by value. FSDP2's own values need no method of it, and
     # are always allowed.
-    for knob in FSDP_METHODS:
+    for knob in dict.fromkeys((*_OWN, *FSDP_METHODS)):
         asked = getattr(draft.knobs.collectives, knob)
         if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
             continue
         if degree == 1:
             why = "shard_degree=1: nothing is gathered or reduced in a partition group"
             draft.settle(f"collectives.{knob}", _OWN.get(knob, False), why)
+            continue
+        # Gathers ahead are in every torch that is supported, and on every device.
+        if knob not in FSDP_METHODS:
             continue
         missing = missing_option(draft.knobs, knob, layout, cluster)
         if missing:

@@ -110,6 +110,13 @@ def test_depths_follow_the_link_that_the_partition_group_uses() -> None:
     )
 
 
+def test_depths_that_were_asked_for_have_no_effect_on_whole_parameters() -> None:
+    asked = {"forward_prefetch": 2, "backward_prefetch": 3, "reduce_scatter_buffers": 2}
+    found = settled(None, 1, {"collectives": asked})
+    assert [depth for depth, _ in found] == [0, 1, 1]
+    assert all("shard_degree=1: nothing is gathered" in why for _, why in found)
+
+
 CUDA_ONLY = [
     {"collectives": {"reduce_scatter_buffers": 2}},
     {"collectives": {"separate_reduce_scatter_group": True}},
