@@ -310,13 +310,14 @@ class UnitWindow:
         """
         if self.flat is None:
             return None
-        # Masters get their part of the mean, with what hooks make of it.
+        # Masters get their part of the mean, with what hooks make of it. Parameters that
+        # received nothing but a term made of shards come in finish_own_gradients.
         if self.masters is not None:
             flags = None if seen is None else [seen[slot.index] for slot in self.slots]
             own = {
                 i: self._own.pop(slot.index)
                 for i, slot in enumerate(self.slots)
-                if slot.index in self._own
+                if slot.index in self._own and (flags is None or flags[i])
             }
             self.masters.set_gradients(self.route.divisor, flags, own)
             return None

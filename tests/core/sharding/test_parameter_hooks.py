@@ -16,7 +16,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from tests.core.fuzz.hooks import Net, whole
-from tests.core.scenarios import parallel_model
+from tests.core.scenarios import Net as Cells, parallel_model
 from tests.harness import run_ranks
 
 
@@ -336,5 +336,48 @@ def test_averages_made_after_sharding_and_sharded_teachers_are_one_processs() ->
     expected = _averaged(model, copy.deepcopy(model), range(2))
     for by_degree in run_ranks(averaged, 2, ranks_per_node=2):
         for weights in by_degree:
+            for name, weight in expected.items():
+                assert torch.allclose(weights[name], weight, rtol=0, atol=1e-12), name
+
+
+# Terms of the loss that are made of parameters
+
+
+def _penalized(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """A penalty on a weight that no forward uses, whose hook doubles the gradient."""
+    weight = model.cells[1].never.weight
+    weight.register_hook(lambda gradient: 2 * gradient)
+    for number in range(2):
+        penalty = model.cells[1].never.weight.square().sum()
+        for rank in ranks:
+            loss = model(_samples(number, rank), "0lr 1lr").square().mean()
+            ((loss + penalty) / len(ranks)).backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def _cells() -> nn.Module:
+    torch.manual_seed(0)
+    return Cells(2).double()
+
+
+def penalized() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for shard in ("shard", "world"):
+        parallel = _sharded(_cells(), shard_degree=2, optimizer_shard=shard)
+        optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+        parallel.prepare_optimizer(optimizer)
+        found.append(_penalized(parallel.module, optimizer, [parallel.mesh.data_rank]))
+    return found
+
+
+def test_hooks_see_penalties_on_parameters_that_received_nothing_else() -> None:
+    model = _cells()
+    expected = _penalized(model, torch.optim.SGD(model.parameters(), lr=0.1), range(4))
+    for by_shard in run_ranks(penalized, 4, ranks_per_node=2):
+        for weights in by_shard:
             for name, weight in expected.items():
                 assert torch.allclose(weights[name], weight, rtol=0, atol=1e-12), name
