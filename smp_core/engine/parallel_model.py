@@ -118,10 +118,19 @@ class ParallelModel:
 
     def call(self, submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a submodule by itself, outside of the model's forward, with the
-        parameters of its unit unsharded. Collective."""
-        name = next(
-            name for name, module in self.module.named_modules() if module is submodule
-        )
+        parameters of its unit unsharded. Collective.
+
+        Raises:
+            ValueError: it is no module of the model.
+        """
+        names = {id(module): name for name, module in self.module.named_modules()}
+        name = names.get(id(submodule))
+        if name is None:
+            raise ValueError(
+                f"parallel.call({type(submodule).__name__}): it is no module of the sharded "
+                f"{type(self.module).__name__.removeprefix('FSDP')}; give it one that is, such as "
+                "parallel.module.get_submodule(name), and call others by themselves"
+            )
         # The innermost unit around it holds its parameters.
         holding = [unit for unit in self.units if lies_in(name, unit.name)]
         if not holding:

@@ -349,6 +349,10 @@ def refusals() -> dict[str, str]:
                 found[f"{deed.__name__} {degree}"] = ""
             except ValueError as error:
                 found[f"{deed.__name__} {degree}"] = str(error)
+    try:
+        parallel.call(nn.Linear(6, 6), torch.ones(2, 6))
+    except ValueError as error:
+        found["no module of the model"] = str(error)
     return found
 
 
@@ -358,6 +362,8 @@ def test_what_would_be_lost_is_refused() -> None:
         assert "parameter.copy_(value)" in found["assigned_data 2"]
         assert "was replaced after the model was sharded" in found["replaced 2"]
         assert "changed in place inside a forward" in found["changed_inside 2"]
+        said = found["no module of the model"]
+        assert "parallel.call(Linear): it is no module of the sharded Net" in said
         # Plain parameters.
         assert found["assigned_data 1"] == found["changed_inside 1"] == ""
 
