@@ -115,7 +115,9 @@ def parallelize(
     # Phase 2, decide, on every rank by itself, and agree on what came out.
     def decided(asked: SmpConfig) -> Plan:
         # What observing or deciding refuses is raised on all ranks: see agreed().
-        shapes = _shapes_of(model, asked, entry)
+        shapes = Shapes.of(model, asked, entry)
+        if asked.pipeline_parallel_degree > 1:
+            shapes = with_chain(shapes, model)
         if asked.shard_degree == "auto":
             return decide_with_smallest_degree(
                 shapes, asked, observe(), precision=precision, optimizers=optimizers
@@ -154,11 +156,6 @@ def parallelize(
         if given is not None:
             return adopt_sharded_model(model, mesh, plan, given)
         return parallelize_model(model, mesh, plan, init_fn=init_fn)
-
-
-def _shapes_of(model: nn.Module, asked: SmpConfig, entry: Entry) -> Shapes:
-    shapes = Shapes.of(model, asked, entry)
-    return with_chain(shapes, model) if asked.pipeline_parallel_degree > 1 else shapes
 
 
 def build_mesh(

@@ -21,13 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from smp_core.checkpoint import copy_into
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.sharding.optimizer import (
-    FlatShard,
-    WorldSharding,
-    like,
-    local_of,
-    master_dtype,
-)
+from smp_core.sharding.optimizer import like, local_of, master_dtype
 from smp_core.torch_facts import clean_name
 
 
@@ -57,7 +51,7 @@ class RankWeights(nn.Module):
         if parallel.pipeline is not None:
             parallel.broadcast_buffers()  # they change on one stage
         # What was loaded into parameters since the last step has to be in masters.
-        world = _world_of(parallel)
+        world = parallel.window.world
         for shard in () if world is None else world.shards:
             shard.follow_parameters()
         stepped = parallel.stepped(parallel.module.parameters())
@@ -98,7 +92,7 @@ class RankWeights(nn.Module):
 def take_written(parallel: ParallelModel) -> None:
     """Make the model compute with the values written into its :class:`RankWeights`.
     Collective."""
-    world = _world_of(parallel)
+    world = parallel.window.world
     # Masters were written; parameters follow, then whatever is made of weights.
     for shard in () if world is None else world.shards:
         shard.update_parameters()
@@ -182,7 +176,7 @@ class ShardedAverage(AveragedModel):
 
         # Averages of masters are gathered to the parameters' shards; the others are
         # these shards.
-        world = _world_of(parallel)
+        world = parallel.window.world
         for shard in () if world is None else world.shards:
             numbers = [number_of[id(parameter)] for parameter in shard.parameters]
             parts = {i: averages[number] for i, number in enumerate(numbers)}
@@ -223,19 +217,16 @@ class ShardedAverage(AveragedModel):
     def take_weights(self, state: Mapping[str, Tensor]) -> None:
         """Set the averages from a state dict of :meth:`weights`."""
         parallel, averages = self.parallel, self._parts()
-        places = _places(_world_of(parallel))
+        world = parallel.window.world
         parameters = list(parallel.module.parameters())
         for name, number in self._named_parts():
             if name in state:
                 # A master's part is cut from the shard's values; without masters the
                 # shard is the part.
-                place = places.get(id(parameters[number]))
-                value = (
-                    local_of(state[name])
-                    if place is None
-                    else place[0].own_of(place[1], state[name])
-                )
-                averages[number].copy_(value)
+                part = state[name]
+                if world is not None:
+                    part = world.part_of_state(parameters[number], part)
+                averages[number].copy_(local_of(part))
         for name, buffer in self._named_averaged_buffers():
             if name in state:
                 buffer.copy_(state[name])
@@ -293,19 +284,6 @@ def fill(target: Tensor, value: Tensor) -> None:
         local_of(target).copy_(local_of(value))
     else:
         copy_into(target, value)
-
-
-def _world_of(parallel: ParallelModel) -> WorldSharding | None:
-    return parallel.window.world
-
-
-def _places(world: WorldSharding | None) -> dict[int, tuple[FlatShard, int]]:
-    shards = [] if world is None else world.shards
-    return {
-        id(parameter): (shard, i)
-        for shard in shards
-        for i, parameter in enumerate(shard.parameters)
-    }
 
 
 def _require_elementwise(name: str, function: Callable[..., Any]) -> None:

@@ -239,7 +239,8 @@ class Fp8State:
             else self.history[0].clone()
         )
         basis[:, WEIGHT] = self.history[0, :, WEIGHT]
-        self._make_scales(basis)
+        fresh = scale_for(basis, self._largest, self.recipe.margin)
+        self._scale_by(torch.where(basis > 0, fresh, self.scale))
         self.current.zero_()  # a CUDA graph that records goes on with this memory
         self.steps += 1
         # One copy to the host per step; the veto of a non-finite step has waited for
@@ -254,10 +255,6 @@ class Fp8State:
                 if is_bad
             ]
         return found
-
-    def _make_scales(self, basis: Tensor) -> None:
-        fresh = scale_for(basis, self._largest, self.recipe.margin)
-        self._scale_by(torch.where(basis > 0, fresh, self.scale))
 
     def _scale_by(self, scale: Tensor) -> None:
         """Take new scales, and their inverses, which lie 16 bytes apart: cuBLASLt takes

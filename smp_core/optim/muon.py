@@ -170,16 +170,12 @@ class Muon(StepsTogether):
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 self._step_matrices(group)
-        self._step_rest(
-            [group for group in self.param_groups if group["algorithm"] == "adamw"]
-        )
-        return loss
-
-    def _step_rest(self, groups: list[dict[str, Any]]) -> None:
-        if groups:
-            adamw = _adamw(groups)
+        rest = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        if rest:
+            adamw = _adamw(rest)
             adamw.state = self.state
             adamw.step()
+        return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         # Parameters without a gradient are passed over, on all ranks alike.

@@ -625,7 +625,7 @@ class AccumulationWindow:
     def _takes_part(self) -> bool:
         if self._running_pass is not None:
             return True
-        return any(each.has_uses_left and each.unit.trainable() for each in self._units)
+        return any(each.uses_left and each.unit.trainable() for each in self._units)
 
     def _queue_end(self) -> None:
         this_pass = outermost_pass()

@@ -125,12 +125,6 @@ class UnitWindow:
     def is_in_flight(self) -> bool:
         return self.phase is Phase.IN_FLIGHT
 
-    @property
-    def has_uses_left(self) -> bool:
-        """Return whether there are forwards that no backward pass has come through
-        yet."""
-        return self.uses_left > 0
-
     # Calls and backward passes
 
     def used(self) -> None:

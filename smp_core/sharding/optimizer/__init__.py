@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         prepare_optimizer as prepare_optimizer,
     )
     from smp_core.sharding.optimizer.shards import (
-        FlatShard as FlatShard,
         WorldSharding as WorldSharding,
         like as like,
         local_of as local_of,
