@@ -4,7 +4,7 @@ look      Shapes of the model, Cluster of the machines
 decide    a Plan: pure, the same on every rank
 agree     every rank was given the same knobs, links and model, and none refuses
 mesh      the process groups of its layout
-do        parallelize_model(), or adopt_sharded_model() for one that came sharded
+do        parallelize_model(), or adopt_sharded_model() for a pre-sharded one
 
 Beside it :func:`memory_tier`, which a run with the same knobs keeps its newest state
 in.
@@ -125,7 +125,7 @@ def parallelize(
         return decide(shapes, asked, observe(), precision=precision)
 
     def settle() -> Plan:
-        # What came sharded names its own units and degrees.
+        # A pre-sharded model has its own units and degrees.
         if given is not None:
             shapes = Shapes.with_units(model, given_units(model))
             return decide(shapes, asked, observe(), given=given, precision=precision)

@@ -158,7 +158,7 @@ class Topology:
 
         Raises:
             ValueError: stages that are neither one or more full nodes nor equal parts
-                of one; says which are.
+                of one, with those that are.
         """
         if stages == 1:
             return self

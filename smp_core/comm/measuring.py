@@ -54,7 +54,7 @@ LONGEST_CALL = 1.0
 TIMEOUT = timedelta(minutes=2)
 """A rank that is gone in the middle of a call is not waited for any longer."""
 
-# A line through fewer says nothing about how good it is.
+# A line fits fewer points too well: its error would mean nothing.
 _FEWEST_SIZES = 3
 # Long enough that what buffers on the way take up at once does not count.
 _SAMPLE_SECONDS, _MOST_CALLS = 0.05, 50
@@ -109,7 +109,7 @@ def _in_groups(
     for kind in KINDS:
         points: list[tuple[float, float]] = []
         for asked in sizes:
-            # The last size tells how long this one will take.
+            # Expected from the time of the last size.
             expected = (
                 points[-1][1] / points[-1][0] * ring_bytes(kind, g, asked)
                 if points
@@ -177,7 +177,7 @@ def _together(prepare: Callable[[], T]) -> T:
         made = prepare()
     except (RuntimeError, MemoryError) as error:  # out of memory, most likely
         said = f"{type(error).__name__}: {error}"
-    # All ranks hear whether one of them has failed, before they go on.
+    # All ranks know whether one of them has failed before they go on.
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, said)
     failed = [

@@ -1,4 +1,4 @@
-"""adopt_sharded_model(): what parallelize_model() adds, for a model that came sharded
+"""adopt_sharded_model(): what parallelize_model() adds, for a pre-sharded model
 (smp_core/sharding/given.py)."""
 
 from __future__ import annotations

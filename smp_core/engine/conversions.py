@@ -1,5 +1,5 @@
 """parallelize_model(): what was decided about a model is done to it. The one place that
-knows the order of all conversions, but for models that came sharded
+knows the order of all conversions, but for pre-sharded models
 (:mod:`smp_core.engine.adoption`).
 
 1.  _leave_out: what other pipeline stages hold, before anything is made of it; rank 0
@@ -604,9 +604,10 @@ def register_forward_methods(
     """Let methods gather parameters as forward does: ``"decode"`` of every root that
     has it, ``"encoder.encode"`` of the named unit, and of roots those that are known.
 
-    Also tells Transformers that forward is collective (``_is_fsdp_managed_module``, as
-    its own sharding does; Dynamo wants ``_fsdp_use_orig_params`` with it): ranks then
-    generate as long as any of them needs to, and none leaves out a layer by chance.
+    Also marks modules so that Transformers knows forward to be collective
+    (``_is_fsdp_managed_module``, as its own sharding does; Dynamo wants
+    ``_fsdp_use_orig_params`` with it): ranks then generate as long as any of them needs
+    to, and none leaves out a layer by chance.
 
     Raises:
         ValueError: no unit has the method.

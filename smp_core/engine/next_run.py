@@ -14,8 +14,8 @@ _OF_EACH_RUN = SmpConfig.settings_of("checkpoint")
 
 
 def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
-    """Return the knobs in effect: the model's, but for the few that every run sets
-    anew.
+    """Return the knobs in effect: the model's, but for the few that every run sets for
+    itself.
 
     Args:
         model: what it is called in messages.

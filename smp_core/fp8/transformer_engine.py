@@ -12,7 +12,7 @@ activation checkpointing is refused.
 
 Its layers lack some features of ours: they run on CUDA only; a non-finite amax drops no
 step; amax histories stay in the layers (state dicts show parameters only), so that a
-resumed run of delayed scaling finds them anew, of which one warning tells.
+resumed run of delayed scaling starts without them, with one warning.
 ``Fp8Monitor`` sees the native layers only.
 
 Signatures as in Transformer Engine 2.2 to 2.20; ``autocast`` is ``fp8_autocast`` before

@@ -1,4 +1,4 @@
-"""Models that come sharded already: by Transformers'
+"""Pre-sharded models: sharded by Transformers'
 ``from_pretrained(distributed_config=...)``, or by hand.
 
 Sharded on a 1-D mesh, they get our communication objects, replica hop and window like

@@ -1,5 +1,5 @@
-"""Rules for a model that came sharded: knobs of its sharding are fixed, those that come
-too late are refused."""
+"""Rules for a pre-sharded model: knobs of its sharding are fixed, those that come too
+late are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rules for sharding: what is gathered, how often gradients are reduced, where
-optimizer states live; what is gathered, reduced and stored in. Models that came sharded
-have rules of their own (given_rules)."""
+optimizer states live; the dtypes of all of these. Pre-sharded models have rules of
+their own (given_rules)."""
 
 from __future__ import annotations
 
@@ -265,11 +265,11 @@ def _settle_masters(draft: ModelDraft) -> bool:
 
     Returns:
         whether these weights are stored in float32. (Masters on the host, and of a
-        model that came sharded, are beside the weights, unless FP8 weights are
-        quantised from what is stored.)
+        pre-sharded model, are alongside the weights, unless FP8 weights are quantised
+        from what is stored.)
 
     Raises:
-        ValueError: masters of half precision weights that came sharded.
+        ValueError: masters of half precision weights of a pre-sharded model.
     """
     knobs = draft.knobs
     asked = draft.knobs.master_dtype

@@ -95,8 +95,8 @@ class CodedTensor(Tensor):
             return CodedTensor(
                 args[0].codes, args[0].shape, args[0].dtype, args[0].coder
             )
-        # New values are coded; they may come sharded, from another device, or as one
-        # number.
+        # New values are coded; they may be codes themselves, on another device, or one
+        # number for all elements.
         if func is torch.ops.aten.copy_.default and isinstance(args[0], CodedTensor):
             target, values = args[:2]
             values = decoded(values).to(target.device).expand(target.shape)

@@ -83,7 +83,7 @@ def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | No
     where its backend has none."""
     group = group or dist.group.WORLD
     assert group is not None
-    # Any of the group's backends: the first that has a limit tells it.
+    # The limit of the first of the group's backends that has one.
     for device in group._device_types:
         timeout = getattr(
             getattr(group._get_backend(device), "options", None), "_timeout", None

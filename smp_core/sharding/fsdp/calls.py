@@ -69,7 +69,7 @@ class Calls:
     Args:
         model: with all its units sharded by ``fully_shard``.
         ranks: the partition group, which makes calls together.
-        units: those that hear of their uses.
+        units: those that are notified of their uses.
         shown: makes the context of a method's call in which modules show what is not
             gathered as it computes.
 
@@ -439,7 +439,7 @@ class _ShownUnit:
     def gathered(self) -> None:
         """Take note that FSDP2 has gathered, and shows copies."""
         self._begins_forward = False
-        # The version of now tells later edits of the copy.
+        # Edits of the copy are found by a later version than this.
         for parameter, _, copy in self._all():
             if copy is not None:
                 parameter.note_copy(copy)
@@ -637,7 +637,7 @@ class _ShownParameter:
     def settle(self, shard: nn.Parameter, copy: nn.Parameter) -> None:
         """Carry ``requires_grad`` and hooks over between the shard and the copy that is
         shown in its place."""
-        # Whichever of the two was changed since the last look tells the other.
+        # Whichever of the two was changed since the last look decides for both.
         if copy.requires_grad != self._required_grad:
             shard.requires_grad_(copy.requires_grad)
         elif shard.requires_grad != copy.requires_grad:

@@ -231,7 +231,7 @@ class ParamGroup:
             if parameter is not None:
                 parameter.grad = None
 
-    # torch's own hop across replicas, of a model that came sharded on a 2-D mesh
+    # torch's own replica all-reduce, of a model that was sharded on a 2-D mesh
 
     def partial_sum_bytes(self) -> int:
         """Return the bytes of gradients that were reduced inside the partition group

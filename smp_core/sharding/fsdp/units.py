@@ -49,7 +49,7 @@ class Slot:
 
 
 class Listener(Protocol):
-    """The interface that hears of calls and backward passes that come through a unit.
+    """The interface that a unit notifies of calls and backward passes through it.
 
     Attributes:
         uses_left: forwards that no backward pass has come through yet, recomputed ones
@@ -59,8 +59,8 @@ class Listener(Protocol):
     uses_left: int
 
     def used(self) -> None:
-        """Take note of a forward that a backward pass is to come through; recomputed
-        ones are not told."""
+        """Count a forward that a backward pass is to come through; not called for
+        recomputed ones."""
 
     def came_through(self, received: set[int], trainable: set[int]) -> set[int]:
         """Take note of a backward pass.
@@ -204,7 +204,7 @@ class ShardedUnit:
         """Return a flat reduced gradient of nothing, as if of the parameters of
         ``slots``."""
         assert self.group is not None
-        # A flat sum has one dtype, which any of its parameters tells.
+        # A flat sum has one dtype, that of any of its parameters.
         index = slots[0].index if slots else 0
         parameter = self.parameters()[index]
         assert isinstance(parameter, DTensor)

@@ -106,10 +106,11 @@ class AccumulationWindow:
         traffic: what adds up over the replication group, and over all ranks whose
             gradients are added up.
         plan: its knobs and dtypes.
-        calls: told about passes that leave units gathered for the window's next one.
-        veto: asked when the window closes: a 0-d bool tensor, whether this rank wants
-            the window's gradients dropped. If any rank does, ``.grad`` is None
-            everywhere after it, so that the optimizer step changes nothing.
+        calls: shows shards after passes that leave units gathered for the next one.
+        veto: called when the window closes; returns whether this rank wants the
+            window's gradients dropped, as a 0-d bool tensor. If any rank does,
+            ``.grad`` is None everywhere after it, so that the optimizer step changes
+            nothing.
         finishing: entered around setting ``.grad``; adds what other stages have of tied
             parameters.
         hooks_on_any_stage: whether parameters of any pipeline stage had hooks when it
@@ -321,8 +322,8 @@ class AccumulationWindow:
     @torch.no_grad()
     def refuse_attached(self) -> None:
         """Close the window, open or not, where this rank's optimizer steps what was
-        attached and never taken in: no other trained parameter may have told it of the
-        backward pass. Collective.
+        attached and never taken in: if nothing else was trained, the window has not
+        noticed the backward pass. Collective.
 
         Raises:
             RanksDiverged, ValueError: on all ranks; gradients are dropped.

@@ -1,17 +1,17 @@
-"""Whether ranks that share parameters issued the same collectives
-(:mod:`smp_core.comm.issued`), and what if not.
+"""Checks that ranks that share parameters issued the same collectives
+(:mod:`smp_core.comm.issued`), and the error where they did not.
 
-Each rank tells two numbers of its replica: the checksum of what it issued, and what
-that lacks to 2^31 - 1. The maxima of both over all ranks add up to 2^31 - 1 only where
-all ranks of the replica have the same checksum. So one MAX all-reduce, which carries
-other flags too, compares any number of groups. In the same way all replicas compare
-which window runs: one that gave a window up alone would add its gradients to those of
-another window. And all compare which parameters they train, whose gradients lie side by
-side in what is added up. Only where ranks differ do they exchange what they issued, or
-what they train.
+Each rank sends two numbers for its replica: the checksum of what it issued, and the
+difference of that to 2^31 - 1. The maxima of both over all ranks add up to 2^31 - 1
+only where all ranks of the replica have the same checksum. So one MAX all-reduce, which
+carries other flags too, compares any number of groups. In the same way all replicas
+compare which window runs: one that gave a window up alone would add its gradients to
+those of another window. And all compare which parameters they train, whose gradients
+lie side by side in what is added up. Only where ranks differ do they exchange what they
+issued, or what they train.
 
 The host of an accelerator does not wait for the comparison: the device itself stops,
-with an assertion behind which no collective can be issued. What the host told is then
+with an assertion behind which no collective can be issued. What the host sent is then
 exchanged by the watch over the ranks.
 """
 
@@ -81,8 +81,8 @@ class RanksDiverged(RuntimeError):
 def told_by(
     issued: IssuedCollectives, mesh: SmpMesh, trained: Iterable[str] = ()
 ) -> list[int]:
-    """Return what this rank tells: two numbers for each replica, those of the others 0,
-    two of the window, and two of what is trained."""
+    """Return the numbers that this rank sends: two for each replica, those of the
+    others 0, two of the window, and two of what is trained."""
     # Only the slots of this rank's own replica are filled: the maximum over all ranks
     # puts the others in.
     told, checksum = [0] * (2 * mesh.replicate_degree), issued.checksum()
@@ -104,7 +104,7 @@ def told_by(
 def differing(told: Sequence[int]) -> list[bool]:
     """Return for each replica whether its ranks differ, and last whether any two ranks
     are in different windows, and whether they train different parameters; from the
-    maxima of what all told."""
+    maxima of all ranks' numbers."""
     # Pairs of a checksum's maximum and its complement's.
     totals = map(operator.add, told[::2], told[1::2])
     return [total not in (_GREATEST, _UNTOLD) for total in totals]
@@ -266,7 +266,7 @@ def difference_in_words(
     all ranks alike. Collective over the world.
 
     Args:
-        told: the maxima of what all told.
+        told: the maxima of all ranks' numbers.
     """
     differs, found = differing(told.tolist()), ""
     if any(differs):

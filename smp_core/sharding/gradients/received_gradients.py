@@ -1,5 +1,5 @@
-"""What ranks tell each other when a window closes: which parameters received a
-gradient, and whether they did the same.
+"""The flags that ranks exchange when a window closes: which parameters received a
+gradient, and whether all ranks did the same.
 
 One small MAX all-reduce over all ranks that compute the same layers, tensor ranks
 included: they hold parts of one gradient, and drop it together. Its parts, in order,
@@ -119,7 +119,7 @@ class Told:
             )
 
     def wait(self) -> None:
-        """Wait until the others have told."""
+        """Wait until all ranks' flags have arrived."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -140,9 +140,9 @@ class Told:
         return bool(self._vetoed)
 
     def divergence(self) -> str | None:
-        """Say where ranks of one replica issued different collectives, or ranks differ
-        otherwise; None: nowhere. Collective over pipeline stages, which end a window
-        alike, and over the world where ranks differ.
+        """Describe where ranks of one replica issued different collectives, or ranks
+        differ otherwise; None: nowhere. Collective over pipeline stages, which end a
+        window alike, and over the world where ranks differ.
 
         An accelerator's host does not wait for the answer: the device itself goes no
         further then, so that nothing is stepped.

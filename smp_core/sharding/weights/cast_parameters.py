@@ -29,8 +29,8 @@ class CastParameters:
 
     Args:
         dtypes: name of a parameter -> dtype that it computes in.
-        recomputed: modules whose forward, without their hooks, runs again in backward.
-            Before they are told to.
+        recomputed: modules whose forward will run again in backward, without its hooks;
+            checkpointing is applied to them after this.
     """
 
     def __init__(
