@@ -14,7 +14,7 @@ codes as one that holds all.
 Error of an element x of a block with the largest magnitude a: for first moments 0.71 % of a, and 6.2 % of x where
 |x| > a/10 (11 % where |x| > a/100); for second moments about half of it. The smallest values are a * 5.5e-7 and
 a * 3.25e-7.
-A block that holds inf or nan is decoded as nan.
+A block that holds inf or nan is decoded as nan and inf: none of its elements is finite.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ class Traffic:
             (each for each in reduced if each.is_floating_point and each.itemsize > 1),
             key=str,
         )
-        # Every dtype that may be summed: later, new connections would take memory in
-        # the middle of a step.
+        # Every dtype that may be summed: NCCL holds the host while it connects ranks,
+        # and later replicas may be in different places.
         for each in connected:
             for dtype in summed:
                 each.hop.connect(dtype)

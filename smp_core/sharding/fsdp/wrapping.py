@@ -188,8 +188,7 @@ def _groups_of_the_run(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.new_group = make
-    # A first message connects a group, which otherwise waits for the first backward
-    # pass.
+    # A first message connects a group, here and not in the first backward pass.
     for group in made:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
