@@ -291,13 +291,15 @@ class Traffic:
 
     def layout(self) -> list[int]:
         """Return what remainders depend on: the number of ranks, the shard degree,
-        whether collectives have two stages, and the pipeline stages."""
+        whether collectives have two stages, the pipeline stages and the tensor
+        ranks."""
         mesh = self.mesh
         return [
             mesh.topology.world_size,
             mesh.shard_degree,
             int(self._stages is not None),
             mesh.pipeline_degree,
+            mesh.tensor_degree,
         ]
 
     # What was rounded off and not made up for yet is part of a training's state.

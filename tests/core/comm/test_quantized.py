@@ -588,3 +588,23 @@ def remainders(steps: int) -> list[bool]:
 def test_what_was_rounded_off_can_be_saved_and_loaded() -> None:
     for found in run_ranks(remainders, 4, 2, ranks_per_node=2):
         assert len(found) > 3 and all(found)
+
+
+def layout_of_remainders(tensor: int) -> list[int]:
+    plan = {"plan": {"0": "column_gather"}, "sequence_parallel": False}
+    asked = SmpConfig(
+        shard_degree=2,
+        tensor_parallel_degree=tensor,
+        tensor_parallel=plan if tensor > 1 else {},
+        compression={"reduce": "int4"},
+    )
+    return parallelize(nn.Sequential(nn.Linear(8, 8)), asked).traffic.layout()
+
+
+def test_what_was_rounded_off_belongs_to_its_tensor_ranks() -> None:
+    """With as many ranks in a partition group each of them holds another slice."""
+    alone, together = (
+        run_ranks(layout_of_remainders, 4, tensor, ranks_per_node=2)
+        for tensor in (1, 2)
+    )
+    assert alone[0] != together[0]
