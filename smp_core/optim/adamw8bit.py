@@ -178,14 +178,12 @@ class AdamW8bit(torch.optim.Optimizer):
         # A gradient may be replicated, or still to be added up.
         gradient = parameter.grad
         assert gradient is not None
-        if (
-            isinstance(gradient, DTensor)
-            and gradient.placements != parameter.placements  # type: ignore[attr-defined]
-        ):
-            gradient = gradient.redistribute(
-                parameter.device_mesh,
-                parameter.placements,  # type: ignore[attr-defined]
-            )
+        if isinstance(gradient, DTensor):
+            assert isinstance(parameter, DTensor)
+            if gradient.placements != parameter.placements:
+                gradient = gradient.redistribute(
+                    parameter.device_mesh, parameter.placements
+                )
         state = self.state[parameter]
         # What is kept in 8 bits follows from the whole parameter, on every rank alike.
         first_dim = _row_dim(parameter.shape, group["min_8bit_size"])

@@ -201,8 +201,8 @@ def prefetch(model: nn.Module, *, forward: int, backward: int) -> None:
     for root in _roots(model):
         units: list[FSDPModule] = [
             module
-            for module in root.modules()
-            if isinstance(module, FSDPModule)  # type: ignore[attr-defined]
+            for module in root.modules()  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule)
         ]
         # In the order of registration, which is most models' order of use.
         if forward:
