@@ -2,12 +2,17 @@
 share the work), our storage writer streams the slices into one safetensors file per
 rank, and rank 0 commits all with one rename.
 
-Order of a save: (1) every rank names its tensors; (2) rank 0 encodes the rest, so that
-a value that cannot be saved is refused before anything is written; (3) rank 0 makes the
-temporary folder; (4) plan, write, fsync on all ranks;
-(5) rank 0 writes index, rest and manifest and commits. An error at any point is raised
-    on all ranks and leaves the
-previous checkpoint as it was.
+Order of a save:
+
+1. Every rank names its tensors.
+2. Rank 0 encodes the rest, so that a value that cannot be saved is refused before
+   anything is written.
+3. Rank 0 makes the temporary folder.
+4. All ranks plan, write and fsync.
+5. Rank 0 writes index, rest and manifest, and commits.
+
+An error at any point is raised on all ranks and leaves the previous checkpoint as it
+was.
 """
 
 from __future__ import annotations
@@ -114,6 +119,7 @@ def save_checkpoint(
             options,
             ranks,
         )
+    # A blocking save stalls training for all of its time.
     note(
         "checkpoint",
         path=os.fspath(path),
@@ -156,17 +162,23 @@ def write_staged(
         CheckpointError: as :func:`save_checkpoint`.
     """
     what = not_saved(path)
+    # Staging may fail on one rank only: the exchange raises its error on all of them.
+    # What differs by rank comes to rank 0 by the same exchange.
     (transaction, staged), own = ranks.together(
         what, lambda: (open_transaction(path), make_staged()), lambda mine: mine[1].own
     )
 
     def prepare() -> tuple[str, str]:
+        # Options are checked, and the folder is made, by rank 0 alone; its error is
+        # raised on all ranks.
         _check_options(options)
         save_id = new_save_id()
         transaction.begin(save_id, options.overwrite)
         return save_id, transaction.mark
 
     try:
+        # The other ranks join the folder by its identity, in
+        # SmpStorageWriter.write_data.
         save_id, mark = ranks.on_first(what, prepare)
         rest = None if staged.rest is None else merge_rest(staged.rest, own)
         writer = SmpStorageWriter(
@@ -174,9 +186,12 @@ def write_staged(
         )
         _run_dcp_save(staged.tensors, writer, ranks)
     except BaseException as error:
+        # DCP has gathered the failures of all ranks, so none is still writing.
         if ranks.rank == 0:
             transaction.abort()
         if isinstance(error, CheckpointException):
+            # Ctrl-C and exit keep their types; everything else becomes a
+            # CheckpointError.
             _raise_interrupt(error)
             raise CheckpointError(f"{what}: {_failures(error)}") from error
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
@@ -232,6 +247,7 @@ def _check_options(options: SaveOptions) -> None:
             )
     for key, value in options.metadata.items():
         try:
+            # A tuple would come back as a list, so what JSON changes is refused.
             same = json.loads(json.dumps({key: value})) == {key: value}
         except (TypeError, ValueError):
             same = False
@@ -254,6 +270,8 @@ class SmpStorageWriter(StorageWriter):
         ranks: the ranks that save together.
     """
 
+    # Rank 0 made the folder, the others find it here. All ranks call write_data, those
+    # with nothing to write too.
     def __init__(
         self,
         transaction: Transaction,
