@@ -69,6 +69,7 @@ class Ranks:
             CheckpointError: it failed somewhere; the message names the ranks. The local
                 error is the cause.
         """
+        # Nothing is raised before the exchange: every rank has to reach it.
         result, error = _attempt(action)
         shared: Any = None
         if error is None:
@@ -84,6 +85,7 @@ class Ranks:
             CheckpointError: it failed.
         """
         outcome: list[Any] = [None, None]
+        # Ranks other than 0 wait in the broadcast, whatever happens on rank 0.
         error: BaseException | None = None
         if self.rank == 0:
             result, error = _attempt(action)
@@ -115,6 +117,7 @@ def raise_any(
     what: str, messages: list[str | None], local: BaseException | None = None
 ) -> None:
     """Raise one error from the messages of all ranks (None: no error there)."""
+    # Usually many ranks have the same message: it is shown once, with their numbers.
     failed: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:
@@ -123,6 +126,7 @@ def raise_any(
         raise local  # KeyboardInterrupt and SystemExit stay what they are
     if not failed:
         return
+    # All ranks alike: numbers would say nothing.
     if len(failed) == 1 and (
         len(messages) == 1 or len(next(iter(failed.values()))) == len(messages)
     ):

@@ -78,6 +78,7 @@ def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
     metadata = reader.read_metadata()
     flat: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
+        # Tensors stay on the disk until they are written.
         if isinstance(stored, TensorStorageMetadata):
             flat[name] = LazyTensor(
                 tuple(stored.size),
@@ -86,12 +87,14 @@ def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
             )
         elif isinstance(stored, BytesStorageMetadata):
             flat[name] = None
+    # All other values are read now: they are small, and the nest needs them.
     values = {
         name: None for name, value in flat.items() if not isinstance(value, LazyTensor)
     }
     _load(values, reader)
     flat.update(values)
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    # Flat names back to the nest that they were flattened from.
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         _put(root, tuple(paths.get(name, (name,))), value)
@@ -100,6 +103,7 @@ def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _loader(reader: _SafeReader, name: str, stored: TensorStorageMetadata) -> Any:
     def load() -> torch.Tensor:
+        # DCP loads into tensors that are given to it.
         target = {name: torch.empty(stored.size, dtype=stored.properties.dtype)}
         _load(target, reader)
         return target[name]
@@ -132,11 +136,13 @@ def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
     """Set a value at a path, making dicts for string keys and lists for integers, as
     DCP flattens them."""
     node = root
+    # The next key decides whether a list or a dict belongs here.
     for key, following in zip(path, (*path[1:], None), strict=True):
         fresh: Any = value
         if following is not None:
             fresh = [] if isinstance(following, int) else {}
         if isinstance(node, list):
+            # Places of a list may come in any order.
             node.extend([None] * (key + 1 - len(node)))
             if following is None or node[key] is None:
                 node[key] = fresh
@@ -165,6 +171,7 @@ def write_dcp_folder(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
         state: nested dicts and lists with :class:`LazyTensor` or tensors.
     """
     os.mkdir(path)
+    # One file, as one process writes it.
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
     with _alone(path):
         dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(), no_dist=True)

@@ -103,7 +103,7 @@ def write_safetensors_folder(
             checkpoint.
     """
     folder.mkdir()
-    # Which tensors go into which file; the index comes first.
+    # Which tensors go into which file; the index needs no values and comes first.
     files = _plan(
         opened, "model", names.model, options.cast, options.shard_bytes, names.ties
     )
@@ -113,6 +113,7 @@ def write_safetensors_folder(
             raise CheckpointError(
                 f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out"
             )
+        # Optimizer states keep their names and dtypes.
         states = _plan(
             opened,
             "optimizer",
@@ -122,6 +123,7 @@ def write_safetensors_folder(
             {},
         )
         _write_index(folder, "optimizer", states)
+        # Everything of the optimizers that is not a tensor: groups, steps, names.
         tree = {
             key: subtree(opened.tree, ("state", key)) for key in names.optimizer_keys
         }
@@ -143,6 +145,7 @@ def write_safetensors_folder(
                 for future in futures:
                     future.result()
             except BaseException:
+                # Files that nobody has begun are given up; those in progress end first.
                 pool.shutdown(cancel_futures=True)
                 raise
     # Files that the checkpoint keeps along.
@@ -179,6 +182,8 @@ def _plan(
             else record.dtype
         )
         entry = Entry(outside, record.shape, dtype)
+        # In the order of the names, as Transformers divides a model; a file has one
+        # tensor at least.
         if groups[-1] and filled + entry.bytes > shard_bytes:
             groups.append([])
             filled = 0
@@ -194,6 +199,7 @@ def _plan(
         # Keeps every entry aligned.
         group = sorted(group, key=lambda pair: -pair[0].dtype.itemsize)
         here = {entry.key for entry, _ in group}
+        # A tied name is mentioned in the file that has its tensor.
         tied = {dropped: kept for dropped, kept in ties.items() if kept in here}
         of_file = [entry for entry, _ in group]
         sources = [name for _, name in group]
@@ -210,6 +216,7 @@ def _write_file(
                 yield source.unsharded(name).to(entry.dtype)
                 advance(entry.bytes)
 
+    # "x": a name that is there already is an error, not overwritten.
     with open(folder / file.name, "xb", buffering=0) as raw:
         write_tensor_file(
             Sink(raw, file.name, "xxh3"), file.entries, values(), file.metadata

@@ -5,7 +5,7 @@ and how files come into it.
         torch-smp-<uid>/             mode 0700
             <run>/                   of one run; locked by the ranks that train
                 owner                the process that took the lock, for messages
-                rank-00003-0/        a part: the slices of one rank, in the format of a checkpoint; two, used alternately
+                rank-00003-0/        a part: the slices of one rank, in a checkpoint's format; two, used alternately
                     tensors          written in place
                     index.json, rest.json, rest.pt
                     manifest.json    the commit: removed first, written last
