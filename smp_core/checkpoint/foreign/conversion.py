@@ -209,8 +209,13 @@ def _read_huggingface(
             raise CheckpointError(
                 f"ties: there is no tensor {kept!r}; there are e.g. {', '.join(list(model)[:3])}"
             )
+        if dropped in ties and dropped in model:
+            raise CheckpointError(
+                f"ties: {folder} has a tensor {dropped!r} of its own, whose values would be lost; a tie is for a name "
+                "that the files leave out"
+            )
         if dropped != "format":
-            model[dropped] = model[kept]
+            model.setdefault(dropped, model[kept])
     return {"state_dict": model}, _companions(folder)
 
 

@@ -125,6 +125,8 @@ def test_a_hugging_face_folder_comes_in_with_its_ties_and_files(tmp_path: Path) 
     assert made == ["config.json", "model.safetensors"]
     with pytest.raises(CheckpointError, match="there is no tensor 'nothing'"):
         import_checkpoint(source, tmp_path / "x", ties={"a": "nothing"})
+    with pytest.raises(CheckpointError, match="a tensor 'half' of its own"):
+        import_checkpoint(source, tmp_path / "x", ties={"half": "wide.weight"})
 
 
 def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
