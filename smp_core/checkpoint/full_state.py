@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from smp_core.checkpoint.dtypes import dtype_from_name
+from smp_core.checkpoint.dtypes import dtype_from_name, dtype_name
 from smp_core.checkpoint.folders.addresses import local_path
 from smp_core.checkpoint.folders.file_system import (
     fsync_directory,
@@ -34,6 +34,7 @@ from smp_core.checkpoint.foreign.safetensors_export import (
 from smp_core.checkpoint.foreign.torch_file import stream_torch_save
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from smp_core.checkpoint.optimizers import numbered
 from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.tensor_files import TensorFiles
@@ -67,8 +68,8 @@ def consolidate(
     Args:
         path: checkpoint folder or address.
         out: the folder (safetensors) or file (``.ckpt``, ``.pt``) to make.
-        dtype: cast floating-point model tensors to this, e.g. ``"bf16"``; None keeps
-            each tensor's own.
+        dtype: cast floating-point model tensors to this floating-point dtype, e.g.
+            ``"bf16"``; None keeps each tensor's own.
         output_format: ``"safetensors"``: ``model*.safetensors`` with index, as
             Transformers reads it, and the files stored along (``config.json``, ...);
             ``"ckpt"``: an ordinary Lightning checkpoint; ``"pt"``: a plain state dict;
@@ -103,6 +104,11 @@ def consolidate(
     if workers < 1:
         raise CheckpointError(f"workers={workers} must be 1 or more")
     cast = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
+    if cast is not None and not cast.is_floating_point:
+        raise CheckpointError(
+            f"dtype={dtype_name(cast)} would cut off what stands behind the point of every weight; allowed are "
+            "floating-point dtypes, e.g. bfloat16, float16 or float32"
+        )
     options = ExportOptions(
         cast, optimizer, workers, parse_size(max_shard_size), progress
     )
@@ -271,13 +277,7 @@ def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     # Numbered already: written by a program that numbers.
     if not all(isinstance(name, str) for name in names):
         return state
-    number = {name: position for position, name in enumerate(names)}
-    groups = []
-    for group in state["param_groups"]:
-        numbers = [number[name] for name in group["params"]]
-        groups.append({**group, "params": numbers})
-    entries = {number[name]: value for name, value in state["state"].items()}
-    return {"state": entries, "param_groups": groups}
+    return numbered(state)
 
 
 def _write_torch_file(

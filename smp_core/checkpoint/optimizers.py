@@ -61,6 +61,7 @@ def numbered(named: Mapping[str, Any]) -> dict[str, Any]:
     groups = []
     for group in named["param_groups"]:
         groups.append({**group, "params": [number[name] for name in group["params"]]})
+    # A value that is kept for no parameter keeps its key.
     state = {number.get(name, name): entry for name, entry in named["state"].items()}
     return {"state": state, "param_groups": groups}
 

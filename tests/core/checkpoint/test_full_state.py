@@ -218,6 +218,8 @@ def test_a_numbered_optimizer_state_loads_into_torchs_optimizer() -> None:
             for g in plain["param_groups"]
         ],
     }
+    # A value that an optimizer keeps for none of its parameters.
+    plain["state"]["shared"] = named["state"]["shared"] = {"count": 3}
     assert differences(numbered_optimizer_state(named), plain) == []
 
 
@@ -238,6 +240,7 @@ def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(
     ("arguments", "message"),
     [
         ({"dtype": "float33"}, "dtype='float33' is not a torch dtype"),
+        ({"dtype": "int8"}, "dtype=int8 would cut off"),
         ({"workers": 0}, "workers=0 must be 1 or more"),
         (
             {"max_shard_size": "big"},
