@@ -22,10 +22,10 @@ from smp_core.checkpoint.full_state import discard, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
+from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties, tie_key
 from smp_core.checkpoint.tree import map_tensors, name_tensors
 from smp_core.outside import long_wait
-from smp_core.torch_facts import ABSENT, is_absent, is_rank_0, local_part
+from smp_core.torch_facts import ABSENT, is_absent, is_rank_0
 
 
 def full_state_dict(
@@ -57,20 +57,18 @@ def full_state_dict(
     full_tensor, _ = _over_stages(dict(name_tensors(dict(state)).values()), stages)
 
     def unsharded(tensor: Tensor) -> Tensor | None:
-        # Two names over the same memory; an empty slice has no address to compare.
-        local = local_part(tensor)
-        key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
-        tied = bool(local.numel()) and key in seen
+        key = tie_key(tensor)
         # Every rank takes part in the gather even where it sees a tie: a rank with an
         # empty slice does not see it.
         full = full_tensor(tensor)
         if not keep:
             return None
-        if tied:
+        if key is not None and key in seen:
             return seen[key]
         # A copy: the live tensor changes with the next step.
         host = full.detach().to("cpu", copy=True).contiguous()
-        seen[key] = host
+        if key is not None:
+            seen[key] = host
         return host
 
     with long_wait("gathering unsharded weights", here=is_rank_0()):

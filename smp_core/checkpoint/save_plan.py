@@ -158,9 +158,10 @@ def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
 
 def tie_key(tensor: Tensor) -> Any:
     """Return a key that two tensors over the same memory have in common; None where
-    this rank's slice is empty."""
+    this rank's slice is empty, or a tensor has no memory of its own."""
     local = local_part(tensor)
-    if local.numel() == 0:
+    # A subclass that wraps other tensors is at address 0, as are all others like it.
+    if local.numel() == 0 or local.data_ptr() == 0:
         return None
     # The same memory can be read as two different tensors, so shape, stride, dtype and
     # placements belong to the key.

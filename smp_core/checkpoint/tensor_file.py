@@ -63,10 +63,21 @@ def bytes_view(tensor: Tensor) -> memoryview:
 
 def host_tensor(tensor: Tensor) -> Tensor:
     """Return a contiguous CPU tensor with the same values; the tensor itself where it
-    is one."""
+    is one.
+
+    Raises:
+        CheckpointError: a tensor of another package that stays one without bytes.
+    """
     # Codes are decoded, and lazy conjugations and signs are carried out: what is
     # written is what reading the tensor gives.
-    return decoded(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    host = decoded(tensor).detach().to("cpu")
+    host = host.resolve_conj().resolve_neg().contiguous()
+    if host.numel() and host.data_ptr() == 0:
+        raise CheckpointError(
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no bytes that could be saved: it wraps other "
+            "tensors. Save those, or its values as a plain tensor"
+        )
+    return host
 
 
 def place_in_file(size: int) -> tuple[int, bool]:

@@ -361,10 +361,12 @@ def subtree(tree: Any, path: Path) -> Any:
             # equal keys in Python but not the same path.
             tag, content = next(iter(tree.items()))
             if tag in ("$dict", "$odict"):
+                # Keys lie encoded there, a tuple for example as {"$tuple": [...]}.
+                wanted = encode_rest(key, {}).tree
                 matches = [
                     item
                     for found, item in content
-                    if found == key and type(found) is type(key)
+                    if found == wanted and type(found) is type(wanted)
                 ]
                 if not matches:
                     raise KeyError(key)
