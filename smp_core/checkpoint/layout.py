@@ -64,7 +64,7 @@ def new_digest(algorithm: str) -> Digest:
     Raises:
         CheckpointError: another name.
     """
-    # XXH3 finds accidents only: whoever edits a file can compute a new digest of it.
+    # XXH3 finds accidents only: an edit on purpose can come with a new digest.
     if algorithm == "xxh3":
         return xxhash.xxh3_128()
     if algorithm == "sha256":

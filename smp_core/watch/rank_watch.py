@@ -101,6 +101,8 @@ class RankWatch:
         self._seen: _Signs | None = None  # at the last look by itself
         self._ends_at: float | None = None
         self._stopped = threading.Event()
+        # The first sign is on the boards before the thread starts: no rank is taken for
+        # lost while it begins.
         self._beat()
         self._thread = threading.Thread(
             target=self._run, name="smp-rank-watch", daemon=True
@@ -120,6 +122,7 @@ class RankWatch:
         rank, world = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         boards = open_boards(host)
+        # Rank 0's board is the one that meetings and the watch rely on.
         if not boards or boards[0].keeper != 0:
             if rank == 0:
                 logger.warning(
@@ -155,6 +158,7 @@ class RankWatch:
         """Give no more signs of life: this rank ends in good order."""
         if self._stopped.is_set():
             return
+        # Ranks that wait at a meeting learn that this one does not come.
         self.meetings.leave()
         self._stopped.set()
         self._thread.join(timeout=2 * self.interval)
@@ -163,6 +167,8 @@ class RankWatch:
         kept = [board for board in self.boards if board.keeper == self.rank]
         for board in kept if not self._reported else ():
             attempt(self._await_goodbyes, board)
+        # A keeper's board is closed one watch later, so that others can still read why
+        # this rank ended.
         global _last_boards
         for board in _last_boards + [
             board for board in self.boards if board not in kept
@@ -200,6 +206,7 @@ class RankWatch:
             elsewhere.
         """
         self._reported = True
+        # An error of this rank's own is what the others should name.
         if not looks_like_a_lost_peer(error):
             self._failure = f"{type(error).__name__}: {error}{_place(error)}"
             self._beat()
@@ -224,6 +231,8 @@ class RankWatch:
         self._windows.show(self.boards, self._runs)
 
     def _find_out(self) -> str | None:
+        # Another rank has looked already: its finding holds, and only one line is
+        # written.
         if told := self._told():
             return told
         found = self._compare()
@@ -280,6 +289,7 @@ class RankWatch:
         When nobody seems to be lost there is a third: the last sign of life of a lost
         rank may come in after the first look.
         """
+        # A rank whose count stands still between two looks is lost.
         before = self._look()
         for _ in range(2):
             self._await_signs()
@@ -290,6 +300,7 @@ class RankWatch:
                 return found
             before = after
         assert before is not None
+        # No rank is lost or has failed: some have gone elsewhere, or are slower.
         steps = {rank: state["step"] for rank, state in before.items()}
         last = max(steps.values())
         elsewhere = [
@@ -324,6 +335,8 @@ class RankWatch:
             time.sleep(self.interval / 4)
 
     def _describe(self, before: _Signs, after: _Signs) -> str:
+        # What failed, then which ranks are silent; a failure is usually the cause of a
+        # silence.
         parts = [
             f"rank {r} failed: {state['failed']}"
             for r, state in after.items()
@@ -350,6 +363,7 @@ class RankWatch:
                 self._stumbled = True
 
     def _watch_once(self) -> None:
+        # The first duty is the sign of life; everything else can wait an interval.
         self._beats += 1
         if self.boards:
             self._beat(waits=False)
@@ -378,7 +392,7 @@ class RankWatch:
             return
         if board.keeper == 0:
             self.meetings.rank_0_ended = True
-        if not self._reported:  # else this rank still looks what the board has
+        if not self._reported:  # otherwise this rank still looks what the board has
             attempt(board.set, f"done/{self.rank}", True)
             self._give_up(board)
 
@@ -420,6 +434,7 @@ class RankWatch:
         """End the process when a run has waited for a lost rank for long enough: what
         it waits for cannot be called off. (One that has come out of its run waits for
         nobody.)"""
+        # A rank between runs, or at its end, is in no collective.
         over = self._ends_at is not None and time.monotonic() >= self._ends_at
         if over and not (self.between_runs or self._stopped.is_set()):
             waited = (
@@ -530,6 +545,7 @@ def looks_like_a_lost_peer(error: BaseException) -> bool:
         "peer access",
         _DEVICE_STOPPED,
     )
+    # An error of this rank alone can mention NCCL too: such texts decide first.
     if any(sign in text for sign in own):
         return False  # also where NCCL says so
     signs = (
@@ -673,6 +689,7 @@ def _warn_of_shared_store() -> None:
     rank may read the address that another one had before, and the attempt fails while
     connecting.
     """
+    # torchrun's own variables: restarts allowed, and one store for all attempts.
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     if restarts != "0" and shared == "True" and os.environ.get("RANK") == "0":

@@ -51,7 +51,7 @@ def rename_new(source: str, target: str) -> None:
         FileExistsError: something is there.
     """
     if not _renameat2(source, target, _RENAME_NOREPLACE):
-        # Not atomic, but nobody else makes this path: see the callers.
+        # Not atomic, but no other save makes this path: see the callers.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "already exists", target)
         os.rename(source, target)

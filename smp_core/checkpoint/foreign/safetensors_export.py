@@ -145,7 +145,7 @@ def write_safetensors_folder(
                 for future in futures:
                     future.result()
             except BaseException:
-                # Files that nobody has begun are given up; those in progress end first.
+                # Files that were not begun yet are given up; those in progress end first.
                 pool.shutdown(cancel_futures=True)
                 raise
     # Files that the checkpoint keeps along.
