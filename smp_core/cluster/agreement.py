@@ -44,6 +44,7 @@ def lists_of_all_ranks(own: Sequence[T]) -> list[list[T]] | None:
     Args:
         own: values whose ``repr`` is equal for equal ones.
     """
+    # Lists may be long; digests show whether they are needed.
     digests = of_all_ranks(xxhash.xxh3_64_hexdigest(repr(list(own)).encode()))
     return None if len(set(digests)) == 1 else of_all_ranks(list(own))
 
@@ -55,6 +56,7 @@ def of_rank_0(decide: Callable[[], T]) -> T:
     Raises:
         ValueError: what ``decide`` raised on rank 0; on all ranks.
     """
+    # A fake group has no other ranks to tell.
     alone = not dist.is_initialized() or dist.get_backend() == "fake"
     told: list[Any] = [None]
     if alone or dist.get_rank() == 0:
@@ -101,6 +103,7 @@ def agreed(
     own = {
         knob: value for knob, value in asked.effective().items() if knob != _OF_A_HOST
     }
+    # A callable cannot be compared; its name can.
     rule = asked.units.modules
     if callable(rule):  # the text of an object may have its address
         own["units.modules"] = getattr(rule, "__qualname__", type(rule).__qualname__)
@@ -111,7 +114,9 @@ def agreed(
         own["the model"] = model(decided)
     except ValueError as error:
         refusal = error
+    # One exchange for knobs and refusals: no rank leaves before it.
     everyone = of_all_ranks((own, None if refusal is None else str(refusal)))
+    # The model is compared last: other knobs make other models.
     knobs = [name for name in own if name != "the model"]
     differences = _differences([said for said, _ in everyone], knobs)
     if (
@@ -121,15 +126,18 @@ def agreed(
     ):
         differences = _differences([said for said, _ in everyone], ["the model"])
         if differences and decided is not None:  # on all ranks: none refuses
+            # Only where models differ are all parameters exchanged.
             differences += _first_difference(of_all_ranks(list(parts(decided))))
         if differences:
             raise ValueError(
                 f"{'; '.join(differences)}; build the model in the same way on all ranks"
             )
+    # Other knobs are the cause of whatever else differs.
     if differences:
         raise ValueError(
             f"{'; '.join(differences)}; start every rank with the same configuration"
         )
+    # The same refusal everywhere is raised as it is; another rank's names the rank.
     if refusal is not None:
         raise refusal
     for rank, (_, theirs) in enumerate(everyone):
@@ -140,6 +148,7 @@ def agreed(
 
 
 def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[str]:
+    # In the order of the knobs, each with the ranks that have a value.
     found = []
     for name in names:
         values = [said[name] for said in everyone]

@@ -60,6 +60,8 @@ class ComparedWindows:
             return
         self._shown_in = run
         key, windows = f"windows/{run}/{self.rank}", self.windows.items()
+        # The whole windows first: a rank that reads the summary may ask for one at
+        # once.
         for board in boards:
             for number, window in windows:
                 attempt(board.set, f"{key}/{number}", window.told())
@@ -77,6 +79,7 @@ class ComparedWindows:
         device has stopped, this one too.
         """
         self.show(boards, run)
+        # Ranks of other stages or layers compare with others.
         ranks = sorted(
             {rank for window in self.windows.values() for rank in window.ranks()}
         )
@@ -90,6 +93,7 @@ class ComparedWindows:
                 for rank, each in zip(ranks, summaries, strict=False)
                 if each is not None
             }
+            # Lazily, so that one difference ends the search.
             differs = (
                 _difference(boards, run, number, window, known)
                 for number, window in self.windows.items()
@@ -103,6 +107,7 @@ class ComparedWindows:
                     else min(deadline, time.monotonic() + self.interval / 10)
                 )
                 found = first
+            # All ranks were heard, or the time is over.
             if len(known) == len(ranks) or time.monotonic() >= deadline:
                 break
             time.sleep(pause)
@@ -125,6 +130,7 @@ def _difference(
         if str(number) in each
     }
     sides = window.sides(of_window)
+    # Ranks with equal summaries say the same, so one of each side is read whole.
     whole = _values_of(boards, [f"windows/{run}/{asked}/{number}" for asked in sides])
     told = dict(zip(sides, whole, strict=False))
     by_rank = {
@@ -136,6 +142,7 @@ def _difference(
     return window.difference(by_rank) if len(sides) > 1 else ""
 
 
+# The first board that answers; the other one has the same.
 def _values_of(boards: Sequence[Board], keys: list[str]) -> list[Any]:
     return next(
         (found for board in boards if (found := attempt(board.values_of, keys))), []

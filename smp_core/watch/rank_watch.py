@@ -231,8 +231,7 @@ class RankWatch:
         self._windows.show(self.boards, self._runs)
 
     def _find_out(self) -> str | None:
-        # Another rank has looked already: its finding holds, and only one line is
-        # written.
+        # Another rank has looked already; its finding holds.
         if told := self._told():
             return told
         found = self._compare()
@@ -335,8 +334,7 @@ class RankWatch:
             time.sleep(self.interval / 4)
 
     def _describe(self, before: _Signs, after: _Signs) -> str:
-        # What failed, then which ranks are silent; a failure is usually the cause of a
-        # silence.
+        # First what failed, which is usually the cause of a silence.
         parts = [
             f"rank {r} failed: {state['failed']}"
             for r, state in after.items()
