@@ -4,7 +4,7 @@ digest in the index.
 Bytes are read straight into their targets, in pieces that are hashed while they are in
 the processor's cache. The slices of a rank lie one behind the other, so that a block
 that one read has begun is hashed on by the next one, and every byte comes from the disk
-once. What nobody wants of a block is read as well, into a small buffer; the writer
+once. Bytes of a block that no tensor needs are read into a small buffer; the writer
 keeps small tensors, which all ranks read, in few blocks.
 
 So a block may be compared with its digest after its first bytes have been handed out:

@@ -215,7 +215,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def _refusal(folder: Folder, path: str) -> CheckpointError:
-    """Make the error for a folder without a manifest, which says what the folder is
+    """Make the error for a folder without a manifest, which names what the folder is
     instead."""
     if not folder.exists():
         return missing(path)

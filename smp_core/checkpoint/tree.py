@@ -35,7 +35,7 @@ from smp_core.checkpoint.save_plan import LazyTensor
 Path = tuple[Any, ...]
 DROP = object()
 _SAME_IN_JSON = frozenset((type(None), bool, int, str))
-# Have nothing inside: most values of a state, so they are passed over early.
+# Types with nothing inside: most values of a state, so they are passed over early.
 _LEAVES = _SAME_IN_JSON | {float}
 
 

@@ -108,7 +108,7 @@ def topology(
             typer.echo(
                 f"stored; {LINKS_VARIABLE}={store} lets collectives.hierarchical='auto' and prefetching follow it"
             )
-    if began:  # after an error nobody may wait for the others any more
+    if began:  # not after an error: other ranks may not come to this
         dist.destroy_process_group()
 
 

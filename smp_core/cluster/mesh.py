@@ -143,7 +143,7 @@ class SmpMesh:
         by_axes: dict[Axes, dist.ProcessGroup] = {}
         for axes in GROUPS:
             if set(axes) <= DEGREES.keys() and layout.size(*axes) == 1:
-                continue  # nobody asks for it
+                continue  # such a group is never used
             # Sums over replicas get a communicator of their own where GRADIENTS has the
             # same ranks (Layout.replicas_are_alone).
             members = layout.groups(*axes)
@@ -214,8 +214,8 @@ class SmpMesh:
         return self._expert_ranks[degree, in_stages]
 
     def holders(self) -> list[DeviceMesh]:
-        """Return each pipeline stage's first partition group as a mesh, whose ranks say
-        to whom a parameter belongs.
+        """Return each pipeline stage's first partition group as a mesh. Its ranks show
+        which stage holds a parameter.
 
         No groups are made for them: where this rank is not in a mesh, its own partition
         group stands in, and torch calls no collective there."""
@@ -440,7 +440,7 @@ class _Groups:
         sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
         for group in self._unused:
             if dist.get_world_size(group) == 1:
-                # Nobody calls a collective in it, and NCCL may take half a GiB for its
+                # No collective runs in it, and NCCL may take half a GiB for its
                 # communicator.
                 continue
             for size in sizes:

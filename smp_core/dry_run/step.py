@@ -285,7 +285,7 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
             raise ValueError(
                 f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}"
             )
-        # Of real tensors.
+        # The mesh is made of real tensors: its ranks are values.
         mesh = mesh_of(
             plan.knobs, plan.layout, plan.cluster.topology, torch.device("cpu")
         )

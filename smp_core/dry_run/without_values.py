@@ -34,10 +34,9 @@ LATEST = -1
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Let tensor ranks be told to hold the same, which is a question of values, and to
-    draw the same random numbers: without values it makes no difference. Blocks are
-    taken to compute the same with a part of their tokens, and models over the ranks
-    that share a sequence."""
+    """Answer what only values could: tensor ranks hold the same, and draw the same
+    random numbers; blocks compute the same with a part of their tokens, and models over
+    the ranks that share a sequence."""
     # What depends on values, or on other ranks, has one answer here.
     stand_around_blocks = SplitModel.stand_around_blocks
 
@@ -112,16 +111,16 @@ def at_once() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Let ranks be told to agree: whether they do is a question of values, and here is
-    one rank."""
+    """Let ranks agree: only values could show that they do not, and here is one
+    rank."""
     with patch.object(Told, "divergence", lambda _: None), alike():
         yield
 
 
 @contextlib.contextmanager
 def told_by_stages(formats: list[Format]) -> Iterator[None]:
-    """Let a pipeline stage be told that others begin the same batch, and the form of
-    all activations between blocks."""
+    """Answer for the other pipeline stages: they begin the same batch, and activations
+    between blocks have the form that the first stage noted."""
     encoded = Format.encoded
 
     def noting(self: Format, device: torch.device) -> Tensor:

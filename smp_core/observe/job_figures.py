@@ -110,7 +110,7 @@ class JobFigures:
         self._nodes = 1 if parallel is None else parallel.mesh.topology.num_nodes
         # Ranks that share samples all count them; sums are divided by their number.
         self._sharing = world_size // data_size
-        # Of these each sees all tokens of its batch; context ranks see their own.
+        # Tensor ranks and stages see all tokens of a batch, context ranks their own.
         self._same_tokens = (
             1
             if parallel is None

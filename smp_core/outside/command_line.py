@@ -1,5 +1,4 @@
-"""What all that prints shares: tables as wide as they need; and the commands: errors of
-one line, --version."""
+"""The terminal: tables as wide as they need, errors of one line, --version."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ def _grows_with_steps(name: str, points: Points) -> bool:
 
 def _summary(name: str, points: Points) -> list[Any]:
     values = [value for _, value in points]
-    # Of a count since the start, or of a rank's number.
+    # A count since the start, or a rank's number, has no median.
     between: list[Any] = [None, None, None]
     if not name.endswith("_rank") and not _grows_with_steps(name, points):
         between = [

@@ -1,5 +1,4 @@
-"""The verdict: what a run's log says about it, in sentences, with what the model of
-links predicts."""
+"""The verdict: a run's log in sentences, with what the model of links predicts."""
 
 from __future__ import annotations
 

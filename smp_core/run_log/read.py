@@ -1,4 +1,4 @@
-"""Run: what the log of a run says, read so that a log from elsewhere can choose what is
+"""Run: the content of a run's log, read so that a log from elsewhere can choose what is
 shown and nothing else.
 
 A line that is no object, or of a kind that is not known, is counted and passed over; a

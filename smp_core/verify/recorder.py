@@ -1,5 +1,5 @@
-"""Recorder: what one process of a run writes down for `smp verify`, told by the faces'
-own hooks.
+"""Recorder: what one process of a run writes down for `smp verify`. The faces' own
+hooks call it.
 
     begin          the model and its optimizers are there: weights of the start, hooks on modules
     batch          a batch was read: noted on ranks, replaced by the ranks' batches in one process

@@ -46,7 +46,7 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     _reap(ended)
-    for child in set(started) - ended.keys():  # whoever gave the orders was killed
+    for child in set(started) - ended.keys():  # the process that gave orders was killed
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
 

@@ -18,7 +18,7 @@ class Compared(Protocol):
     """A window whose comparison only the device knows."""
 
     def told(self) -> Sequence[Any]:
-        """Return what this rank would say of it, as JSON."""
+        """Return this rank's record of it, as JSON."""
 
     def summary(self) -> Sequence[int]:
         """Return the same in a few numbers."""
@@ -26,18 +26,18 @@ class Compared(Protocol):
     def sides(
         self, summaries: Mapping[int, Sequence[int]]
     ) -> Mapping[int, Sequence[int]]:
-        """Return the ranks that say the same, by the first of them, from the summaries
+        """Return the ranks with equal records, by the first of them, from the summaries
         of some."""
 
     def ranks(self) -> Iterable[int]:
         """Return those to compare with."""
 
     def difference(self, by_rank: Mapping[int, Sequence[Any]]) -> str:
-        """Say in words where ranks differ, by what each told; "" where nowhere."""
+        """Return in words where the records of ranks differ; "" where nowhere."""
 
 
 class ComparedWindows:
-    """Comparison of what the ranks say of the windows that their devices compared last.
+    """Comparison of the ranks' records of the windows that their devices compared last.
 
     Args:
         rank: this one.
@@ -54,7 +54,7 @@ class ComparedWindows:
         self._shown_in: int | None = None  # the run
 
     def show(self, boards: Sequence[Board], run: int) -> None:
-        """Put on the boards what this rank says, once in a run: all windows in short
+        """Put this rank's records on the boards, once in a run: all windows in short
         under one key, each whole under its own."""
         if self._shown_in == run:
             return

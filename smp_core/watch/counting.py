@@ -4,7 +4,7 @@ Tensor ranks and pipeline stages hold copies of what a batch gave, context ranks
 parts of its sequences. So sums, metrics and gathered values go over
 ``SmpMesh.gradient_group``, one rank for each part of a batch: a sum over tokens is one
 process's. What context ranks count by sample they count once each; it belongs into
-``SmpMesh.data_group``. Which of the two a number is, nobody can see, so equal numbers
+``SmpMesh.data_group``. A number does not show which of the two it is, so equal numbers
 of context ranks are reported once.
 
 torchmetrics synchronise over the whole world unless they are given a group. Their

@@ -77,8 +77,8 @@ def join(
 
 
 def _host_group() -> dist.ProcessGroup:
-    """Return the group of all ranks on which hosts tell each other numbers. The first
-    call is collective."""
+    """Return the group of all ranks on which hosts exchange numbers. The first call is
+    collective."""
     world = dist.group.WORLD
     assert world is not None
     # Kept by group, so that another default group gets another one.
@@ -171,17 +171,17 @@ class JoinedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The loader's, which Lightning tells each epoch."""
+        """The loader's own, to which Lightning passes each epoch's number."""
         return getattr(self.loader, "sampler", None)
 
     @property
     def batch_sampler(self) -> Any:
-        """Likewise."""
+        """The loader's own, as :attr:`sampler`."""
         return getattr(self.loader, "batch_sampler", None)
 
     def meet(self) -> None:
-        """Learn the other ranks' lengths. Collective; before anybody asks for this
-        one's."""
+        """Learn the other ranks' lengths. Collective; call it before this one's length
+        is needed."""
         self._has_met = True
         lengths: list[Any] = [length_of(self.loader)]
         if dist.is_initialized():
@@ -214,7 +214,7 @@ class JoinedLoader:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches; None where the loader does not tell."""
+    """Return the number of batches; None where the loader does not know it."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # of an IterableDataset

@@ -121,7 +121,7 @@ class Meetings:
                 self._held[group] += 1
                 self._arrive(group, _END)
         except ConnectionError:
-            return  # nobody is left to tell
+            return  # the board is gone, and with it those that it would reach
 
     def _key(self, group: tuple[int, ...], number: int) -> str:
         # Mesh axes: such ranks are evenly spaced.
@@ -143,7 +143,7 @@ class Meetings:
         if self._board.add(f"{key}/arrived", 1) < len(group):
             return ""
         # What is left of the meeting before is removed by the last rank of this one.
-        before = self._key(group, self._held[group] - 1)  # which everybody has left
+        before = self._key(group, self._held[group] - 1)  # which all ranks have left
         self._board.delete(f"{before}/first", f"{before}/arrived", f"{before}/verdict")
         return self._settle(key, "all")
 
@@ -192,8 +192,8 @@ class Meetings:
                 self._settle(
                     key, f"rank {self.rank} is at {place} and {missing}: {_ALL_OF_THEM}"
                 )
-        # Nobody but rank 0 has the board; where it is one of the group, it has just
-        # said so to those that wait.
+        # Rank 0 alone has the board; where it is one of the group, its end is the
+        # verdict, which those that wait have just received.
         return _apart(self.rank, place, 0, _END) if 0 in group else "all"
 
 

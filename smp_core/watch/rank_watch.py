@@ -14,7 +14,7 @@ does a rank that has met the loss and does not come out of what it is in.
 
 There is one :class:`RankWatch` for each process group, however many accelerators and
 Trainers stand on it. It outlives a run, because what scripts do after one (a prediction
-on rank 0 alone, another run) needs all ranks as much. What nobody catches is printed as
+on rank 0 alone, another run) needs all ranks as much. An uncaught error is printed as
 ever, and then the watch finds out which rank was lost or failed: a bare loop has no
 hook for exceptions but the interpreter's own.
 """
@@ -195,7 +195,7 @@ class RankWatch:
         """Find out what happened to the other ranks and write it to stderr (one of the
         ranks does).
 
-        Takes about four intervals, or eight when nobody seems to be lost; longer on a
+        Takes about four intervals, or eight when no rank seems to be lost; longer on a
         machine too busy for signs of life, and where the keeper of a board does not
         answer. A rank whose ``error`` did not come from losing others reports itself,
         so that the others can name it. One that has lost others has half a minute to
@@ -227,7 +227,7 @@ class RankWatch:
         return self._tell(found) if found else None
 
     def show_windows(self) -> None:
-        """Put on the boards what this rank says of its last windows, once in a run."""
+        """Put this rank's record of its last windows on the boards, once in a run."""
         self._windows.show(self.boards, self._runs)
 
     def _find_out(self) -> str | None:
@@ -282,10 +282,10 @@ class RankWatch:
         ).start()
 
     def _compare(self) -> str | None:
-        """Return what two looks, some signs apart, say about the others; None when no
+        """Return what two looks, some signs apart, show of the other ranks; None when no
         board answers.
 
-        When nobody seems to be lost there is a third: the last sign of life of a lost
+        When no rank seems to be lost there is a third: the last sign of life of a lost
         rank may come in after the first look.
         """
         # A rank whose count stands still between two looks is lost.
@@ -378,8 +378,8 @@ class RankWatch:
     def _hear(
         self, board: Board, sign: Sign | None, told: dict[str, Any] | None
     ) -> None:
-        """Note what was found out about this run, while there is a board, and tell a
-        keeper that ends not to wait for this rank.
+        """Note what was found out about this run, while there is a board, and let a
+        keeper that ends go without waiting for this rank.
 
         Args:
             sign: the keeper's last.
@@ -395,15 +395,15 @@ class RankWatch:
             self._give_up(board)
 
     def _look_by_itself(self) -> None:
-        """Compare, on a keeper, what all say with what they said the last time, and
-        write down who is lost; elsewhere read that, and not everybody's signs: there
-        may be many ranks. Rank 0 speaks, or the other keeper for it."""
+        """On a keeper, compare the signs of all ranks with the last ones, and note lost
+        ranks on the board. Other ranks read that note, and not all signs: there may be
+        many ranks. Rank 0 writes the line, or the other keeper for it."""
         for board in self.boards:
             if board.keeper == self.rank:
                 attempt(self._look_for_all, board)
         if not any(attempt(board.get, "lost") for board in self.boards):
             if not self._reported:
-                self._ends_at = None  # whoever was silent is back
+                self._ends_at = None  # the rank that was silent is back
         else:
             self._rank_is_lost()
 

@@ -11,7 +11,7 @@ through the process group, admits who answers its challenge with the secret, and
 listening once all are there. From then on there is no port that a stranger could reach.
 
 Requests are lines of JSON, ``[method, argument, ...]``, answered in their order by a
-line each. Both ends run in the event loop of one thread; whoever asks waits for that
+line each. Both ends run in the event loop of one thread; a request waits for that
 thread with a limit.
 """
 
@@ -164,8 +164,8 @@ class Keeper:
             writer.close()
 
     async def _admit(self, reader: StreamReader, writer: StreamWriter) -> bool:
-        """Return whether the other end has the secret. One that says nothing is not
-        waited for by anybody else."""
+        """Return whether the other end has the secret. A silent one keeps no other
+        waiting."""
         assert self.invitation is not None and self._server is not None
         if not self._server.is_serving():
             return False

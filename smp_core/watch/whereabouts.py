@@ -1,16 +1,16 @@
-"""Where this rank is, and the line that says who waits, in what, for how long, and
+"""Where this rank is, and the line about ranks that wait: in what, for how long, and
 where the others are.
 
-Whoever communicates notes it in :data:`here`; the thread that gives signs of life
+Code that communicates notes it in :data:`here`; the thread that gives signs of life
 (:mod:`smp_core.watch.rank_watch`) looks whether anything has happened since it last
 looked, and reads the main thread's stack (``sys._current_frames``, the only way to that
 of another thread) only where nothing has.
 
 A rank that stands still shows where with its signs of life, and adds to a count on the
 boards as long as it has waited half as long as it would before it complains. Only while
-the count grows do keepers of boards read everybody's signs. Rank 0 writes the line, or
+the count grows do keepers of boards read the signs of all. Rank 0 writes the line, or
 the other keeper where rank 0 itself gives no sign; again when the wait is twice as
-long, and so on. Nobody is ended: that is what the timeout of collectives is for.
+long, and so on. No rank is ended: that is what the timeout of collectives is for.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COMMUNICATION = (
 )
 _MARK = "waiting"
 # Looks, one in each interval, without a new sign of life after which a rank is said to
-# give none, and after which nobody waits any more if the count has not grown.
+# give none, and after which no rank waits any more if the count has not grown.
 _SILENCE = 8
 # Groups of ranks that are named one by one.
 # More lines would not be read; the counts still tell how many there are.
@@ -76,7 +76,7 @@ class Whereabouts:
     """The place of this process: what it does, and since when.
 
     Attributes:
-        least: seconds that nobody is said to wait below.
+        least: seconds of waiting below which no line is written.
         recent: returns what was issued since all ranks last compared, as
             :mod:`smp_core.comm.issued` keeps it.
         describe: says in words what one of those numbers means.
@@ -118,8 +118,7 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Note that this rank waits for others in the lines inside; ``what`` says in
-        what."""
+        """Note that this rank waits for others in the lines inside, in ``what``."""
         # Waits may be nested: the outer one is restored, and only it is added up.
         outer, self.doing = self.doing, lambda: what
         self.events += 1
@@ -319,7 +318,7 @@ class WaitWatch:
         self._marks, self._still = 0, _SILENCE
         # Seconds that the longest wait had when the last line was written.
         self._said_at = 0.0
-        self._looks = 0  # since somebody waits
+        self._looks = 0  # since a rank waits
         # The last sign of each rank, and the look that found it.
         self._beats: dict[int, tuple[int, int]] = {}
 

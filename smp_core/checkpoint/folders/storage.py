@@ -151,7 +151,7 @@ class Folder(ABC):
         of a foreign one."""
 
     def listing(self) -> dict[str, int] | None:
-        """Return the size of every file, where one request tells them all; None
+        """Return the size of every file, where one request lists them all; None
         elsewhere."""
         return None
 

@@ -318,7 +318,7 @@ def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> 
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Yield every stand-in of what a pickle says, once."""
+    """Yield every stand-in that :func:`read_inert` made of a pickle, once."""
     # Without recursion: a pickle may nest as deep as it likes, and refer to itself.
     seen: set[int] = set()
     waiting = [root]

@@ -231,7 +231,8 @@ class SharedSlots(HostBuffers):
         """
         if self._staged_at is not None:
             beside = torch.Stream(self._later[0][1].device)
-            # Of this thread: it does not wait for what training is given next.
+            # The stream is this thread's own: it does not wait for what training issues
+            # next.
             torch.accelerator.set_stream(beside)
             beside.wait_event(self._staged_at)
         copy_to_hosts(self._later)

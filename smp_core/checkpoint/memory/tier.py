@@ -82,7 +82,7 @@ class MemoryTier:
         is_begun: whether it is decided where the run begins.
 
     Raises:
-        CheckpointError: the folder in memory cannot be made, is somebody else's, or
+        CheckpointError: the folder in memory cannot be made, is another user's, or
             another job that runs has it; on all ranks.
     """
 
@@ -341,7 +341,7 @@ class MemoryTier:
     # The end
 
     def close(self, ended_well: bool) -> None:
-        """Remove the folder if the run ended well; otherwise say that it stays.
+        """Remove the folder if the run ended well; otherwise warn that it stays.
         Collective if it ended well."""
         if ended_well:
             try:
