@@ -12,6 +12,7 @@ failed: the last good checkpoint is never removed for one that does not exist.
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import threading
@@ -108,8 +109,12 @@ class AsyncCheckpointer:
         # One save at a time: the buffers are about to be written again.
         self.wait()
         before_is_over = time.perf_counter()
+        # A copy in depth: the manifest is written when training has gone on.
         options = SaveOptions(
-            dict(metadata or {}), dict(extra_files or {}), overwrite, digest
+            copy.deepcopy(dict(metadata or {})),
+            dict(extra_files or {}),
+            overwrite,
+            digest,
         )
         staged: Staged | None = None
         problem: Exception | None = None
