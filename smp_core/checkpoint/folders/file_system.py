@@ -125,11 +125,13 @@ def release(lock: int) -> None:
 def remove_tree(path: str) -> bool:
     """Remove a file or directory; return whether all of it is gone, and log where
     not."""
+    # What can be removed is removed; what stays, of another user's for example, is
+    # reported.
     if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-        return True
-    # What can be removed is removed; what stays is reported.
-    shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
         logger.warning("%s could not be removed entirely", path)
         return False

@@ -87,8 +87,7 @@ def sweep(path: str) -> list[str]:
             # asked as well.
             same_host = f"-{host_id()}-" in os.path.basename(entry)
             if same_host or time.time() - _newest_change(entry) > _STALE_SECONDS:
-                remove_tree(entry)
-                removed.append(entry)
+                removed += [entry] if remove_tree(entry) else []
         except OSError:
             continue  # its age cannot be told: it may be a live save's
         finally:

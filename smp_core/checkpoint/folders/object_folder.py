@@ -187,7 +187,7 @@ class ObjectTransaction(Transaction):
                 logger.warning(
                     "removing %s/%s, which an interrupted save left", self.address, name
                 )
-                self.fs.rm_file(f"{self.path}/{name}")
+                self._remove(name)
 
     def file_name(self, stem: str, suffix: str) -> str:
         return f"{stem}-{self.mark}{suffix}"
@@ -211,15 +211,14 @@ class ObjectTransaction(Transaction):
         # From here on it is the checkpoint, whatever happens to what it replaces.
         self.mark = ""
         for name in self.replaced:
-            try:
-                self.fs.rm_file(f"{self.path}/{name}")
-            except Exception as error:  # stores raise what they like
-                logger.warning(
-                    "%s/%s of the replaced checkpoint could not be removed: %s",
-                    self.address,
-                    name,
-                    error,
-                )
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """Remove a file that is of no use; one that stays costs room, and no save."""
+        try:
+            self.fs.rm_file(f"{self.path}/{name}")
+        except Exception as error:  # stores raise what they like
+            logger.warning("%s/%s could not be removed: %s", self.address, name, error)
 
     def _look_after_commit(self, manifest: bytes) -> None:
         """Look once more at what was committed, and put the manifest of before back if
