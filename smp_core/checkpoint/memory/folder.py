@@ -105,7 +105,7 @@ def _private(path: str) -> str:
     is such a directory.
 
     Raises:
-        CheckpointError: it is somebody else's, a link, or open to others; or cannot be
+        CheckpointError: it is another user's, a link, or open to others; or cannot be
             made.
     """
     try:
@@ -405,7 +405,7 @@ def _of_ended_jobs() -> Iterator[str]:
     folders = [
         entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)
     ]
-    for path in sorted(folders, key=os.path.getmtime):
+    for path in sorted(folders, key=_changed):
         lock = None
         with contextlib.suppress(FileNotFoundError):
             lock = try_lock(path)
@@ -414,6 +414,14 @@ def _of_ended_jobs() -> Iterator[str]:
                 yield path
             finally:
                 release(lock)
+
+
+def _changed(path: str) -> float:
+    # A job that ends at this instant removes its folder.
+    try:
+        return os.path.getmtime(path)
+    except FileNotFoundError:
+        return 0.0
 
 
 @contextlib.contextmanager
@@ -442,8 +450,8 @@ def _free_the_oldest() -> bool:
             path,
             size_of(path),
         )
-        remove_tree(path)
-        return True
+        if remove_tree(path):
+            return True
     return False
 
 

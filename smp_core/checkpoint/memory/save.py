@@ -61,9 +61,11 @@ REST_PT = "rest.pt"
 # equal tensors.
 LAYOUTS = "layouts"
 _ALGORITHM = "xxh3"
-# Of each rank's part: written in less time than it would take beside training.
+# Parts of up to this size are written at once: a thread beside training would take
+# longer.
 _SMALL_BYTES = 1 << 20
-# Of a copy to another node: a message of training waits for one piece at most.
+# A copy to another node goes in pieces, so that a message of training waits for one at
+# most.
 _PIECE_BYTES = 1 << 20
 
 
@@ -142,12 +144,12 @@ class MemorySaver:
         self.wait()
         waits = self._waits
         self.slots.turn()
-        # A manifest must not describe bytes that are about to be written over.
-        for rank in {self._ranks.rank, self._before}:
-            self._folder.uncommit(part_name(rank, self.slots.number))
         staged: Staged | None = None
         problem: Exception | None = None
         try:
+            # A manifest must not describe bytes that are about to be written over.
+            for rank in {self._ranks.rank, self._before}:
+                self._folder.uncommit(part_name(rank, self.slots.number))
             staged = stage(state, per_rank, self._ranks.rank, False, self.slots)
         except Exception as error:  # told to the other ranks by the thread
             problem = error
@@ -380,7 +382,7 @@ class MemorySaver:
         return {before: bytes(bytes_view(taken[0]))} if taken else {}
 
     def _give_up(self, step: int, why: str) -> None:
-        """Keep the state before instead, and say so. On all ranks."""
+        """Keep the state before instead, with a warning. On all ranks."""
         # Back: the next save writes over this one, not over the newest that is whole.
         self.slots.turn()
         if self._ranks.rank == 0:
