@@ -4,11 +4,14 @@ raised on every one."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from smp_core.checkpoint.layout import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 
@@ -111,6 +114,21 @@ def _describe(error: BaseException) -> str:
         if isinstance(error, CheckpointError)
         else f"{type(error).__name__}: {error}"
     )
+
+
+def failures_in_words(error: CheckpointException) -> dict[int, str]:
+    """Return the errors of the ranks that failed inside of DCP, in words.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: one of them is such; DCP wraps these, too.
+    """
+    words = {}
+    for rank, wrapped in sorted(error.failures.items()):
+        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+        if not isinstance(cause, Exception):
+            raise cause from error
+        words[rank] = _describe(cause)
+    return words
 
 
 def raise_any(

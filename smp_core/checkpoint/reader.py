@@ -43,7 +43,7 @@ from smp_core.checkpoint.layout import (
     TensorRecord,
 )
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
-from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.ranks import Ranks, failures_in_words
 from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import (
     DROP,
@@ -123,21 +123,15 @@ def load_checkpoint(
                 _fill(opened, part, ranks)
         except CheckpointException as error:
             # Usually all ranks fail alike; each text is shown once.
-            texts = dict.fromkeys(map(_cause, error.failures.values()))
+            texts = dict.fromkeys(failures_in_words(error).values())
             raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
     # Values are replaced after all tensors have arrived: a failed load leaves them.
     for container, key, value in replacements:
-        container[key] = value
+        container[key] = tuple(value) if isinstance(value, _Items) else value
 
 
-def _cause(wrapped: Any) -> str:
-    """Return a rank's error in words, of DCP's (error, traceback)."""
-    cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    return (
-        str(cause)
-        if isinstance(cause, CheckpointError)
-        else f"{type(cause).__name__}: {cause}"
-    )
+class _Items(list[Any]):
+    """The items of a tuple, which take their saved values before they are one again."""
 
 
 def _in_parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -291,7 +285,10 @@ def _collect_rest(
         if isinstance(value, Tensor):
             continue
         if isinstance(value, (dict, list, tuple)) and holds_tensor(value):
-            _collect_rest(opened, value, here, replacements, allow_pickle)
+            inner = _Items(value) if isinstance(value, tuple) else value
+            _collect_rest(opened, inner, here, replacements, allow_pickle)
+            if inner is not value:
+                replacements.append((node, key, inner))
             continue
         try:
             # A value that older versions did not save is no reason to refuse the
@@ -304,11 +301,9 @@ def _collect_rest(
                 path_text(here),
             )
             continue
-        if isinstance(node, tuple):
-            continue  # immutable: values alongside a tensor in a tuple stay
-        replacements.append(
-            (node, key, _decode(opened, saved, lambda name: DROP, allow_pickle))
-        )
+        decoded = _decode(opened, saved, lambda name: DROP, allow_pickle)
+        if decoded is not DROP:  # a tensor, which _match has listed
+            replacements.append((node, key, decoded))
 
 
 def decode_state(

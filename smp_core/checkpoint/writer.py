@@ -54,7 +54,7 @@ from smp_core.checkpoint.layout import (
     TensorRecord,
     new_digest,
 )
-from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.ranks import Ranks, failures_in_words
 from smp_core.checkpoint.save_plan import SmpSavePlanner
 from smp_core.checkpoint.sequence import next_sequence
 from smp_core.checkpoint.staging import Staged, stage
@@ -192,8 +192,11 @@ def write_staged(
         if isinstance(error, CheckpointException):
             # Ctrl-C and exit keep their types; everything else becomes a
             # CheckpointError.
-            _raise_interrupt(error)
-            raise CheckpointError(f"{what}: {_failures(error)}") from error
+            failures = [
+                f"rank {rank}: {text}"
+                for rank, text in failures_in_words(error).items()
+            ]
+            raise CheckpointError(f"{what}: {'; '.join(failures[:4])}") from error
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
             raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
         raise
@@ -216,26 +219,6 @@ def _run_dcp_save(
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )
-
-
-def _raise_interrupt(error: CheckpointException) -> None:
-    for wrapped in error.failures.values():
-        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
-            raise cause from error  # DCP wraps Ctrl-C too; it stays what it is
-
-
-def _failures(error: CheckpointException) -> str:
-    parts = []
-    for rank, wrapped in sorted(error.failures.items()):
-        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        text = (
-            str(cause)
-            if isinstance(cause, CheckpointError)
-            else f"{type(cause).__name__}: {cause}"
-        )
-        parts.append(f"rank {rank}: {text}")
-    return "; ".join(parts[:4])
 
 
 def _check_options(options: SaveOptions) -> None:

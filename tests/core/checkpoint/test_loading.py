@@ -27,6 +27,7 @@ from smp_core.checkpoint import (
     read_index,
     read_rest,
     read_tensors,
+    reader,
     save_checkpoint,
 )
 from tests.core.checkpoint.states import (
@@ -197,6 +198,26 @@ def test_values_beside_a_tensor_are_found_by_keys_of_any_kind(tmp_path: Path) ->
     assert differences(template, saved) == []
 
 
+def test_values_beside_a_tensor_in_a_tuple_are_loaded_too(tmp_path: Path) -> None:
+    saved = {"pair": (torch.ones(2), 5, ("x", torch.zeros(1)))}
+    save_checkpoint(tmp_path / "a", {"state": saved})
+    first = torch.zeros(2)
+    template = {"pair": (first, 0, ("", torch.ones(1)))}
+    load_checkpoint(tmp_path / "a", {"state": template})
+    assert differences(template, saved) == []
+    assert template["pair"][0] is first, "tensors are filled in place"
+
+
+def test_a_number_stays_where_a_tensor_was_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint(tmp_path / "a", {"state": {"step": torch.ones(()), "w": zeros()}})
+    template = {"state": {"step": 7, "w": zeros()}}
+    load_checkpoint(tmp_path / "a", template, strict=False)
+    assert template["state"]["step"] == 7
+    assert "in the checkpoint only, not used: state.step" in caplog.text
+
+
 class Wrapper(torch.Tensor):
     """A tensor without memory of its own, as packages for quantised weights have them;
     ``unwraps``: operations give plain tensors."""
@@ -359,6 +380,17 @@ def save_partial_sum(path: str) -> str:
 
 def save_sharded(path: str) -> None:
     save_checkpoint(path, sharded_state(2, seed=1))
+
+
+def test_ctrl_c_while_tensors_are_read_stays_what_it_is(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader.SmpStorageReader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint(saved, {"state_dict": zeros()})
 
 
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
