@@ -27,7 +27,11 @@ from torch import Tensor
 from smp_core.checkpoint.dtypes import torch_dtype
 from smp_core.checkpoint.folders.addresses import local_path
 from smp_core.checkpoint.folders.leftovers import scratch_path
-from smp_core.checkpoint.foreign.dcp_folder import read_dcp_folder, write_dcp_folder
+from smp_core.checkpoint.foreign.dcp_folder import (
+    loaded,
+    read_dcp_folder,
+    write_dcp_folder,
+)
 from smp_core.checkpoint.foreign.torch_file import check_torch_content, check_torch_file
 from smp_core.checkpoint.full_state import discard, lazy_tensor, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
@@ -435,7 +439,7 @@ def _write_lightning(
         **{f"optimizer_{i}": entry for i, entry in enumerate(optimizers)},
     }
     write_dcp_folder(folder, sharded)
-    torch.save(_loaded(state), folder / "meta.pt")
+    torch.save(loaded(state), folder / "meta.pt")
 
 
 def _write_accelerate(folder: Path, model: Any, optimizers: list[Any]) -> None:
@@ -443,13 +447,3 @@ def _write_accelerate(folder: Path, model: Any, optimizers: list[Any]) -> None:
     write_dcp_folder(folder / "pytorch_model_fsdp_0", {"model": model})
     for number, entry in enumerate(optimizers):
         write_dcp_folder(folder / f"optimizer_{number}", {"optimizer": entry})
-
-
-def _loaded(state: Any) -> Any:
-    if isinstance(state, LazyTensor):
-        return state.load()
-    if isinstance(state, dict):
-        return type(state)((key, _loaded(value)) for key, value in state.items())
-    if isinstance(state, (list, tuple)):
-        return type(state)(_loaded(value) for value in state)
-    return state

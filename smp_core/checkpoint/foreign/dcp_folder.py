@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from smp_core.checkpoint.foreign.dcp_metadata import read_dcp_metadata
 from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.ranks import failures_in_words
 from smp_core.checkpoint.save_plan import LazyTensor
 
 
@@ -128,8 +129,8 @@ def _alone(path: str | os.PathLike[str]) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{path}: {cause}") from error
+        (text,) = failures_in_words(error).values()  # of one process
+        raise CheckpointError(f"{path}: {text}") from error
 
 
 def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
@@ -174,4 +175,33 @@ def write_dcp_folder(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
     # One file, as one process writes it.
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
     with _alone(path):
-        dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(), no_dist=True)
+        dcp.save(
+            _as_dcp_looks(state),
+            storage_writer=writer,
+            planner=_LazySavePlanner(),
+            no_dist=True,
+        )
+
+
+def _as_dcp_looks(state: Any) -> Any:
+    """Return a state whose lazy tensors are read where DCP pickles a value as one: in
+    tuples, and in lists, which it looks into for tensors and dicts only."""
+    if isinstance(state, dict):
+        return {key: _as_dcp_looks(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [
+            _as_dcp_looks(item) if isinstance(item, (dict, list)) else loaded(item)
+            for item in state
+        ]
+    return loaded(state) if isinstance(state, tuple) else state
+
+
+def loaded(state: Any) -> Any:
+    """Return a state with all lazy tensors read."""
+    if isinstance(state, LazyTensor):
+        return state.load()
+    if isinstance(state, dict):
+        return type(state)((key, loaded(value)) for key, value in state.items())
+    if isinstance(state, (list, tuple)):
+        return type(state)(loaded(value) for value in state)
+    return state

@@ -137,6 +137,8 @@ def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
             "param_groups": [{"lr": 0.1, "params": ["a.b"]}],
         },
         "list": [torch.ones(2), {"x": torch.zeros(1)}],
+        # DCP looks into neither of them, unless a list has a tensor itself.
+        "nests": {"tuple": (torch.ones(1), {"x": 2}), "lists": [[torch.zeros(1)], [3]]},
         "rest": {"epoch": 3, "betas": (0.9, 0.99)},
     }
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -150,6 +152,8 @@ def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
     dcp.load(target, checkpoint_id=tmp_path / "again", no_dist=True)
     assert differences(target["model"], values(3)) == []
     assert target["rest"]["epoch"] == 3
+    import_checkpoint(tmp_path / "again", tmp_path / "back")
+    assert differences(everything(tmp_path / "back"), state) == []
 
 
 def sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
