@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from smp_core.checkpoint.dtypes import dtype_name, safetensors_dtype
 from smp_core.checkpoint.folders.file_system import fsync_directory
 from smp_core.checkpoint.folders.storage import Sink
 from smp_core.checkpoint.foreign.export_names import ExportNames
@@ -99,8 +100,8 @@ def write_safetensors_folder(
         names of the files made.
 
     Raises:
-        CheckpointError: optimizer states are asked for and there are none; a damaged
-            checkpoint.
+        CheckpointError: optimizer states are asked for and there are none; a dtype that
+            safetensors has no name for; a damaged checkpoint.
     """
     folder.mkdir()
     # Which tensors go into which file; the index needs no values and comes first.
@@ -134,7 +135,7 @@ def write_safetensors_folder(
     with (
         options.progress(total)
         if options.progress
-        else contextlib.nullcontext(_ignore) as advance
+        else contextlib.nullcontext(lambda _: None) as advance
     ):
         with ThreadPoolExecutor(options.workers) as pool:
             futures = [
@@ -159,10 +160,6 @@ def write_safetensors_folder(
     return sorted(os.listdir(folder))
 
 
-def _ignore(count: int) -> None:
-    return None
-
-
 def _plan(
     opened: OpenCheckpoint,
     stem: str,
@@ -181,6 +178,11 @@ def _plan(
             if cast is not None and record.dtype.is_floating_point
             else record.dtype
         )
+        if safetensors_dtype(dtype) is None:
+            raise CheckpointError(
+                f"{outside} is {dtype_name(dtype)}, which safetensors files have no name for: others would read its "
+                "bytes as integers; give another dtype (--dtype), or write a .ckpt or .pt file"
+            )
         entry = Entry(outside, record.shape, dtype)
         # In the order of the names, as Transformers divides a model; a file has one
         # tensor at least.

@@ -147,6 +147,19 @@ def test_a_cast_touches_floating_point_weights_only(
     )
 
 
+def test_a_dtype_that_others_would_read_as_integers_is_not_exported(
+    tmp_path: Path,
+) -> None:
+    weight = torch.ones(2, 3).to(torch.float8_e4m3fnuz)
+    save_checkpoint(tmp_path / "a", {"state_dict": {"w": weight}})
+    with pytest.raises(
+        CheckpointError, match="w is float8_e4m3fnuz, which safetensors"
+    ):
+        consolidate(tmp_path / "a", tmp_path / "out")
+    consolidate(tmp_path / "a", tmp_path / "out", dtype="fp32")
+    assert read_folder(tmp_path / "out", "model")["w"].dtype == torch.float32
+
+
 def test_a_prefix_comes_off_as_recorded_or_as_asked(tmp_path: Path) -> None:
     state = {
         "state_dict": {
