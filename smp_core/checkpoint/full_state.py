@@ -292,7 +292,7 @@ def _write_torch_file(
     with (
         options.progress(total)
         if options.progress
-        else contextlib.nullcontext(_ignore) as advance
+        else contextlib.nullcontext(lambda _: None) as advance
     ):
         stream_torch_save(
             path,
@@ -301,10 +301,6 @@ def _write_torch_file(
             lambda leaf: leaf.load() if isinstance(leaf, LazyTensor) else leaf,
             advance,
         )
-
-
-def _ignore(count: int) -> None:
-    return None
 
 
 def put_in_place(temporary: Path, target: Path) -> None:

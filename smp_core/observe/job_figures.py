@@ -144,7 +144,7 @@ class JobFigures:
         )
         self._pipeline: Pipeline | None = None
         if parallel is not None and parallel.pipeline is not None:
-            # Stages report their own times, and this rank's forward inside them.
+            # The pipeline calls `_around` for each computation of this stage.
             self._pipeline = parallel.pipeline
             self._pipeline.times.around = self._around
         self._timeline: list[list[Computation]] = []

@@ -99,7 +99,11 @@ class MemoryReport:
         tensors are a stack.
         """
         # What is there at the beginning, so that later tensors are told apart from it.
-        self._peak, self._parameters = {}, self._addresses_of_parameters()
+        self._peak = {}
+        self._parameters = {
+            local_part(parameter).untyped_storage().data_ptr()
+            for parameter in self._own_parameters()
+        }
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         # Where memory may be largest: at each unit, and around checkpointed modules.
@@ -146,11 +150,6 @@ class MemoryReport:
         return sum(size for size, _ in self._held.values()) + parked
 
     # The memory that is held
-
-    def _addresses_of_parameters(self) -> set[int]:
-        return {
-            local_part(p).untyped_storage().data_ptr() for p in self._own_parameters()
-        }
 
     def _own_parameters(self) -> list[Tensor]:
         """List the shards and the replicated parameters; ``module.parameters()`` has

@@ -15,10 +15,11 @@ data rank: samples are counted once, not once per rank.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +131,8 @@ def count_model_flops(
 
     # A module, so that functional_call can replace parameters by meta ones.
     call = _Call(model, forward or call_with)
-    tensors = {name: to_meta(tensor.detach()) for name, tensor in _named_tensors(call)}
+    named = itertools.chain(call.named_parameters(), call.named_buffers())
+    tensors = {name: to_meta(tensor.detach()) for name, tensor in named}
     meta_batch = map_tensors(batch, to_meta, MutableMapping)
     measured = FlopMeasurement()
     try:
@@ -157,11 +159,6 @@ class _Call(nn.Module):
 
     def forward(self, batch: Any) -> object:
         return self.function(self.model, batch)
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _formulas_torch_lacks() -> dict[Any, Callable[..., int]]:

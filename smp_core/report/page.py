@@ -278,7 +278,8 @@ def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
         )
         if any(series.values()) and not is_second_rate:
             drawn.append(Markup(charts.lines(series, FIGURES[name])))
-    return [Section("Loss and throughput", [_figures(runs)], drawn)]
+    table = _table("figures", [run.figures for run in runs], runs)
+    return [Section("Loss and throughput", [table], drawn)]
 
 
 def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
@@ -296,10 +297,6 @@ def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
     note = f"The first {_MOST_DRAWN} are drawn." if len(names) > _MOST_DRAWN else ""
     table = _table("logged", [run.logged for run in runs], runs)
     return [Section("What the training code logged", [table], drawn, note=note)]
-
-
-def _figures(runs: Sequence[Run]) -> Table:
-    return _table("figures", [run.figures for run in runs], runs)
 
 
 def _table(

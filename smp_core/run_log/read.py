@@ -174,7 +174,7 @@ class Run:
             *([self.end] if self.end else []),
         ]
         times = [
-            # Each line has its time, whatever clock order the file has.
+            # Lines may be out of order: the earliest and the latest time count.
             time
             for line in lines
             if (time := number(line.get("time"))) is not None

@@ -213,7 +213,8 @@ class RankWatch:
             if _DEVICE_STOPPED not in str(error).lower():
                 return None
             with ignoring_sigterm():  # torchrun sends it once another rank has ended
-                return self._find_difference()
+                found = self._windows.difference(self.boards, self._runs)
+                return self._tell(found) if found else None
         self._ends_at = time.monotonic() + ENDING + 8 * self.interval
         with ignoring_sigterm():
             return self._find_out()
@@ -221,10 +222,6 @@ class RankWatch:
     @functools.cached_property
     def _windows(self) -> ComparedWindows:
         return ComparedWindows(self.rank, self.interval, here.compared)
-
-    def _find_difference(self) -> str | None:
-        found = self._windows.difference(self.boards, self._runs)
-        return self._tell(found) if found else None
 
     def show_windows(self) -> None:
         """Put this rank's record of its last windows on the boards, once in a run."""
@@ -395,8 +392,8 @@ class RankWatch:
             self._give_up(board)
 
     def _look_by_itself(self) -> None:
-        """On a keeper, compare the signs of all ranks with the last ones, and note lost
-        ranks on the board. Other ranks read that note, and not all signs: there may be
+        """Compare, on a keeper, the signs of all ranks with the last ones, and note lost
+        ranks on the board; elsewhere read that note, and not all signs: there may be
         many ranks. Rank 0 writes the line, or the other keeper for it."""
         for board in self.boards:
             if board.keeper == self.rank:
