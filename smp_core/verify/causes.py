@@ -42,7 +42,10 @@ def likely_causes(
     # Each kind of difference has its own list of causes.
     causes = list(by_kind[found.part.what](found, found.part, ranks, alone))
     # Replicas that hold different weights explain whatever else differs.
-    if found.part.what not in ("samples", "replicas") and _replicas_differ(found):
+    replicas_differ = any(
+        row.what == "replicas" and row.agrees is False for row in found.rows
+    )
+    if found.part.what not in ("samples", "replicas") and replicas_differ:
         causes.insert(0, _MISSING_SYNC)
     # Two lists may name the same cause.
     return list(dict.fromkeys(causes))
@@ -52,10 +55,6 @@ _MISSING_SYNC = (
     "missing sync: replicas hold different weights; gradients are not added up over all of them (a backward pass "
     "outside of the strategy or accelerator, parameters that are stepped by code of your own)"
 )
-
-
-def _replicas_differ(found: Comparison) -> bool:
-    return any(row.what == "replicas" and row.agrees is False for row in found.rows)
 
 
 def _of_samples(
@@ -193,7 +192,8 @@ def _of_gradients(
     # Which parameters differ, which have no gradient at all, and by what factor the
     # others are off.
     off = gradient_differences(ours, theirs, found.tolerance)
-    parted = [name for name, value in off.items() if value > found.tolerance.gradients]
+    limit = found.tolerance.gradients
+    parted = [name for name, value in off.items() if not value <= limit]
     # A gradient that is exactly zero was never computed.
     lost = [
         name

@@ -129,9 +129,11 @@ def compare(
     _compare_samples(found, ranks, alone)
     _compare_start(found, first, alone)
     _compare_activations(found, ranks, alone)
-    _compare_losses(found, ranks, alone)
+    losses, theirs = losses_of(ranks), losses_of([alone])
+    _compare_by_step(found, "loss", losses, theirs, tolerance.loss)
     _compare_gradients(found, ranks, alone)
-    _compare_norms(found, ranks, alone)
+    norms = first.norms
+    _compare_by_step(found, "gradient norm", norms, alone.norms, tolerance.gradients)
     _compare_weights(found, first, alone)
     _compare_replicas(found, ranks)
     _compare_metrics(found, ranks, alone)
@@ -272,7 +274,8 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
         limit = 1e-6
     worst = _worst(off)
     row = _row("weights at the start", worst, off, limit)
-    many = sum(value > limit for value in off.values())
+    # `not <=` here and below: a nan is a difference.
+    many = sum(not value <= limit for value in off.values())
     words = f"{many} of {len(off)} tensors begin with other values, {worst} first"
     found.note(row, Part(0, "start", worst, words))
 
@@ -369,17 +372,6 @@ def losses_of(records: Sequence[Record]) -> list[float]:
     return steps
 
 
-def _compare_losses(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
-    ours, theirs = losses_of(ranks), losses_of([alone])
-    _compare_by_step(found, "loss", ours, theirs, found.tolerance.loss)
-
-
-def _compare_norms(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
-    _compare_by_step(
-        found, "gradient norm", ranks[0].norms, alone.norms, found.tolerance.gradients
-    )
-
-
 def _compare_by_step(
     found: Comparison,
     what: str,
@@ -423,7 +415,8 @@ def _compare_gradients(
     off = gradient_differences(ours, theirs, found.tolerance)
     worst = _worst(off)
     row = _row("gradients of step 1", worst, off, found.tolerance.gradients)
-    many = [name for name, value in off.items() if value > found.tolerance.gradients]
+    limit = found.tolerance.gradients
+    many = [name for name, value in off.items() if not value <= limit]
     words = f"gradients of {len(many)} of {len(off)} parameters differ: {_names(many)}"
     found.note(
         row, Part(1, "gradients", _last_in_forward(many, alone.events) or worst, words)
@@ -518,7 +511,7 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
         off = {name: value for name, value in off.items() if name not in rounding}
         worst, limit = _worst(off), found.tolerance.weights
         buffers = [name for name in off if name in first.facts.get("buffers", [])]
-        many = [name for name, value in off.items() if value > limit]
+        many = [name for name, value in off.items() if not value <= limit]
         words = f"{len(many)} of {len(off)} tensors differ behind step {step}: {_names(many)}"
         kind = "buffers" if many and set(many) <= set(buffers) else "weights"
         found.note(
@@ -600,7 +593,7 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
     # Logged numbers come from all steps, and may have grown apart like the loss.
     limit = found.tolerance.loss * (1 + len(alone.norms))
     worst = _worst(off)
-    many = [name for name, value in off.items() if value > limit]
+    many = [name for name, value in off.items() if not value <= limit]
     shown = f"{worst}: {ours[worst]:.7g} against {theirs[worst]:.7g}"
     words = (
         f"logged {worst} is {ours[worst]:.7g} and on one process {theirs[worst]:.7g}"
