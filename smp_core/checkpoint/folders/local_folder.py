@@ -8,7 +8,7 @@ every instant the path holds a whole checkpoint. Where the file system cannot ex
 are moved into the checkpoint that is there, the manifest replaces the old one in one
 rename, which is the commit, and the old files go. Only what is at the path and no whole
 checkpoint of ours (a link, half of one) is moved away first, so that a crash may leave
-the path empty.
+the path empty. Files of other names in a replaced folder are the user's, and stay.
 
 The temporary directory is locked (flock) for as long as its save lives, so that a later
 save can tell what a crash left behind from what another job is writing at the moment.
@@ -304,6 +304,7 @@ class LocalTransaction(Transaction):
             replaced = None
         self._unlock()
         if replaced:
+            _keep_others_files(replaced, self.path)
             remove_tree(replaced)
 
     def _rename_into_place(self) -> str | None:
@@ -476,6 +477,22 @@ def _lock_against_others(path: str) -> int:
             )
         time.sleep(0.05)
     return lock
+
+
+def _keep_others_files(replaced: str, path: str) -> None:
+    """Move files that are no part of a checkpoint, such as notes, from the folder of a
+    replaced one into the folder at its path. A replaced link leads to another folder,
+    which keeps its files."""
+    if os.path.islink(replaced) or not os.path.isdir(replaced):
+        return
+    for name in os.listdir(replaced):
+        if name != MANIFEST and not _OWN_FILE.fullmatch(name):
+            try:
+                os.rename(os.path.join(replaced, name), os.path.join(path, name))
+            except OSError as error:
+                logger.warning(
+                    "%s/%s is lost with what was replaced: %s", path, name, error
+                )
 
 
 def _missing_of(path: str, manifest: bytes) -> list[str]:
