@@ -213,8 +213,8 @@ def _model_tensors(
     model = {
         outside: lazy_tensor(opened, name, options.cast)
         for outside, name in names.model.items()
-        # Tied names share the tensor, and so its tie: torch.save then writes it once.
     }
+    # Tied names share the tensor, and so its tie: torch.save then writes it once.
     return model | {dropped: model[kept] for dropped, kept in names.ties.items()}
 
 

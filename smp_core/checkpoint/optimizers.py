@@ -401,8 +401,8 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     state = {
         key: _entry_like(parameters[key] if isinstance(key, int) else None, entry)
         for key, entry in saved["state"].items()
-        # Groups and counters are the same on all ranks.
     }
+    # Groups and counters are the same on all ranks.
     groups = _on_their_devices(optimizer, saved["param_groups"])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -131,8 +131,8 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     world = _number(environ, "WORLD_SIZE")
     local_world = (
         _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
-        # Without local ranks, processes of one node would share a device.
     )
+    # Without local ranks, processes of one node would share a device.
     local = (
         _number(environ, "LOCAL_RANK") if world > 1 or "LOCAL_RANK" in environ else 0
     )

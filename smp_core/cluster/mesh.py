@@ -123,7 +123,7 @@ class SmpMesh:
             raise ValueError(
                 f"the topology has {topology.world_size} ranks but the process group has {dist.get_world_size()}"
             )
-        # Context ranks hold shards too, so that to torch they are ranks of the shard axis.
+        # Context ranks hold shards too: to torch they are ranks of the shard axis.
         sizes = {axis: layout.size(axis) for axis in Axis if axis is not Axis.CONTEXT}
         sizes[Axis.SHARD] = layout.size(*PARTITION)
         # Axes that were not asked for would be dimensions of size 1.

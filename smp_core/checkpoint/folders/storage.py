@@ -23,8 +23,8 @@ from smp_core.checkpoint.layout import (
     new_digest,
 )
 
-# Each block of so many bytes has a digest of its own, which is checked while tensors are
-# read.
+# Each block of so many bytes has a digest of its own, which is checked while tensors
+# are read.
 BLOCK_BYTES = 4 << 20
 BLOCK_DIGITS = 16  # hexadecimal, of XXH3-64
 # Large enough for the disk, small enough that a piece is still in cache when it is

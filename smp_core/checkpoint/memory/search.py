@@ -103,8 +103,8 @@ def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
         ages = sorted(
             {(each.sequence, each.step or 0, each.id) for each in of_world},
             reverse=True,
-            # A generator: plans of older saves are only made if the newer ones have gaps.
         )
+        # A generator: older saves are only planned if the newer ones have gaps.
         plans = (_plan(save, keys, held, ranks.size) for _, _, save in ages)
         found = next((plan for plan in plans if plan is not None), None)
         if found is None:
