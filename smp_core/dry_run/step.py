@@ -320,7 +320,6 @@ def _split(
 
 def _watched(rank: _Rank, ranks: int) -> DryRun:
     # The first step makes optimizer states, which are there from then on.
-    # A step that only fills states and buffers; memory is counted from the second on.
     with Allocations([]):
         rank.step()
     tensors = [

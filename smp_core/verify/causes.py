@@ -207,7 +207,6 @@ def _of_gradients(
     }
     common = _common(list(factors.values()))
     # The words of requires_grad are certain; a gradient of zeros is nearly so.
-    # Trained on one side only.
     frozen = set(ranks[0].facts["frozen"]) ^ set(alone.facts["frozen"])
     if frozen & set(parted):
         yield (

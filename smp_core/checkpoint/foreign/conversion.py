@@ -91,7 +91,6 @@ def import_checkpoint(
     """
     # Each reader returns the state, with lazy tensors where it can, and small files to
     # keep along.
-    # Read it, whatever kind it is.
     address = local_path(source)
     kind = foreign_kind(address, _names(address))
     readers: dict[str, Callable[[], tuple[dict[str, Any], dict[str, bytes | str]]]] = {

@@ -81,8 +81,7 @@ class Found:
 def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
     """Find the newest state that is complete over all nodes and undamaged. Collective;
     the same on all ranks."""
-    # One rank of each node lists its folder for all ranks of that node.
-    # What each node has.
+    # What each node has: one rank of it lists its folder for all the others.
     keys = ranks.gather(folder.key)
     leads = keys.index(folder.key) == ranks.rank
     what = "states in memory were not looked at"
