@@ -110,7 +110,12 @@ def write_safetensors_folder(
     )
     _write_index(folder, "model", files)
     if options.optimizer:
-        if not names.optimizer:
+        # Everything of the optimizers that is not a tensor: groups, steps, names. One
+        # that keeps no tensors (SGD without momentum) has it all the same.
+        tree = {
+            key: subtree(opened.tree, ("state", key)) for key in names.optimizer_keys
+        }
+        if not any(tree.values()):
             raise CheckpointError(
                 f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out"
             )
@@ -124,12 +129,8 @@ def write_safetensors_folder(
             {},
         )
         _write_index(folder, "optimizer", states)
-        # Everything of the optimizers that is not a tensor: groups, steps, names.
-        tree = {
-            key: subtree(opened.tree, ("state", key)) for key in names.optimizer_keys
-        }
         (folder / "optimizer.json").write_text(json.dumps(tree, indent=1))
-        files = files + states
+        files = files + (states if names.optimizer else [])
     total = sum(entry.bytes for file in files for entry in file.entries)
     # The files, side by side.
     with (
@@ -146,7 +147,7 @@ def write_safetensors_folder(
                 for future in futures:
                     future.result()
             except BaseException:
-                # Files that were not begun yet are given up; those in progress end first.
+                # Files that were not begun are given up; those in progress end first.
                 pool.shutdown(cancel_futures=True)
                 raise
     # Files that the checkpoint keeps along.

@@ -147,6 +147,18 @@ def test_a_cast_touches_floating_point_weights_only(
     )
 
 
+def test_an_optimizer_without_tensors_is_exported_with_its_groups(
+    tmp_path: Path,
+) -> None:
+    groups = [{"params": ["w"], "lr": 0.5}]
+    state = {"state_dict": {"w": torch.ones(2)}, "optimizer": {"param_groups": groups}}
+    save_checkpoint(tmp_path / "a", state)
+    made = consolidate(tmp_path / "a", tmp_path / "out", optimizer=True)
+    assert made == ["model.safetensors", "optimizer.json"]
+    found = json.loads((tmp_path / "out" / "optimizer.json").read_text())
+    assert found == {"optimizer": {"param_groups": groups}}
+
+
 def test_a_dtype_that_others_would_read_as_integers_is_not_exported(
     tmp_path: Path,
 ) -> None:
