@@ -142,8 +142,8 @@ def _difference(
     return window.difference(by_rank) if len(sides) > 1 else ""
 
 
-# The first board that answers; the other one has the same.
 def _values_of(boards: Sequence[Board], keys: list[str]) -> list[Any]:
+    # The first board that answers; the other one has the same.
     return next(
         (found for board in boards if (found := attempt(board.values_of, keys))), []
     )

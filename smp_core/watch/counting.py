@@ -137,7 +137,7 @@ def synchronize_metrics(mesh: SmpMesh) -> None:
     if torchmetrics is None:
         return
     kind, world = torchmetrics.Metric, dist.group.WORLD
-    # A later run replaces the replacement, not the original under it.
+    # A later run wraps torchmetrics' own method, not the replacement of an earlier one.
     original = getattr(kind.sync, "of_torchmetrics", kind.sync)
 
     @functools.wraps(original)

@@ -187,7 +187,7 @@ class JoinedLoader:
         if dist.is_initialized():
             lengths *= dist.get_world_size()
             dist.all_gather_object(lengths, lengths[0])
-        # One loader without a length makes the sum unknown.
+        # One loader without a length makes the length of all unknown.
         self._length = None if None in lengths else max(lengths)
 
     def __len__(self) -> int:

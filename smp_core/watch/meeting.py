@@ -133,8 +133,7 @@ class Meetings:
         key = self._key(group, self._held[group])
         # The first rank's place is the one that all others are compared with.
         first, rank = self._board.claim(f"{key}/first", [place, self.rank])
-        # A rank at its end is named as the other one: the call that waits is the
-        # remedy's subject.
+        # A rank at its end is named second: the remedy is about the call that waits.
         if first != place:
             ours, theirs = (self.rank, place), (rank, first)
             return self._settle(

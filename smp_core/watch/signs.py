@@ -326,8 +326,7 @@ def open_boards(host: str) -> list[Board]:
         rank 0's and the last rank's, without those that some rank cannot reach.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    # On one machine both keepers are there; with one rank for each node they are the
-    # outermost.
+    # The outermost ranks: where there are several nodes, they are on two of them.
     keepers = sorted({0, world - 1})
     own = _own_address(host)
     addresses = _gathered(own)

@@ -326,8 +326,7 @@ class WaitWatch:
         """Return what goes with this rank's signs of life; mark the boards if it waits
         for long."""
         at = self._whereabouts.look()
-        # Half of its patience: other ranks' waits may be as old, and keepers begin to
-        # look.
+        # From half of its patience on, so that keepers begin to look in time.
         waits = at is not None and at["waits"] and at["for"] >= at["after"] / 2
         if waits:  # again each time: one that is lost is made up for by the next
             for board in boards:
