@@ -85,9 +85,9 @@ class Run:
             raise ValueError(f"{error}; {writers}") from None
         if not run.starts:
             raise ValueError(f"{file} holds no run; {writers}")
-        run.steps, run.memory, run.fp8 = (
-            dict(sorted(each.items())) for each in (run.steps, run.memory, run.fp8)
-        )
+        run.steps = dict(sorted(run.steps.items()))
+        run.memory = dict(sorted(run.memory.items()))
+        run.fp8 = dict(sorted(run.fp8.items()))
         return run
 
     def _take(self, line: Line | None) -> None:

@@ -56,10 +56,10 @@ def _append_line(path: Path, line: bytes) -> None:
     with path.open("ab+") as file:
         # A run that was killed, or met a full disk, may have left a part of a line.
         # Then the half line is closed, and counts as one that cannot be read.
-        begun = (
-            file.seek(0, os.SEEK_END) > 0
-            and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-        )
+        begun = False
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            begun = file.read(1) != b"\n"
         file.write((b"\n" if begun else b"") + line + b"\n")
 
 
