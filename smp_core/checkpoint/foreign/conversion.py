@@ -32,6 +32,7 @@ from smp_core.checkpoint.foreign.dcp_folder import (
     read_dcp_folder,
     write_dcp_folder,
 )
+from smp_core.checkpoint.foreign.export_names import MODEL_KEYS
 from smp_core.checkpoint.foreign.torch_file import check_torch_content, check_torch_file
 from smp_core.checkpoint.full_state import discard, lazy_tensor, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
@@ -412,10 +413,12 @@ def export_checkpoint(
             write_dcp_folder(temporary, state)
         else:
             # Both programs need the model and the optimizers apart from each other.
-            key = next((key for key in ("state_dict", "model") if key in state), None)
+            wished = opened.manifest.metadata.get("model_key")
+            keys = MODEL_KEYS if wished is None else (wished,)
+            key = next((key for key in keys if key in state), None)
             if key is None:
                 raise CheckpointError(
-                    f"{opened.address} has no state_dict or model; at its top: {', '.join(state)}"
+                    f"{opened.address} has no {' or '.join(keys)}; at its top: {', '.join(state)}"
                 )
             optimizers = state.pop("optimizer_states", None) or [
                 o for o in [state.pop("optimizer", None)] if o
@@ -423,7 +426,12 @@ def export_checkpoint(
             if kind == "lightning":
                 _write_lightning(temporary, state, key, optimizers)
             else:
-                _write_accelerate(temporary, state[key], optimizers)
+                _write_accelerate(temporary, state.pop(key), optimizers)
+                if state:
+                    logger.warning(
+                        "not exported (no tensors of the model or optimizer): %s",
+                        ", ".join(map(str, state)),
+                    )
         put_in_place(temporary, target)
     finally:
         discard(temporary)

@@ -281,6 +281,17 @@ def test_accelerates_folder_comes_in_and_accelerate_loads_ours(tmp_path: Path) -
     assert run_ranks(accelerate_round_trip, 2, str(tmp_path)) == [[], []]
 
 
+def test_an_export_finds_the_model_by_its_key_and_names_what_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"net": values(1), "rest": {"epoch": 3}}
+    save_checkpoint(tmp_path / "a", state, metadata={"model_key": "net"})
+    export_checkpoint(tmp_path / "a", tmp_path / "out", "accelerate")
+    assert "not exported (no tensors of the model or optimizer): rest" in caplog.text
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert differences(everything(tmp_path / "back"), {"model": values(1)}) == []
+
+
 def test_what_cannot_be_imported_is_refused_with_a_reason(tmp_path: Path) -> None:
     cases = {
         "sagemaker": (
