@@ -12,6 +12,7 @@ failed: the last good checkpoint is never removed for one that does not exist.
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import threading
@@ -75,6 +76,7 @@ class AsyncCheckpointer:
             "seconds_agreeing": 0.0,
         }
         self._agreeing = 0.0
+        # A weak reference: the list of exit functions must not keep the buffers alive.
         atexit.register(_finish_at_exit, weakref.ref(self))
 
     @property
@@ -104,13 +106,19 @@ class AsyncCheckpointer:
             CheckpointError: the save before this one failed.
         """
         begin = time.perf_counter()
+        # One save at a time: the buffers are about to be written again.
         self.wait()
         before_is_over = time.perf_counter()
+        # A copy in depth: the manifest is written when training has gone on.
         options = SaveOptions(
-            dict(metadata or {}), dict(extra_files or {}), overwrite, digest
+            copy.deepcopy(dict(metadata or {})),
+            dict(extra_files or {}),
+            overwrite,
+            digest,
         )
         staged: Staged | None = None
         problem: Exception | None = None
+        # Training waits for this copy and for nothing that is behind it.
         try:
             staged = stage(
                 state, per_rank, self._ranks.rank, allow_pickle, self._buffers
@@ -156,11 +164,14 @@ class AsyncCheckpointer:
             assert staged is not None
             return staged
 
+        # Options and staging fail inside, where all ranks learn of it.
         try:
             write_staged(path, staged_here, options, self._ranks)
         except BaseException as error:
             self._error = error
             return
+        # Actions can be added while others run, so the list is emptied until nothing is
+        # left; only then is the save over for `after_commit`.
         while True:
             with self._lock:
                 deferred, self._deferred = self._deferred, []
@@ -182,6 +193,7 @@ class AsyncCheckpointer:
         Raises:
             CheckpointError: the last save failed.
         """
+        # A thread that has ended is waited for in no time.
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -200,6 +212,7 @@ class AsyncCheckpointer:
             return
         ended = not self._thread.is_alive()
         if self._status_group is not None:
+            # The minimum: 1 only where the writer has ended on all ranks.
             begin = time.perf_counter()
             everywhere = torch.tensor(int(ended))
             dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._status_group)
@@ -220,6 +233,8 @@ class AsyncCheckpointer:
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
+            # Nothing that was to follow this save may happen: it may remove the last
+            # good one.
             with self._lock:
                 given_up, self._deferred = self._deferred, []
                 self._pending = False
@@ -239,6 +254,7 @@ class AsyncCheckpointer:
             what: its name in messages, as in ``"removal of ..."``.
             action: it runs on the writing thread; an error there is logged.
         """
+        # The lock excludes that the thread takes the list between look and append.
         with self._lock:
             if self._pending:
                 self._deferred.append((what, action))
@@ -266,6 +282,7 @@ class AsyncCheckpointer:
         try:
             self.wait()
         finally:
+            # The memory is freed with the buffers.
             self._buffers = HostBuffers()
 
 

@@ -4,7 +4,7 @@ digest in the index.
 Bytes are read straight into their targets, in pieces that are hashed while they are in
 the processor's cache. The slices of a rank lie one behind the other, so that a block
 that one read has begun is hashed on by the next one, and every byte comes from the disk
-once. What nobody wants of a block is read as well, into a small buffer; the writer
+once. Bytes of a block that no tensor needs are read into a small buffer; the writer
 keeps small tensors, which all ranks read, in few blocks.
 
 So a block may be compared with its digest after its first bytes have been handed out:
@@ -50,6 +50,8 @@ class CheckedFile(RangeFile):
         self.block = block
         self.names_in = names_in
         self.bytes = file.bytes
+        # A store answers large requests best; a disk is read in pieces that fit the
+        # cache.
         self._piece = file.request_bytes or _PIECE_BYTES
         self._digest = xxhash.xxh3_64()  # of the block in progress, from its beginning
         self._start = 0  # of that block
@@ -57,13 +59,17 @@ class CheckedFile(RangeFile):
         self._unwanted = memoryview(b"")
 
     def read_into(self, begin: int, target: memoryview) -> None:
+        # Before anything is hashed: a short file is no damaged block.
         if begin + len(target) > self.bytes:
             raise CheckpointError(
                 f"{self.where} is cut short: it ends at byte {self.bytes}, more was expected"
             )
+        # A jump: the block in progress is read to its end and compared, then another
+        # begins.
         if not self._position <= begin < self._start + self.block:
             self.finish()
             self._start = self._position = begin - begin % self.block
+        # Bytes between the last read and this one belong to the block's digest too.
         self._skip(begin)
         self._read(target)
 
@@ -77,6 +83,7 @@ class CheckedFile(RangeFile):
             self._skip(min(self._start + self.block, self.bytes))
 
     def _skip(self, upto: int) -> None:
+        # One small buffer for all that is read only to be hashed.
         if self._position < upto and not len(self._unwanted):
             self._unwanted = memoryview(
                 bytearray(min(self._piece, self.block, self.bytes))
@@ -95,6 +102,7 @@ class CheckedFile(RangeFile):
     def _hash(self, piece: memoryview) -> None:
         """Hash what was read, and compare each block that ends in it."""
         while len(piece):
+            # The last block may be shorter.
             stop = min(self._start + self.block, self.bytes)
             part = piece[: stop - self._position]
             self._digest.update(part)

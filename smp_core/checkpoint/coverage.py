@@ -34,12 +34,14 @@ def check_index(index: Index, manifest: Manifest, where: str) -> None:
         CheckpointError: slices overlap or leave a part of a tensor out; bytes outside
             of the file, in its header, or in two slices.
     """
+    # Ranges of bytes by file, to find two slices that share some.
     ranges: dict[str, list[tuple[int, int]]] = {}
     for name, record in index.tensors.items():
         for chunk in record.chunks:
             _check_place(name, record, chunk, manifest, where)
             if chunk.begin < chunk.end:
                 ranges.setdefault(chunk.file, []).append((chunk.begin, chunk.end))
+        # Empty slices of uneven sharding cover nothing.
         boxes = [
             (chunk.offset, chunk.shape)
             for chunk in record.chunks
@@ -51,6 +53,7 @@ def check_index(index: Index, manifest: Manifest, where: str) -> None:
             )
     for file, places in ranges.items():
         places.sort()
+        # Each file needs one digest for each of its blocks, or none would be checked.
         size = manifest.files[file].bytes
         if (
             index.blocks
@@ -60,6 +63,7 @@ def check_index(index: Index, manifest: Manifest, where: str) -> None:
             raise CheckpointError(
                 f"{where} is damaged: it lacks digests of blocks of {file}"
             )
+        # Sorted by their beginnings, neighbours overlap if any two do.
         if any(end > begin for (_, end), (begin, _) in itertools.pairwise(places)):
             raise CheckpointError(
                 f"{where} is damaged: two slices have the same bytes of {file}"
@@ -100,6 +104,8 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int], dim: int = 0) -> bool:
     """
     if dim == len(shape):
         return len(boxes) == 1
+    # Boxes of equal extent along this dimension form a slab; slabs follow each other
+    # without gaps, and each is cut along the next dimensions.
     slabs: dict[tuple[int, int], list[Box]] = {}
     for offset, size in boxes:
         slabs.setdefault((offset[dim], size[dim]), []).append((offset, size))

@@ -45,6 +45,7 @@ def dtype_from_name(name: str) -> torch.dtype:
         "fp32": "float32",
         "fp64": "float64",
     }
+    # torch has many names; only its dtypes count.
     dtype = getattr(torch, short.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(

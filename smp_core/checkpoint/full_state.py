@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from smp_core.checkpoint.dtypes import dtype_from_name
+from smp_core.checkpoint.dtypes import dtype_from_name, dtype_name
 from smp_core.checkpoint.folders.addresses import local_path
 from smp_core.checkpoint.folders.file_system import (
     fsync_directory,
@@ -34,6 +34,7 @@ from smp_core.checkpoint.foreign.safetensors_export import (
 from smp_core.checkpoint.foreign.torch_file import stream_torch_save
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from smp_core.checkpoint.optimizers import numbered
 from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.tensor_files import TensorFiles
@@ -67,8 +68,8 @@ def consolidate(
     Args:
         path: checkpoint folder or address.
         out: the folder (safetensors) or file (``.ckpt``, ``.pt``) to make.
-        dtype: cast floating-point model tensors to this, e.g. ``"bf16"``; None keeps
-            each tensor's own.
+        dtype: cast floating-point model tensors to this floating-point dtype, e.g.
+            ``"bf16"``; None keeps each tensor's own.
         output_format: ``"safetensors"``: ``model*.safetensors`` with index, as
             Transformers reads it, and the files stored along (``config.json``, ...);
             ``"ckpt"``: an ordinary Lightning checkpoint; ``"pt"``: a plain state dict;
@@ -98,10 +99,16 @@ def consolidate(
     """
     # The arguments.
     target = Path(local_path(out)).absolute()
+    # Arguments and target are checked before the checkpoint, which takes long to read.
     chosen = _format(output_format, target)
     if workers < 1:
         raise CheckpointError(f"workers={workers} must be 1 or more")
     cast = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
+    if cast is not None and not cast.is_floating_point:
+        raise CheckpointError(
+            f"dtype={dtype_name(cast)} would cut off what stands behind the point of every weight; allowed are "
+            "floating-point dtypes, e.g. bfloat16, float16 or float32"
+        )
     options = ExportOptions(
         cast, optimizer, workers, parse_size(max_shard_size), progress
     )
@@ -111,6 +118,7 @@ def consolidate(
     opened = open_checkpoint(path)
     with long_wait(f"checking {os.fspath(path)}"):
         check_files(opened, verify)
+    # All digests were just compared, or checks are not wanted: blocks need none then.
     opened.check_bytes = verify == "sizes"
 
     return _write(opened, target, chosen, strip_prefix, options, allow_pickle)
@@ -127,6 +135,8 @@ def _write(
     """Write a checkpoint in the chosen format, under a temporary name until it is
     complete; return the files made."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    # The temporary lies next to the target, on the same file system: moving is a
+    # rename.
     temporary = scratch_path(target)
     made = [target.name]
     # What the checkpoint says comes together before anything is written: errors of the
@@ -144,6 +154,7 @@ def _write(
         else:
             _write_torch_file(temporary, content, options)
         put_in_place(temporary, target)
+    # After an exchange this is what was at the target before.
     finally:
         discard(temporary)
     return made
@@ -179,6 +190,7 @@ def lazy_tensor(
     """Return a tensor of a checkpoint that is read when it is needed; tied tensors have
     one tie."""
     record = opened.index.record(name)
+    # Integers (positions, codes) and booleans have no other precision.
     dtype = (
         cast if cast is not None and record.dtype.is_floating_point else record.dtype
     )
@@ -202,6 +214,7 @@ def _model_tensors(
         outside: lazy_tensor(opened, name, options.cast)
         for outside, name in names.model.items()
     }
+    # Tied names share the tensor, and so its tie: torch.save then writes it once.
     return model | {dropped: model[kept] for dropped, kept in names.ties.items()}
 
 
@@ -228,7 +241,10 @@ def _lightning_content(
     allow_pickle: bool,
 ) -> dict[str, Any]:
     content: dict[str, Any] = decode_state(
-        opened, lambda name: lazy_tensor(opened, name), allow_pickle
+        # Optimizer states are named in the checkpoint; a Lightning file numbers them.
+        opened,
+        lambda name: lazy_tensor(opened, name),
+        allow_pickle,
     )
     if not options.optimizer:
         for name in _TRAINING_KEYS:
@@ -237,6 +253,7 @@ def _lightning_content(
         content["optimizer_states"] = [
             numbered_optimizer_state(state) for state in content["optimizer_states"]
         ]
+    # The model's tensors come back under "state_dict" with their names in the export.
     key = export_names(opened, "").model_key
     if key is not None:
         content.pop(key, None)
@@ -257,21 +274,17 @@ def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     if "param_groups" not in state:
         return state
     names = [name for group in state["param_groups"] for name in group["params"]]
+    # Numbered already: written by a program that numbers.
     if not all(isinstance(name, str) for name in names):
         return state
-    number = {name: position for position, name in enumerate(names)}
-    groups = []
-    for group in state["param_groups"]:
-        numbers = [number[name] for name in group["params"]]
-        groups.append({**group, "params": numbers})
-    entries = {number[name]: value for name, value in state["state"].items()}
-    return {"state": entries, "param_groups": groups}
+    return numbered(state)
 
 
 def _write_torch_file(
     path: Path, content: dict[str, Any], options: ExportOptions
 ) -> None:
     """Stream a state with lazy tensors into one ``torch.save`` file."""
+    # The total is known before, so progress can be shown in bytes.
     total = sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize
         for _, leaf in iterate_tensors(content)
@@ -279,23 +292,22 @@ def _write_torch_file(
     with (
         options.progress(total)
         if options.progress
-        else contextlib.nullcontext(_ignore) as advance
+        else contextlib.nullcontext(lambda _: None) as advance
     ):
         stream_torch_save(
             path,
             content,
+            # Each tensor is read when its turn comes and freed when it is written.
             lambda leaf: leaf.load() if isinstance(leaf, LazyTensor) else leaf,
             advance,
         )
 
 
-def _ignore(count: int) -> None:
-    return None
-
-
 def put_in_place(temporary: Path, target: Path) -> None:
     """Move a finished file or folder to its place; a folder that was there before gets
     the temporary's name."""
+    # A file replaces a file in one step; everything else is exchanged, or moved where
+    # the file system cannot.
     if temporary.is_file() and not target.is_dir():
         os.replace(temporary, target)
     elif os.path.lexists(target) and not rename_exchange(str(temporary), str(target)):

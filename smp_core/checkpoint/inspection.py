@@ -24,8 +24,8 @@ _WRITER = re.compile(r"tensors-(\d{5,9})-of-")
 
 
 def _text(value: object) -> Text:
-    """Return what a checkpoint says about itself, without markup or control characters
-    for the terminal."""
+    """Return a fact from a checkpoint without markup or control characters for the
+    terminal."""
     return Text(
         "".join(
             c if c.isprintable() else c.encode("unicode_escape").decode()
@@ -59,6 +59,7 @@ def checkpoint_tables(
 
 def _facts(opened: OpenCheckpoint) -> Table:
     manifest, index = opened.manifest, opened.index
+    # Every text that comes from the file goes through _text: it may be a stranger's.
     table = Table("fact", "value", title=opened.address, title_justify="left")
     table.add_row("step", "-" if manifest.step is None else str(manifest.step))
     table.add_row("created", _text(manifest.created))
@@ -115,6 +116,7 @@ def _files(opened: OpenCheckpoint) -> Table:
 
 def _tensors(opened: OpenCheckpoint, all_tensors: bool) -> Table:
     records = list(opened.index.tensors.items())
+    # A large model has thousands of tensors; the largest tell most.
     if not all_tensors and len(records) > _LARGEST:
         records = sorted(records, key=lambda item: -item[1].bytes)[:_LARGEST]
         title = f"the {_LARGEST} largest of {len(opened.index.tensors)} tensors (--all lists every one)"
@@ -154,6 +156,7 @@ def list_table(root: str | os.PathLike[str]) -> Table:
     )
     for name in find_checkpoints(root, broken_too=True):
         address = join(root, name)
+        # Sizes and headers of every file: a list should not read all bytes.
         problems = verify_checkpoint(address)
         state = (
             Text("broken: ", style="red") + _text(problems[0])
@@ -162,6 +165,7 @@ def list_table(root: str | os.PathLike[str]) -> Table:
         )
         state += " (LATEST)" if name == latest else ""
         try:
+            # A broken manifest gives no more than its problem.
             manifest = open_checkpoint(address).manifest
         except CheckpointError:
             table.add_row(_text(name), "", "", "", "", state)
@@ -187,11 +191,13 @@ def plot_bytes(path: str | os.PathLike[str], out: Path) -> None:
     """
     opened = open_checkpoint(path)
     try:
+        # An optional package, imported where it is used.
         from matplotlib.figure import Figure
     except ImportError:
         raise CheckpointError(
             f"--plot needs matplotlib, which is not installed; {how_to_install('matplotlib')}"
         ) from None
+    # A rank that had nothing to write has no file, and a bar of 0.
     written = {
         int(match[1]): record.bytes
         for name, record in opened.manifest.files.items()

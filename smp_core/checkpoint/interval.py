@@ -43,6 +43,7 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
             f"save_seconds={save_seconds} and seconds_between_failures={seconds_between_failures} must be above 0"
         )
     half = save_seconds / (2 * seconds_between_failures)
+    # Failures come faster than two saves take: no interval helps, and M is the limit.
     if half >= 1:
         return seconds_between_failures
     return (
@@ -85,6 +86,7 @@ class IntervalEstimate:
         """
         if not self._steps or not self._saves:
             return None
+        # The floors keep a time that was measured as 0 from dividing.
         interval = best_interval(
             max(statistics.median(self._saves), 1e-6), self.seconds_between_failures
         )
@@ -123,6 +125,7 @@ class SaveSchedule:
                 )
             self._estimate = IntervalEstimate(seconds_between_failures)
             interval = _FIRST_STEPS
+        # True is an int in Python, and no number of steps.
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise CheckpointError(
                 f"checkpoint_interval={interval!r} is neither 'auto' nor a number of steps from 1 on"
@@ -134,6 +137,7 @@ class SaveSchedule:
     def step(self) -> bool:
         """Count an optimizer step that has just ended; return whether to save now."""
         now = time.perf_counter()
+        # The first step has no beginning that was measured, and compiles.
         if self._estimate is not None and self._clock is not None:
             self._estimate.add_step(now - self._clock)
         self._clock = now
@@ -152,10 +156,13 @@ class SaveSchedule:
             # The slowest rank is what all wait for.
             self._estimate.add_save(max(Ranks().gather(seconds)))
             steps = self._estimate.steps()
+            # Medians differ a little from rank to rank, and all have to save at the
+            # same step.
             agreed = Ranks().on_first("checkpoint_interval='auto'", lambda: steps)
             if agreed is not None and agreed != self.interval:
                 logger.info(
                     "checkpoint_interval='auto': %d steps until the next save", agreed
                 )
             self.interval = agreed or self.interval
+        # The save itself is no step.
         self._clock = time.perf_counter()

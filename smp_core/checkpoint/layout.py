@@ -64,6 +64,7 @@ def new_digest(algorithm: str) -> Digest:
     Raises:
         CheckpointError: another name.
     """
+    # XXH3 finds accidents only: an edit on purpose can come with a new digest.
     if algorithm == "xxh3":
         return xxhash.xxh3_128()
     if algorithm == "sha256":
@@ -94,8 +95,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The record of a slice of a tensor: its place in the tensor (offset, shape), and
-    its bytes in a file."""
+    """The record of a slice of a tensor: its place in the tensor (offset, shape) and
+    in a file (the entry's name in the safetensors header, the range of bytes)."""
 
     file: str
     entry: str
@@ -155,6 +156,7 @@ class Index:
 
     def names_in(self, file: str, begin: int, end: int) -> list[str]:
         """List the tensors that have bytes in a range of a file."""
+        # A range that failed its check may touch several tensors: all are named.
         found = []
         for name, record in self.tensors.items():
             if any(
@@ -165,6 +167,7 @@ class Index:
         return found
 
     def by_path(self) -> dict[tuple[Any, ...], str]:
+        # The same tensor can be saved at several paths; each of them finds it.
         """Map each path in the saved state to its name."""
         names = {record.path: name for name, record in self.tensors.items()}
         for name, path in self.alias_paths.items():
@@ -172,6 +175,7 @@ class Index:
         return names
 
     def to_json(self) -> dict[str, Any]:
+        # Only slices and places: values are in the tensor files.
         """Return the content of index.json."""
         tensors = {}
         for name, record in self.tensors.items():
@@ -182,6 +186,8 @@ class Index:
                 **optimizer_part(record.path),
                 "chunks": [_chunk_to_json(chunk) for chunk in record.chunks],
             }
+        # Tied tensors have no bytes of their own; each keeps its own path, so that a
+        # template with either name is filled.
         aliases = {
             name: {"tensor": target, "path": path_to_json(self.alias_paths[name])}
             for name, target in self.aliases.items()
@@ -203,6 +209,8 @@ class Index:
         Raises:
             CheckpointError: a field is missing or of another type; an alias of nothing.
         """
+        # Everything here comes from a file that may be damaged or hostile: Fields
+        # raises where a value has another type than expected.
         top = Fields(data, where)
         tensors = {
             name: _tensor_record(Fields(entry, f"{where}: {name}"))
@@ -217,6 +225,7 @@ class Index:
                 raise CheckpointError(
                     f"{where} is damaged: {name} shares memory with {aliases[name]}, which is none"
                 )
+        # The most that is accepted bounds the memory that checking one block takes.
         blocks = Fields(top.get("blocks", dict), where)
         return cls(
             tensors,
@@ -241,7 +250,9 @@ def _tensor_record(entry: Fields) -> TensorRecord:
     chunks = []
     for content in entry.get("chunks", list):
         chunk = Fields(content, entry.where)
+        # Too few numbers become zeros, which smp_core.checkpoint.coverage refuses.
         begin, end = (*chunk.sizes("bytes"), 0, 0)[:2]
+        # A name of a file must not lead out of the folder.
         name = file_name(chunk.text("file"), entry.where)
         chunks.append(
             Chunk(
@@ -288,6 +299,8 @@ def path_from_json(path: list[Any]) -> tuple[Any, ...]:
         CheckpointError: a key that is no string, number or tuple.
     """
     keys = []
+    # JSON has no tuples, so a tuple key is marked as one; a dict key of another kind
+    # cannot have been written.
     for key in path:
         nested = isinstance(key, dict) and isinstance(key.get("tuple"), list)
         if not nested and not isinstance(key, (str, int, float, type(None))):
@@ -353,6 +366,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file's content, with the digest of the other entries as its last
+        # The digest is computed over the sorted compact form, so indentation and the
+        # order of keys do not matter to it.
         entry."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["manifest_digest"] = digest_of(_canonical(content), "xxh3")
@@ -367,6 +382,8 @@ class Manifest:
                 it was written.
         """
         content = read_json(data, where, MANIFEST_BYTES)
+        # Another program's file and another version have messages of their own, before
+        # the digest is compared.
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a {FORMAT} folder")
         if content.get("version") != VERSION:
@@ -379,6 +396,8 @@ class Manifest:
             raise CheckpointError(
                 f"{where} is damaged or was edited: its content does not fit its own digest"
             )
+        # Fields that this version does not know are left out: a newer minor release may
+        # add some without a new VERSION.
         with only_checkpoint_errors(where):
             known = {each.name for each in fields(cls)}
             content["files"] = _file_records(
@@ -393,6 +412,7 @@ def _file_records(files: dict[str, Any], where: str) -> dict[str, FileRecord]:
     for name, content in files.items():
         record = Fields(content, f"{where}: {file_name(name, where)}")
         size = record.count("bytes", most=1 << 62)
+        # A header is parsed as JSON, so its size is bounded before it is read.
         header = record.count("header_bytes", most=min(size, HEADER_BYTES))
         records[name] = FileRecord(
             size, record.text("digest"), header, record.text("header_digest")
@@ -427,6 +447,7 @@ def _check_facts(manifest: Fields) -> None:
         raise CheckpointError(
             f"{manifest.where} is damaged: {', '.join(wrong) or 'step'} is of another type"
         )
+    # Only that they are dicts: meshes are printed, nothing is computed from them.
     for mesh in manifest.get("meshes", list):
         Fields(mesh, f"{manifest.where}: meshes")
     manifest.texts("pickled") if "pickled" in content else None

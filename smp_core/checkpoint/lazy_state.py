@@ -36,10 +36,6 @@ class LazyState(_Dict):
 
     It is a dict for isinstance; ``__iter__`` is overridden, so that ``dict(state)`` and
     ``{**state}`` read values too, instead of copying the content of the dict beneath.
-
-    A dict for whoever asks with isinstance; ``__iter__`` is overridden, so that
-    ``dict(state)`` and ``{**state}`` look at values too, instead of copying what lies
-    in the dict beneath.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -49,6 +45,7 @@ class LazyState(_Dict):
 
     def __getitem__(self, key: str) -> Any:
         value = dict.__getitem__(self, key)
+        # Read once; from then on it is an ordinary value.
         if isinstance(value, Unread):
             value = value.read()
             dict.__setitem__(self, key, value)

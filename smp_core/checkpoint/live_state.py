@@ -22,10 +22,10 @@ from smp_core.checkpoint.full_state import discard, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
+from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties, tie_key
 from smp_core.checkpoint.tree import map_tensors, name_tensors
 from smp_core.outside import long_wait
-from smp_core.torch_facts import ABSENT, is_absent, is_rank_0, local_part
+from smp_core.torch_facts import ABSENT, is_absent, is_rank_0
 
 
 def full_state_dict(
@@ -57,22 +57,23 @@ def full_state_dict(
     full_tensor, _ = _over_stages(dict(name_tensors(dict(state)).values()), stages)
 
     def unsharded(tensor: Tensor) -> Tensor | None:
-        local = local_part(tensor)
-        key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
-        tied = bool(local.numel()) and key in seen
+        key = tie_key(tensor)
         # Every rank takes part in the gather even where it sees a tie: a rank with an
         # empty slice does not see it.
         full = full_tensor(tensor)
         if not keep:
             return None
-        if tied:
+        if key is not None and key in seen:
             return seen[key]
+        # A copy: the live tensor changes with the next step.
         host = full.detach().to("cpu", copy=True).contiguous()
-        seen[key] = host
+        if key is not None:
+            seen[key] = host
         return host
 
     with long_wait("gathering unsharded weights", here=is_rank_0()):
         result: dict[str, Any] = map_tensors(dict(state), unsharded)
+    # map_tensors leaves None where a tensor was, which would look like a state.
     return result if keep else {}
 
 
@@ -101,12 +102,14 @@ def save_full_state(
     what = f"{os.fspath(path)} was not saved"
     target = Path(local_path(path)).absolute()
     lazy = _lazy_tensors(content, ranks, what, stages)
+    # One entry for each tie, in the same order on all ranks: gathers are collective.
     leaves = {leaf.tie: leaf for leaf in lazy.values()}
     temporary = scratch_path(target)
     file: TorchFile | None = None
 
     def begin() -> None:
         nonlocal file
+        # Only files, checkpoints and empty folders are replaced.
         if target.is_dir() and any(target.iterdir()) and not is_checkpoint(target):
             raise CheckpointError(
                 f"{target} is a directory but no checkpoint; remove it, or choose another path"
@@ -130,6 +133,7 @@ def save_full_state(
                 except Exception as error:
                     problem = error
 
+        # Rank 0's problem is raised here, after all ranks have left the gathers.
         def commit() -> None:
             if problem is not None:
                 raise problem
@@ -165,6 +169,7 @@ def _lazy_tensors(
         for name, tensor in tensors.items()
         if isinstance(tensor, DTensor) or name in of_stages
     ]
+    # The names travel with the ties, so that one exchange shows both.
     _, reports = ranks.together(
         what, lambda: tensors, lambda own: (find_ties(own), sharded)
     )
@@ -205,6 +210,7 @@ def _over_stages(
     """
     if stages is None:
         return _full_tensor, set()
+    # Which stages lack which tensors, from all stages, in one exchange.
     lacking: list[set[str]] = [set()] * dist.get_world_size(stages)
     dist.all_gather_object(
         lacking,
@@ -215,6 +221,7 @@ def _over_stages(
     holders = {}
     for name, tensor in tensors.items():
         if name in of_stages:
+            # The first stage that has a tensor sends it; all stages find the same one.
             holders[id(tensor)] = next(
                 stage for stage, theirs in enumerate(lacking) if name not in theirs
             )
@@ -222,6 +229,7 @@ def _over_stages(
     def full_tensor(tensor: Tensor) -> Tensor:
         if id(tensor) not in holders:
             return _full_tensor(tensor)
+        # A rank without the tensor takes part in the broadcast with empty memory.
         if is_absent(tensor):
             assert isinstance(tensor, DTensor)
             full = torch.empty(

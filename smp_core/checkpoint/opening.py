@@ -65,6 +65,7 @@ class OpenCheckpoint:
             CheckpointError: another save, or none, is at the path.
         """
         try:
+            # The manifest's id is new for each save.
             now = Manifest.from_bytes(
                 self.folder.read(MANIFEST, MANIFEST_BYTES), self.address
             ).id
@@ -89,6 +90,7 @@ class OpenCheckpoint:
     def index(self) -> Index:
         """The tensor index."""
         where = f"{self.address}/{self.manifest.index}"
+        # Read once, and checked against manifest and sizes before anything uses it.
         with only_checkpoint_errors(where):
             index = Index.from_json(self._json(self.manifest.index), where)
             check_index(index, self.manifest, where)
@@ -99,6 +101,7 @@ class OpenCheckpoint:
         """The JSON tree of everything that is not a tensor."""
         content = self._json(self.manifest.rest)
         tree = content.get("tree")
+        # The writer always makes these two.
         if (
             not isinstance(tree, dict)
             or not isinstance(tree.get("state"), dict)
@@ -115,6 +118,7 @@ class OpenCheckpoint:
             return {}
         data = self.checked(self.manifest.rest_pt)
         where = f"{self.address}/{self.manifest.rest_pt}"
+        # Sizes that the archive asks for are checked before torch allocates them.
         check_torch_content(io.BytesIO(data), where)
         try:
             content = torch.load(
@@ -157,7 +161,9 @@ class OpenCheckpoint:
             raise CheckpointError(f"{where} is not listed in the manifest")
         try:
             size = self.folder.size(name)
+            # Of another size it is damaged already, and is not read.
             data = self.folder.read(name, record.bytes) if size == record.bytes else b""
+        # Another save may have taken the path; its message is the better one.
         except FileNotFoundError:
             self.same_save()
             raise CheckpointError(f"{where} is missing") from None
@@ -209,10 +215,12 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def _refusal(folder: Folder, path: str) -> CheckpointError:
-    """Make the error for a folder without a manifest, which says what the folder is
+    """Make the error for a folder without a manifest, which names what the folder is
     instead."""
     if not folder.exists():
         return missing(path)
+    # The nearest explanation first: another program's folder, then half of ours, then
+    # anything else.
     names = folder.names()
     text = _foreign_text(path, names)
     if text is not None:
@@ -254,6 +262,7 @@ def foreign_kind(path: str, names: list[str]) -> str | None:
     def any_is(pattern: str) -> bool:
         return any(re.search(pattern, name) for name in names)
 
+    # The more specific kind stands before the more general one.
     tests = {
         "lightning": ".metadata" in names and "meta.pt" in names,
         "dcp": ".metadata" in names,
@@ -270,6 +279,7 @@ def _foreign_text(path: str, names: list[str]) -> str | None:
     kind = foreign_kind(path, names)
     if kind is not None:
         return f"{_KINDS[kind]}; convert it with `smp checkpoint import {path} OUT`"
+    # A folder of checkpoints was given in the place of one of them.
     checkpoints = sorted(
         {name.split("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
     )

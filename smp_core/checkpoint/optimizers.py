@@ -41,6 +41,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     names = parameter_names(model, optimizer)
     numbered = optimizer.state_dict()
     groups = []
+    # Every other entry of a group (lr, betas) stays as it is.
     for group in numbered["param_groups"]:
         named = [names[i] for i in group["params"]]
         groups.append({**group, "params": named})
@@ -54,11 +55,13 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 def numbered(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state of :func:`named_optimizer_state` keyed by torch's own numbers."""
+    # torch numbers parameters through all groups, in order.
     names = [name for group in named["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     groups = []
     for group in named["param_groups"]:
         groups.append({**group, "params": [number[name] for name in group["params"]]})
+    # A value that is kept for no parameter keeps its key.
     state = {number.get(name, name): entry for name, entry in named["state"].items()}
     return {"state": state, "param_groups": groups}
 
@@ -76,6 +79,8 @@ def stepped_parameters(optimizer: Optimizer) -> list[Tensor]:
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """List the names of the optimizer's parameters, in the order in which torch numbers
     them."""
+    # Wrappers (compile, checkpointing) put their own parts into names; clean names are
+    # the same with and without them.
     by_parameter: dict[Tensor, str] = {
         p: clean_name(name) for name, p in model.named_parameters()
     }
@@ -119,7 +124,7 @@ def load_named_optimizer_state(
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or
             the other way round.
     """
-    # The same parameters here and there.
+    # The same parameters here and there. The folder is opened once for all reads below.
     path = open_checkpoint(path)
     names = [name_there(name) for name in parameter_names(model, optimizer)]
     parameters = stepped_parameters(optimizer)
@@ -131,6 +136,7 @@ def load_named_optimizer_state(
         else given["param_groups"]
     )
     saved_names = [name for group in groups for name in group["params"]]
+    # The order may differ, since states are found by name.
     if sorted(saved_names) != sorted(names):
         lacking = sorted(set(names) - set(saved_names))
         foreign = sorted(set(saved_names) - set(names))
@@ -142,6 +148,7 @@ def load_named_optimizer_state(
     by_rows: Collection[str] = getattr(optimizer, "states_by_rows", ())
     saved = _read_sharded_like(path, prefix, by_name, on_host, by_rows, verify)
     state: dict[str, Any] = saved.get("state", {})
+    # A given state decides what is there; entries marked as unread are the saved ones.
     if given is None:
         groups = saved["param_groups"]
     else:
@@ -152,6 +159,7 @@ def load_named_optimizer_state(
                 if isinstance(entry, Unread)
                 else _entry_like(by_name.get(owner), entry)
             )
+    # Back to torch's numbers, which load_state_dict of any optimizer understands.
     number = {name: i for i, name in enumerate(names)}
     numbered = {number.get(name, name): entry for name, entry in state.items()}
     optimizer.load_state_dict(
@@ -179,7 +187,9 @@ def _read_sharded_like(
     filled: list[str] = []
 
     def empty(place: Path, name: str, record: TensorRecord) -> Tensor:
+        # Only what the template has is loaded; the names go to `only` below.
         filled.append(name)
+        # The path below the prefix is "state", the parameter's name, the value's name.
         owner = (
             by_name.get(place[len(prefix) + 1])
             if place[len(prefix)] == "state"
@@ -196,6 +206,7 @@ def _read_sharded_like(
             by_rows=place[-1] in by_rows,
         )
 
+    # First the structure with empty tensors, then all values in one collective load.
     saved: dict[str, Any] = read_template(path, prefix, empty)
     load_checkpoint(path, _nested(prefix, saved), only=filled, verify=verify)
     return saved
@@ -223,6 +234,7 @@ def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
     """
     if prefix_here == prefix_there:
         return str
+    # Only the prefix of the model inside its module differs.
     return lambda name: prefix_there + name.removeprefix(prefix_here)
 
 
@@ -231,6 +243,7 @@ def _groups_like(
 ) -> list[dict[str, Any]]:
     """Return the saved groups with this optimizer's numbers: states are found by name,
     whatever the order was."""
+    # Names agree already; here, whether groups divide them alike.
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in saved] != sizes:
         raise CheckpointError(
@@ -242,6 +255,8 @@ def _groups_like(
         {**group, "params": list(itertools.islice(numbers, len(group["params"])))}
         for group in saved
     ]
+    # load_state_dict copies groups as they are and would leave their tensors on the
+    # CPU.
     return _on_their_devices(optimizer, numbered)
 
 
@@ -258,6 +273,7 @@ def _on_their_devices(
             else {}
         )
         values = {}
+        # Only values that are tensors here (a rate under capturable=True) are moved.
         for key, value in group.items():
             device = next(
                 (
@@ -303,6 +319,7 @@ def like_parameter(
             _of_shape(parameter, shape, dtype),
             device="cpu" if on_host else parameter.device,
         )
+    # States of 0-d (step) are on the CPU, as torch's optimizers keep them.
     return torch.zeros(
         shape,
         dtype=dtype,
@@ -315,6 +332,8 @@ def _of_shape(
 ) -> DTensor:
     """Return a DTensor of another shape, sharded like a parameter, whose shards have no
     memory."""
+    # The meta device has shapes without memory: the shard's shape is all that is
+    # needed.
     whole = torch.empty(shape, dtype=dtype, device="meta")
     own = whole[:0] if is_absent(parameter) else own_part(whole, parameter)
     return DTensor.from_local(
@@ -368,6 +387,7 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor:
         if placement.is_replicate():
             continue
         rows, ranks = whole.shape[placement.dim], like.device_mesh.size(axis)
+        # The last ranks may have fewer rows, or none.
         chunk = -(-rows // ranks)
         start = min(like.device_mesh.get_local_rank(axis) * chunk, rows)
         whole = whole.narrow(placement.dim, start, min(chunk, rows - start))
@@ -382,6 +402,7 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
         key: _entry_like(parameters[key] if isinstance(key, int) else None, entry)
         for key, entry in saved["state"].items()
     }
+    # Groups and counters are the same on all ranks.
     groups = _on_their_devices(optimizer, saved["param_groups"])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -389,6 +410,7 @@ def load_full_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) ->
 def _nested(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     """Put ``value`` at ``path``; integer keys stand for places in a list, filled up
     with empty dicts."""
+    # A template is a nest from the root of the saved state down.
     for key in reversed(path):
         if isinstance(key, int):
             value = [*({} for _ in range(key)), value]

@@ -31,9 +31,6 @@ def random_state() -> dict[str, Any]:
 
     The values are plain types and tensors, so that ``torch.load(weights_only=True)``
     reads them too.
-
-    In plain types and tensors, so that ``torch.load(weights_only=True)`` reads them
-    too.
     """
     kind, keys, position, has_gauss, gauss = numpy.random.get_state()
     state: dict[str, Any] = {
@@ -60,6 +57,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """
     try:
         random.setstate(state["python"])
+        # numpy takes its own 32-bit words back, not a tensor's 64-bit ones.
         kind, keys, *rest = state["numpy"]
         numpy.random.set_state((kind, numpy.asarray(keys).astype("uint32"), *rest))
         torch.set_rng_state(state["torch"])
@@ -106,6 +104,7 @@ def resumed_random_state(
         this rank's saved state; on another world size one that is derived from (seed,
         step, rank), which rank 0 logs.
     """
+    # Each rank's own state, if the run that saved had as many ranks.
     own = saved[rank] if len(saved) == world_size else None
     if own is not None:
         return dict(own)
@@ -118,6 +117,7 @@ def resumed_random_state(
             seed,
             step,
         )
+    # The generators are only borrowed, to make a state from the seed.
     now = random_state()
     try:
         seed_random_state(derived_seed(seed, step, rank))
@@ -148,6 +148,7 @@ def restore_random_state(
     opened = open_checkpoint(path)
     step = opened.manifest.step or 0
     parts = read_per_rank(opened)
+    # Older checkpoints may have another value for each rank, or none.
     saved = [part.get("random") if isinstance(part, dict) else None for part in parts]
     set_random_state(
         resumed_random_state(saved, rank, world_size, seed, step, os.fspath(path))

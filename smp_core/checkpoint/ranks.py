@@ -4,11 +4,14 @@ raised on every one."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from smp_core.checkpoint.layout import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 
@@ -69,6 +72,7 @@ class Ranks:
             CheckpointError: it failed somewhere; the message names the ranks. The local
                 error is the cause.
         """
+        # Nothing is raised before the exchange: every rank has to reach it.
         result, error = _attempt(action)
         shared: Any = None
         if error is None:
@@ -84,6 +88,7 @@ class Ranks:
             CheckpointError: it failed.
         """
         outcome: list[Any] = [None, None]
+        # Ranks other than 0 wait in the broadcast, whatever happens on rank 0.
         error: BaseException | None = None
         if self.rank == 0:
             result, error = _attempt(action)
@@ -111,10 +116,26 @@ def _describe(error: BaseException) -> str:
     )
 
 
+def failures_in_words(error: CheckpointException) -> dict[int, str]:
+    """Return the errors of the ranks that failed inside of DCP, in words.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: one of them is such; DCP wraps these, too.
+    """
+    words = {}
+    for rank, wrapped in sorted(error.failures.items()):
+        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+        if not isinstance(cause, Exception):
+            raise cause from error
+        words[rank] = _describe(cause)
+    return words
+
+
 def raise_any(
     what: str, messages: list[str | None], local: BaseException | None = None
 ) -> None:
     """Raise one error from the messages of all ranks (None: no error there)."""
+    # Usually many ranks have the same message: it is shown once, with their numbers.
     failed: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:
@@ -123,6 +144,7 @@ def raise_any(
         raise local  # KeyboardInterrupt and SystemExit stay what they are
     if not failed:
         return
+    # All ranks alike: numbers would say nothing.
     if len(failed) == 1 and (
         len(messages) == 1 or len(next(iter(failed.values()))) == len(messages)
     ):

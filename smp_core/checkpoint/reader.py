@@ -43,7 +43,7 @@ from smp_core.checkpoint.layout import (
     TensorRecord,
 )
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
-from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.ranks import Ranks, failures_in_words
 from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import (
     DROP,
@@ -104,11 +104,14 @@ def load_checkpoint(
         CheckpointError: on every rank when any rank failed: missing, half, damaged or
             foreign folder, tensors that do not fit; the message names the first few.
     """
+    # Every step below is collective; a rank that fails alone raises its error on all.
     ranks = Ranks(process_group)
     what = f"checkpoint {os.fspath(path)} was not loaded"
     globs = None if only is None else list(only)
     with long_wait(f"loading {os.fspath(path)}", here=ranks.rank == 0):
         opened = open_checked(path, verify, ranks, what)
+        # Pairing compares names and shapes only, so a checkpoint that does not fit
+        # changes no tensor.
         (tensors, replacements), _ = ranks.together(
             what,
             lambda: _match(
@@ -119,20 +122,16 @@ def load_checkpoint(
             for part in _in_parts(tensors):
                 _fill(opened, part, ranks)
         except CheckpointException as error:
-            texts = dict.fromkeys(map(_cause, error.failures.values()))
+            # Usually all ranks fail alike; each text is shown once.
+            texts = dict.fromkeys(failures_in_words(error).values())
             raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
+    # Values are replaced after all tensors have arrived: a failed load leaves them.
     for container, key, value in replacements:
-        container[key] = value
+        container[key] = tuple(value) if isinstance(value, _Items) else value
 
 
-def _cause(wrapped: Any) -> str:
-    """Return a rank's error in words, of DCP's (error, traceback)."""
-    cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    return (
-        str(cause)
-        if isinstance(cause, CheckpointError)
-        else f"{type(cause).__name__}: {cause}"
-    )
+class _Items(list[Any]):
+    """The items of a tuple, which take their saved values before they are one again."""
 
 
 def _in_parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -143,6 +142,8 @@ def _in_parts(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     room = 0
     for name, tensor in tensors.items():
         if not _is_coded(tensor):
+            # Names and sizes of whole tensors are the same on every rank, so all ranks
+            # make the same groups and call DCP equally often.
             parts[0][name] = tensor
             continue
         if room <= 0:
@@ -161,6 +162,8 @@ def _is_coded(tensor: Tensor) -> bool:
 def _fill(opened: OpenCheckpoint, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Read tensors in place, those that are stored as codes by way of decoded ones.
     Collective."""
+    # Codes cannot be read in place: values are read into a decoded copy and encoded
+    # again by copy_ below.
     decoded = {
         name: torch.empty_like(tensor)
         for name, tensor in tensors.items()
@@ -168,6 +171,7 @@ def _fill(opened: OpenCheckpoint, tensors: dict[str, Tensor], ranks: Ranks) -> N
     }
     read = {**tensors, **decoded}
     with warnings.catch_warnings():
+        # DCP warns of every load in one process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(
             read,
@@ -198,6 +202,7 @@ def _match(
     wanted = dict(iterate_tensors(state))
     if only is not None:
         chosen = set(_select(index, only))
+        # Other tensors of the template, and of the checkpoint, are then as if absent.
         wanted = {
             path: tensor
             for path, tensor in wanted.items()
@@ -206,6 +211,8 @@ def _match(
         by_path = {path: name for path, name in by_path.items() if name in chosen}
     # How the two differ: names, shapes, dtypes.
     missing = [path_text(path) for path in wanted if path not in by_path]
+    # Only top-level keys of the template count: a template of weights alone does not
+    # miss the optimizer.
     unexpected = [
         name
         for path, name in by_path.items()
@@ -243,6 +250,7 @@ def _match(
             else ""
         )
         raise CheckpointError("; ".join(problems) + hint)
+    # Under strict=False nothing is left out in silence.
     for text, names in (
         ("missing in the checkpoint, kept", missing),
         ("in the checkpoint only, not used", unexpected),
@@ -250,6 +258,7 @@ def _match(
         if names:
             logger.warning("%s: %s", opened.address, _listing(text, names))
     replacements: list[tuple[Any, Any, Any]] = []
+    # A load of chosen tensors leaves all other values.
     if only is None:
         _collect_rest(opened, state, (), replacements, allow_pickle)
     return found, replacements
@@ -269,15 +278,21 @@ def _collect_rest(
 ) -> None:
     """Collect (container, key, saved value) for every value of the template that is no
     tensor."""
+    # Positions are the keys of lists and tuples.
     entries = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in entries:
         here = (*path, key)
         if isinstance(value, Tensor):
             continue
         if isinstance(value, (dict, list, tuple)) and holds_tensor(value):
-            _collect_rest(opened, value, here, replacements, allow_pickle)
+            inner = _Items(value) if isinstance(value, tuple) else value
+            _collect_rest(opened, inner, here, replacements, allow_pickle)
+            if inner is not value:
+                replacements.append((node, key, inner))
             continue
         try:
+            # A value that older versions did not save is no reason to refuse the
+            # weights.
             saved = subtree(opened.tree, ("state", *here))
         except KeyError:
             logger.warning(
@@ -286,11 +301,9 @@ def _collect_rest(
                 path_text(here),
             )
             continue
-        if isinstance(node, tuple):
-            continue  # immutable: values alongside a tensor in a tuple stay
-        replacements.append(
-            (node, key, _decode(opened, saved, lambda name: DROP, allow_pickle))
-        )
+        decoded = _decode(opened, saved, lambda name: DROP, allow_pickle)
+        if decoded is not DROP:  # a tensor, which _match has listed
+            replacements.append((node, key, decoded))
 
 
 def decode_state(
@@ -308,6 +321,8 @@ def decode_state(
 
 def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) -> Any:
     def pickled(key: str) -> Any:
+        # Opening the pickle runs code, so it happens only with the caller's word for
+        # it.
         if not allow_pickle:
             raise CheckpointError(
                 f"{opened.address} holds values that only unrestricted unpickling can read "
@@ -320,6 +335,7 @@ def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) 
         opened.index.record(name)
         return tensor(name)
 
+    # The tree is a file's content: whatever goes wrong in it is a damaged file.
     with only_checkpoint_errors(f"{opened.address}/{opened.manifest.rest}"):
         return decode_rest(tree, known, opened.plain_entries(), pickled)
 
@@ -369,6 +385,7 @@ def read_rest(
         CheckpointError: as in :func:`read_manifest`, or there is no such part.
     """
     opened = open_checkpoint(path)
+    # Steps of the path behind "state", the root of the saved tree.
     steps: tuple[Any, ...] = ()
     if prefix is not None:
         steps = (prefix,) if isinstance(prefix, str) else tuple(prefix)
@@ -379,6 +396,7 @@ def read_rest(
         raise CheckpointError(
             f"{opened.address} has no {path_text(steps)!r}; at the top it has {known}"
         ) from None
+    # Tensors are read one by one while the tree is decoded.
     names = set(_select(opened.index, tensors)) - set(
         _select(opened.index, exclude, must_match=False)
     )
@@ -406,6 +424,7 @@ def read_template(
         CheckpointError: as in :func:`read_rest`.
     """
     opened = open_checkpoint(path)
+    # An index maps paths to names; here the place of a name is needed.
     places = {name: place for place, name in opened.index.by_path().items()}
     try:
         tree = subtree(opened.tree, ("state", *prefix))
@@ -460,9 +479,11 @@ def _select(
     known = set(names)
     selected: dict[str, None] = {}
     for pattern in patterns:
+        # A name may contain characters that globs use, so it is first taken as it is.
         matches = [pattern]
         if pattern not in known:
             matches = fnmatch.filter(names, pattern)
+        # "*" fits a checkpoint without tensors, too.
         if not matches and must_match and pattern != "*":
             raise CheckpointError(
                 f"no tensor fits {pattern!r}; the checkpoint has e.g. {', '.join(names[:_SHOWN])}"

@@ -71,14 +71,17 @@ def find_checkpoints(
     """
     found: list[tuple[tuple[int, int, str], str]] = []
     for name in sorted(list_entries(root)):
+        # A save that is being written, or that was interrupted.
         if name.startswith(TEMPORARY_PREFIX):
             continue
         address = join(root, f"{name}/{inside}" if inside else name)
+        # Opening reads the manifest only.
         try:
             manifest = open_checkpoint(address).manifest
         except CheckpointError:
             if broken_too and _looks_like_one(address, name):
                 found.append(((-1, step_of(name) or 0, ""), name))
+        # By age, not by name: see the top of the file.
         else:
             found.append((manifest.age, name))
     return [name for _, name in sorted(found)]
@@ -90,6 +93,8 @@ def join(root: str | os.PathLike[str], name: str) -> str:
 
 
 def _looks_like_one(address: str, name: str) -> bool:
+    # A name like ours is one even without a manifest: its save may have been
+    # interrupted where folders cannot be renamed.
     if step_of(name) is not None:
         return True
     return not is_address(address) and os.path.lexists(os.path.join(address, MANIFEST))
@@ -98,6 +103,7 @@ def _looks_like_one(address: str, name: str) -> bool:
 def list_entries(root: str | os.PathLike[str]) -> list[str]:
     """List the names of the directories in a folder.
 
+    # fsspec is only imported where an address is used.
     Raises:
         CheckpointError: no such folder (``NoSuchFolder``), or it cannot be listed.
     """
@@ -118,6 +124,7 @@ def read_latest(root: str | os.PathLike[str]) -> str | None:
     """Read the name in the file LATEST; None where there is no file, or one that holds
     no name (a warning says so)."""
     try:
+        # A stranger's file may have any size: few bytes are read.
         data = open_folder(root).read(LATEST, _LATEST_BYTES)
         name = data.decode().strip()
     except FileNotFoundError:
@@ -125,6 +132,7 @@ def read_latest(root: str | os.PathLike[str]) -> str | None:
     except (CheckpointError, UnicodeDecodeError) as error:
         logger.warning("%s is not used: %s", join(root, LATEST), error)
         return None
+    # A name with "/" would lead out of the folder.
     if not is_plain(name):
         logger.warning(
             "%s is not used: it holds no name of a folder but %r",
@@ -143,6 +151,7 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
 
         write_object(join(root, LATEST), data)
         return
+    # Readers see the old name or the new one, never half of it.
     path = Path(local_path(root), LATEST)
     temporary = path.with_name(f".{LATEST}-{new_save_id()}")
     with open(temporary, "xb") as file:
@@ -161,6 +170,7 @@ def readable_checkpoints(root: str | os.PathLike[str]) -> list[str]:
         CheckpointError: as :func:`find_checkpoints`.
     """
     names = find_checkpoints(root)
+    # Broken ones are named, so that none vanishes in silence.
     for name in sorted(set(find_checkpoints(root, broken_too=True)) - set(names)):
         logger.warning(
             "BROKEN CHECKPOINT SKIPPED: %s",
@@ -188,6 +198,7 @@ def newest_checkpoint(
         names = readable_checkpoints(root)
     except NoSuchFolder:
         return None
+    # The newest first; one that is unbroken ends the search.
     for name in reversed(names):
         problems = (
             []
@@ -230,14 +241,18 @@ def open_first_undamaged(
     """
     ranks = Ranks()
     problems: list[str] = []
+    # All ranks open and check together, so that all take the same path.
     for path in paths:
         where = os.fspath(path)
         try:
             found: OpenCheckpoint | str = where
             if is_address(where) or not os.path.isfile(where):
                 found = open_checked(where, verify, ranks, "BROKEN CHECKPOINT SKIPPED")
+                # Loading can skip the agreement that was just reached.
                 found.agreed = True
             else:
+                # A single file is checked by one rank: its checksums need all of its
+                # bytes.
                 ranks.on_first(
                     "BROKEN CHECKPOINT SKIPPED",
                     lambda where=where: check_torch_file(where),  # type: ignore[misc]
@@ -284,6 +299,7 @@ def save_step(
     Raises:
         CheckpointError: on every rank when any rank failed; nothing is removed then.
     """
+    # Before anything is saved.
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(
             f"keep_last={keep_last} must be 1 or more, or None to keep all"
@@ -298,6 +314,7 @@ def save_step(
         overwrite=overwrite,
         **options,
     )
+    # Only after the commit on all ranks may anything older go.
     ranks = Ranks(process_group)
     ranks.on_first(
         f"{path} was saved, but the folder was not tidied",
@@ -321,6 +338,7 @@ def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> No
         for name in find_checkpoints(root)
         if step_of(name) is not None and name != newest
     ]
+    # Tidying counts complete checkpoints only, the newest of all at the end.
     for name in surplus([join(root, name) for name in [*others, newest]], keep_last):
         remove_checkpoint(name)
 
@@ -339,6 +357,7 @@ def surplus(paths: Sequence[str], keep: int) -> list[str]:
         thrown away.
     """
     kept = 0
+    # From the newest to the oldest.
     for number in range(len(paths) - 1, -1, -1):
         problems = verify_checkpoint(paths[number])
         if problems and number == len(paths) - 1:

@@ -49,6 +49,7 @@ class StagedTensor:
     tie: Any
     can_tie: bool
 
+    # DCP's protocol for tensor-like objects: it asks them instead of computing slices.
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         return self.items
 
@@ -70,6 +71,7 @@ class LazyTensor:
     tie: Any = None
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        # One item for the whole tensor: a conversion runs in one process.
         origin = torch.Size([0] * len(self.shape))
         size = torch.Size(self.shape)
         data = TensorWriteData(
@@ -95,6 +97,7 @@ class SmpSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
+        # Ties are found on each rank and travel with its plan to the coordinator.
         plan = super().create_local_plan()
         items = [item for item in plan.items if _carries_data(item)]
         self.plan = dataclasses.replace(
@@ -104,6 +107,7 @@ class SmpSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
+        # Read as late as possible, so that one tensor at a time is in memory.
         if isinstance(held, LazyTensor):
             return held.load()
         return (
@@ -115,11 +119,13 @@ class SmpSavePlanner(DefaultSavePlanner):
     def create_global_plan(
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], Metadata]:
+        # The bytes of a tied tensor are written once, under the first name.
         aliases = agreed_aliases([plan.planner_data for plan in all_plans])
         kept = []
         for plan in all_plans:
             items = [item for item in plan.items if item.index.fqn not in aliases]
             kept.append(dataclasses.replace(plan, items=items))
+        # DCP's own plan now deals out the slices that several ranks hold.
         plans, metadata = super().create_global_plan(_one_chunk_when_empty(kept))
         self.metadata = dataclasses.replace(metadata, planner_data=aliases)
         return plans, self.metadata
@@ -128,6 +134,8 @@ class SmpSavePlanner(DefaultSavePlanner):
 def _carries_data(item: WriteItem) -> bool:
     data = item.tensor_data
     assert data is not None and data.chunk is not None
+    # DCP makes items for empty slices too, which uneven sharding gives to the last
+    # ranks. A tensor without any element keeps its item: its shape has to be saved.
     return data.chunk.sizes.numel() > 0 or data.size.numel() == 0
 
 
@@ -150,10 +158,13 @@ def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
 
 def tie_key(tensor: Tensor) -> Any:
     """Return a key that two tensors over the same memory have in common; None where
-    this rank's slice is empty."""
+    this rank's slice is empty, or a tensor has no memory of its own."""
     local = local_part(tensor)
-    if local.numel() == 0:
+    # A subclass that wraps other tensors is at address 0, as are all others like it.
+    if local.numel() == 0 or local.data_ptr() == 0:
         return None
+    # The same memory can be read as two different tensors, so shape, stride, dtype and
+    # placements belong to the key.
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     layout = (
         tuple(local.shape),
@@ -179,6 +190,8 @@ def find_ties(
         elif isinstance(tensor, LazyTensor):
             can_tie, key = tensor.tie is not None, tensor.tie
         else:
+            # Other packages' tensors may make their memory when they are asked for it,
+            # so that equal addresses mean nothing.
             can_tie = isinstance(tensor, DTensor) or not hasattr(
                 tensor, "__create_write_items__"
             )
@@ -186,6 +199,8 @@ def find_ties(
         if not can_tie:
             ties[name] = name
         else:
+            # A name is tied to the first one in the order of the state, the same on all
+            # ranks.
             ties[name] = None if key is None else first.setdefault(key, name)
     return ties
 
@@ -199,6 +214,8 @@ def agreed_aliases(reports: list[dict[str, str | None]]) -> dict[str, str]:
         for name, target in report.items():
             if target is None:
                 continue
+            # A rank that sees two different memories is right: equal names elsewhere
+            # may be views of one buffer by chance.
             if target == name or aliases.get(name, target) != target:
                 refuted.add(name)
             aliases[name] = target

@@ -27,6 +27,7 @@ def next_sequence(path: str | os.PathLike[str]) -> int:
     """
     text = os.fspath(path).rstrip("/")
     if is_address(text):
+        # Listing a store is slow, and this process numbers its own saves.
         parent = text.rpartition("/")[0]
         if parent not in _given:
             _given[parent] = max(_numbers_in_store(parent), default=0)
@@ -49,6 +50,7 @@ def manifests_in(
         return None
     found = {}
     for path in _folders(os.path.abspath(local_path(folder))):
+        # Not every folder has a manifest, and one may be removed meanwhile.
         with contextlib.suppress(OSError):
             status = os.stat(os.path.join(path, inside, MANIFEST))
             found[os.path.basename(path)] = [status.st_ino, status.st_mtime_ns]
@@ -56,6 +58,8 @@ def manifests_in(
 
 
 def _numbers_beside(path: str) -> Iterator[int]:
+    # Siblings (step-00000001), then namesakes in the folders around
+    # (checkpoint-1/smp_state).
     parent, name = os.path.split(path)
     yield from (_number_of(entry) for entry in _folders(parent))
     yield from (
@@ -78,6 +82,8 @@ def _number_of(path: str) -> int:
         status = os.stat(os.path.join(path, MANIFEST))
     except OSError:
         return 0
+    # A manifest is replaced as a whole, so inode and time show whether it was read
+    # before.
     key = (path, status.st_ino, status.st_mtime_ns)
     if key not in _read:
         _read[key] = _read_number(path)

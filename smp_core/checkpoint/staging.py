@@ -58,7 +58,7 @@ class Staged:
     meshes: list[dict[str, Any]] = field(default_factory=list)
 
 
-@torch.no_grad()  # else each look at a DTensor's part is an operator of autograd
+@torch.no_grad()  # otherwise each look at a DTensor's part is an operator of autograd
 def stage(
     state: Mapping[str, Any],
     per_rank: Any,
@@ -88,6 +88,8 @@ def stage(
         zip(naming.names.values(), (tensor for _, tensor in found), strict=True)
     )
     tensors: dict[str, Tensor | StagedTensor | LazyTensor] = dict(live)
+    # Live tensors are written before anything can change them; only an asynchronous
+    # save copies.
     if buffers is None:
         for name, tensor in live.items():
             _check(name, tensor)
@@ -95,6 +97,7 @@ def stage(
         tensors = buffers.fill(live)
     rest = encode_rest(dict(state), naming.names, allow_pickle) if rank == 0 else None
     own = encode_rest(per_rank, {}, allow_pickle)
+    # Values of rest.pt are the live objects; training may change them during the save.
     if buffers is not None:
         rest, own = None if rest is None else _frozen(rest), _frozen(own)
     meshes = _meshes(live) if buffers is None else buffers.layout.meshes
@@ -118,6 +121,7 @@ def _check(name: str, tensor: Tensor | LazyTensor) -> None:
     if isinstance(tensor, LazyTensor):
         return
     if isinstance(tensor, DTensor):
+        # A partial sum has no slice that could be written as the tensor's value.
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(
                 f"{name} is a partial sum over its mesh; reduce it first (redistribute)"
@@ -143,7 +147,11 @@ def _frozen(rest: EncodedRest) -> EncodedRest:
 def _meshes(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     meshes = {}
     found = [
-        tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)
+        # Usually all tensors share one mesh, whose description takes a transfer to the
+        # host.
+        tensor.device_mesh
+        for tensor in tensors.values()
+        if isinstance(tensor, DTensor)
     ]
     for mesh in {id(mesh): mesh for mesh in found}.values():
         ranks = mesh.mesh.flatten().tolist()
@@ -192,6 +200,8 @@ class Layout:
         self._owners: dict[str, str] = {}
         self._staged: list[tuple[Mapping[Place, Tensor], dict[str, StagedTensor]]] = []
         first: dict[Any, str] = {}
+        # The first name over a piece of memory owns the slices; tied names refer to
+        # them.
         for name, each in known.items():
             owner = self._owners[name] = (
                 name if each.tie is None else first.setdefault(each.tie, name)
@@ -211,6 +221,7 @@ class Layout:
         """Return the staged tensors whose slices are in ``hosts``; those of a save
         before where its hosts are used again. Buffers have two sets of hosts at
         most."""
+        # The same hosts again: the staged tensors refer to them and need no renewal.
         for hosts_then, staged_then in self._staged:
             if hosts_then is hosts:
                 return staged_then
@@ -224,6 +235,7 @@ class Layout:
             staged[name] = StagedTensor(
                 each.items, slices, each.tie, can_tie=each.can_tie
             )
+        # Two sets, because the memory tier fills two files alternately.
         self._staged = [*self._staged[-1:], (hosts, staged)]
         return staged
 
@@ -259,10 +271,14 @@ class HostBuffers:
         Raises:
             CheckpointError: a tensor that cannot be saved; nothing is copied.
         """
+        # One record for each tensor; the same object as before where nothing has
+        # changed.
         self._known = {
             name: self._known_of(name, tensor) for name, tensor in tensors.items()
         }
         if not self.layout.holds_for(self._known):
+            # Something has changed, and all that follows from names and layouts is
+            # computed anew.
             self.layout = Layout(self._known, _meshes(tensors))
             self._items = {
                 name: each for name, each in self._items.items() if name in tensors
@@ -283,6 +299,7 @@ class HostBuffers:
 
     def _known_of(self, name: str, tensor: Tensor) -> _Known:
         appearance = _appearance(tensor)
+        # A tensor at the same address with the same layout has the same items and ties.
         known = self._known.get(name)
         if (
             known is not None
@@ -292,6 +309,7 @@ class HostBuffers:
             return known
         _check(name, tensor)
         items = self._write_items(name, tensor)
+        # Tensors of other packages are asked anew for each save.
         if not _can_tie(tensor):
             return _Known(None, items, None, can_tie=False, is_local=False)
         is_local = len(items) == 1 and _is_same(
@@ -306,6 +324,8 @@ class HostBuffers:
         last save, those of then."""
         if not _can_tie(tensor):
             return write_items(name, tensor)
+        # All that DCP's items depend on. Making them takes longer than copying a small
+        # tensor.
         layout: Hashable = (tensor.shape, tensor.dtype, tensor.requires_grad)
         if isinstance(tensor, DTensor):
             layout = (layout, tensor.device_mesh, tuple(tensor.placements))
@@ -321,6 +341,7 @@ class HostBuffers:
             return self._kept
         hosts = {}
         for place, source in sources.items():
+            # Buffers whose shapes still fit are kept, although the layout has changed.
             host = self._kept.get(place)
             if host is None or (host.shape, host.dtype) != (source.shape, source.dtype):
                 host = torch.empty(
@@ -366,6 +387,8 @@ def copy_to_hosts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each second tensor into the first one, and return when all values have
     arrived."""
     for host, source in pairs:
+        # All copies are issued first, so that the device works without a pause; then
+        # one wait for each device.
         host.copy_(source, non_blocking=streams.run_behind(source.device))
     for device in {
         source.device for _, source in pairs if streams.run_behind(source.device)

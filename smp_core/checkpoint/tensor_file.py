@@ -54,6 +54,7 @@ class Entry:
 def bytes_view(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, not copied. The tensor must outlive
     the view."""
+    # Through the address: numpy has no bfloat16 or float8, and the bytes are the same.
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -62,8 +63,21 @@ def bytes_view(tensor: Tensor) -> memoryview:
 
 def host_tensor(tensor: Tensor) -> Tensor:
     """Return a contiguous CPU tensor with the same values; the tensor itself where it
-    is one."""
-    return decoded(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    is one.
+
+    Raises:
+        CheckpointError: a tensor of another package that stays one without bytes.
+    """
+    # Codes are decoded, and lazy conjugations and signs are carried out: what is
+    # written is what reading the tensor gives.
+    host = decoded(tensor).detach().to("cpu")
+    host = host.resolve_conj().resolve_neg().contiguous()
+    if host.numel() and host.data_ptr() == 0:
+        raise CheckpointError(
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no bytes that could be saved: it wraps other "
+            "tensors. Save those, or its values as a plain tensor"
+        )
+    return host
 
 
 def place_in_file(size: int) -> tuple[int, bool]:
@@ -86,11 +100,14 @@ def header_of(
     """Return the head of a safetensors file (length and JSON, padded so that tensors
     begin on a cache line) and the absolute byte range of each entry.
     """
+    # Offsets in the header count from its end, ranges in the index from the file's
+    # start.
     content: dict[str, object] = {"__metadata__": metadata}
     position = 0
     for entry in entries:
         name = safetensors_dtype(entry.dtype)
         shape = list(entry.shape)
+        # Other readers of safetensors see bytes; ours take the dtype from the index.
         if name is None:
             name = "U8"
             shape = (
@@ -105,6 +122,7 @@ def header_of(
         }
         position += entry.bytes
     text = json.dumps(content, separators=(",", ":")).encode()
+    # Spaces behind the JSON are allowed, and let the tensors begin on a cache line.
     text += b" " * (-(8 + len(text)) % _CACHE_LINE_BYTES)
     start = 8 + len(text)
     ranges, position = [], start
@@ -138,6 +156,7 @@ def write_tensor_file(
     try:
         header, ranges = header_of(entries, metadata)
         sink.write_header(header)
+        # One value at a time: `tensors` reads or gathers when it is asked.
         for entry, tensor in zip(entries, tensors, strict=True):
             if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
                 raise CheckpointError(
@@ -185,6 +204,7 @@ class TensorFile:
             raise CheckpointError(
                 f"{self.where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
             )
+        # The header names file and save, so its digest finds a file that was exchanged.
         header = bytearray(record.header_bytes)
         self.file.read_into(0, memoryview(header))
         if digest_of(bytes(header), algorithm) != record.header_digest:
@@ -213,9 +233,12 @@ class TensorFile:
             offset, lengths: the box, in coordinates of the stored slice.
             target: filled in place.
         """
+        # Nothing to read: no request to a store for zero bytes.
         if math.prod(lengths) == 0:
             return
         itemsize = dtype.itemsize
+        # Row-major strides of the stored slice, in elements; the box is one span of
+        # bytes with gaps.
         strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
         first = sum(o * s for o, s in zip(offset, strides, strict=True))
         span = sum((n - 1) * s for n, s in zip(lengths, strides, strict=True)) + 1
@@ -225,9 +248,11 @@ class TensorFile:
             and target.dtype == dtype
             and target.is_contiguous()
         )
+        # Without gaps, and into memory of the same kind: no copy in between.
         if span == math.prod(lengths) and direct:
             self.file.read_into(begin, bytes_view(target))
             return
+        # Gaps, or another device or dtype: a buffer of bounded size is needed.
         if span * itemsize > _SPAN_BYTES and lengths:
             self._read_in_parts(chunk, dtype, offset, lengths, target)
             return
@@ -243,6 +268,8 @@ class TensorFile:
         lengths: Sequence[int],
         target: Tensor,
     ) -> None:
+        # Cut along the outermost dimension of the box; what is still too large is cut
+        # again.
         dim = next(d for d, length in enumerate(lengths) if length > 1)
         stride_bytes = math.prod(chunk.shape[dim + 1 :]) * dtype.itemsize
         step = min(max(1, _SPAN_BYTES // stride_bytes), math.ceil(lengths[dim] / 2))

@@ -28,6 +28,7 @@ class TensorFiles:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
+            # After an error the last block may be half read; the error says more.
             for checked in self._checked if error is None else ():
                 checked.finish()
         finally:
@@ -44,6 +45,7 @@ class TensorFiles:
                 self.opened.same_save()
                 raise
             index = self.opened.index
+            # Bytes are checked on their way unless all digests were compared before.
             if self.opened.check_bytes and name in index.blocks:
                 names_in = functools.partial(index.names_in, name)
                 digests, block = index.blocks[name], index.block_bytes
@@ -56,6 +58,8 @@ class TensorFiles:
     def unsharded(self, name: str) -> torch.Tensor:
         """Read an unsharded tensor from its slices."""
         record = self.opened.index.record(name)
+        # The slices cover the tensor exactly (smp_core.checkpoint.coverage), so nothing
+        # of this memory stays unset.
         result = torch.empty(record.shape, dtype=record.dtype)
         for chunk in record.chunks:
             part = result

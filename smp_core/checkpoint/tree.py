@@ -35,7 +35,7 @@ from smp_core.checkpoint.save_plan import LazyTensor
 Path = tuple[Any, ...]
 DROP = object()
 _SAME_IN_JSON = frozenset((type(None), bool, int, str))
-# Have nothing inside: most values of a state, so they are passed over early.
+# Types with nothing inside: most values of a state, so they are passed over early.
 _LEAVES = _SAME_IN_JSON | {float}
 
 
@@ -77,6 +77,7 @@ def iterate_tensors(
     if isinstance(state, (Tensor, LazyTensor)):
         yield path, state
     elif isinstance(state, mapping):
+        # A checkpoint's dicts keep their order, so names come out alike on all ranks.
         for key, value in state.items():
             if type(value) not in _LEAVES:
                 yield from iterate_tensors(value, (*path, key), mapping)
@@ -96,6 +97,7 @@ def name_tensors(state: Any) -> dict[Path, tuple[str, Any]]:
 
 def names_of(paths: Sequence[Path]) -> dict[Path, str]:
     """Name the tensors at some paths, as :func:`name_tensors` does."""
+    # Paths ("a.b",) and ("a", "b") join alike; both are then named by their JSON.
     joined = [path_text(path) for path in paths]
     count = Counter(joined)
     return {
@@ -112,6 +114,8 @@ def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) 
     """
     if isinstance(state, (Tensor, LazyTensor)):
         return replace(state)
+    # Containers without tensors are returned themselves, not copies: callers may hold
+    # them.
     if not isinstance(state, (mapping, list, tuple)) or not holds_tensor(
         state, mapping
     ):
@@ -122,6 +126,7 @@ def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) 
             same[key] = map_tensors(value, replace, mapping)
         return same
     values = [map_tensors(value, replace, mapping) for value in state]
+    # Named tuples take their fields one by one.
     return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
 
 
@@ -145,6 +150,7 @@ def encode_rest(
         CheckpointError: a value that could only be read back by unrestricted
             unpickling; names every such path.
     """
+    # All problems are collected, so that one attempt names every value to change.
     result = EncodedRest()
     refused: list[str] = []
 
@@ -155,9 +161,11 @@ def encode_rest(
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
+        # Before containers and rest.pt: a tensor with a name is in a tensor file.
         if path in names:
             return {"$tensor": names[path]}
-        # Containers: dicts of texts are JSON's own, all others carry a tag.
+        # Containers: JSON has dicts of texts; all others carry a tag. A key that begins
+        # with "$" could be taken for a tag, so such a dict gets one.
         if kind is dict or kind is OrderedDict:
             if kind is dict and all(
                 type(key) is str and not key.startswith("$") for key in value
@@ -185,6 +193,7 @@ def encode_rest(
             }
         # What JSON lacks: numbers of NumPy, then rest.pt, then a pickle if that is
         # allowed.
+        # By name, so that numpy is imported only where a state has something of it.
         if kind.__module__ == "numpy":
             encoded = _encode_numpy(value)
             if encoded is not None:
@@ -194,6 +203,8 @@ def encode_rest(
             key = str(len(result.plain))
             result.plain[key] = value
             return {"$pt": key}
+        # A pickle would hold this rank's slice of a sharded tensor as if it were all of
+        # it.
         if allow_pickle and holds_tensor(value) is False:
             key = str(len(result.pickle))
             result.pickle[key] = value
@@ -238,6 +249,8 @@ def merge_rest(rest: EncodedRest, per_rank: Sequence[EncodedRest]) -> EncodedRes
         pickle=dict(rest.pickle),
         pickled_paths=list(rest.pickled_paths),
     )
+    # Entries of rest.pt were numbered from 0 on each rank: the rank goes before the
+    # number.
     for rank, own in enumerate(per_rank):
         merged.plain.update(
             {f"rank{rank}.{key}": value for key, value in own.plain.items()}
@@ -259,6 +272,7 @@ def _renumbered(node: Any, prefix: str) -> Any:
     if isinstance(node, dict):
         return {
             key: prefix + item
+            # A tag's only content is the number of an entry.
             if key in ("$pt", "$pickle")
             else _renumbered(item, prefix)
             for key, item in node.items()
@@ -288,11 +302,14 @@ def decode_rest(
             return [keep(item) for item in node]
         if not isinstance(node, dict):
             return node
+        # A tag is the first key of its dict; see encode_rest for dicts of others' keys.
         tag = next(iter(node), "")
         if not tag.startswith("$"):
             return {
                 key: value
                 for key, item in node.items()
+                # An entry of a dict vanishes with its tensor; positions of a list must
+                # not shift, so `keep` leaves a reference there.
                 if (value := decode(item)) is not DROP
             }
         # What a tag stands for.
@@ -325,6 +342,7 @@ def decode_rest(
         )
 
     def keep(item: Any) -> Any:
+        # Lists and tuples keep their length.
         value = decode(item)
         return TensorReference(item["$tensor"]) if value is DROP else value
 
@@ -339,17 +357,22 @@ def subtree(tree: Any, path: Path) -> Any:
     """
     for key in path:
         if isinstance(tree, dict) and tree and next(iter(tree)).startswith("$"):
+            # A tagged dict is a list of pairs, searched for the key. 1 and True are
+            # equal keys in Python but not the same path.
             tag, content = next(iter(tree.items()))
             if tag in ("$dict", "$odict"):
+                # Keys lie encoded there, a tuple for example as {"$tuple": [...]}.
+                wanted = encode_rest(key, {}).tree
                 matches = [
                     item
                     for found, item in content
-                    if found == key and type(found) is type(key)
+                    if found == wanted and type(found) is type(wanted)
                 ]
                 if not matches:
                     raise KeyError(key)
                 tree = matches[0]
                 continue
+            # No other tag has anything inside that a path leads to.
             tree = content if tag == "$tuple" else None
         in_list = (
             isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree)
@@ -364,6 +387,7 @@ def subtree(tree: Any, path: Path) -> Any:
 def _weights_only_problem(value: Any) -> str | None:
     """Say why a value cannot be read back with ``weights_only=True``; None if it can,
     which is tried out."""
+    # Most tensors need no trial, which would copy all their values twice.
     if type(value) is Tensor and _is_plain(value):
         return None
     buffer = io.BytesIO()
@@ -375,6 +399,8 @@ def _weights_only_problem(value: Any) -> str | None:
     try:
         restored = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception:
+        # Some types are read back as their base class; the state would not be what it
+        # was.
         return "torch.load(weights_only=True) refuses it"
     return (
         None
@@ -398,6 +424,7 @@ def _encode_numpy(value: Any) -> dict[str, Any] | None:
     import numpy
 
     if (
+        # Only numbers: arrays of objects or texts go the way of any other value.
         not isinstance(value, (numpy.ndarray, numpy.generic))
         or value.dtype.kind not in "biufc"
     ):
@@ -410,10 +437,12 @@ def _encode_numpy(value: Any) -> dict[str, Any] | None:
 def _decode_numpy(node: dict[str, Any]) -> Any:
     import numpy
 
+    # The dtype comes from the file; one of objects would run code.
     if not re.fullmatch(r"[<>=|]?[biufc]\d{1,2}", node["$numpy"]):
         raise CheckpointError(
             f"rest.json holds a numpy array of {node['$numpy']!r}: no number"
         )
+    # frombuffer gives a read-only view of the bytes, hence the copy below.
     array = numpy.frombuffer(
         base64.b64decode(node["data"]), dtype=numpy.dtype(node["$numpy"])
     ).reshape(node["shape"])

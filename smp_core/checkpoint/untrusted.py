@@ -1,7 +1,7 @@
-"""The gate for what a checkpoint says about itself: names of files, JSON, the types of
-its fields.
+"""The gate for the content of a checkpoint: names of files, JSON, the types of its
+fields.
 
-A checkpoint may come from a stranger. Nothing that it says is used before it has passed
+A checkpoint may come from a stranger. None of its content is used before it has passed
 here: a name is one plain name (or ``extra/`` and one), JSON is bounded in length and
 depth, numbers are in range. The files themselves are opened by
 smp_core.checkpoint.folders.local_folder, which takes regular files only.
@@ -76,6 +76,8 @@ def only_checkpoint_errors(where: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    # A missing file has a message of its own; the types that parsing raises are all
+    # damage.
     except FileNotFoundError as error:
         raise CheckpointError(f"{where} is missing: {error}") from error
     except (KeyError, IndexError) as error:
@@ -96,6 +98,7 @@ def read_json(data: bytes, where: str, limit: int = JSON_BYTES) -> dict[str, Any
         raise CheckpointError(
             f"{where} is too large: {len(data)} bytes, at most {limit} are read"
         )
+    # Counted before parsing: json's parser recurses.
     if _depth(data) > JSON_DEPTH:
         raise CheckpointError(
             f"{where} is damaged: JSON nested deeper than {JSON_DEPTH}"
@@ -113,10 +116,13 @@ def read_json(data: bytes, where: str, limit: int = JSON_BYTES) -> dict[str, Any
 
 def _depth(data: bytes) -> int:
     """Return how deep brackets are nested, without the recursion of a parser."""
+    # Without what stands in quotes, whose escapes go first; then nothing but brackets
+    # is left.
     outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
     brackets = outside.translate(None, bytes(set(range(256)) - set(b"[]{}")))
     if not brackets:
         return 0
+    # The depth is the largest running sum of openings and closings.
     steps = numpy.where(
         numpy.isin(numpy.frombuffer(brackets, dtype=numpy.uint8), list(b"[{")), 1, -1
     )
@@ -145,6 +151,7 @@ class Fields:
     def get(self, key: str, kind: type[T]) -> T:
         """Return a field of this very type (no bool for an int)."""
         value = self.content.get(key)
+        # type() and not isinstance: True is an int in Python.
         if type(value) is not kind:
             raise CheckpointError(
                 f"{self.where} is damaged: {key} is {_shown(value)}, not {kind.__name__}"
@@ -167,6 +174,7 @@ class Fields:
     def sizes(self, key: str) -> tuple[int, ...]:
         """Return a list of integers from 0."""
         values = self.get(key, list)
+        # No tensor has more dims than torch allows, 64.
         if len(values) > 64 or any(
             type(value) is not int or not 0 <= value < 1 << 62 for value in values
         ):

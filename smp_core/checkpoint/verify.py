@@ -36,6 +36,7 @@ def open_checked(
         CheckpointError: on every rank: missing, half, damaged or foreign.
     """
 
+    # Ranks agreed on it before (open_first_undamaged): nothing is checked twice.
     if isinstance(path, OpenCheckpoint) and path.agreed:
         return path
 
@@ -48,6 +49,7 @@ def open_checked(
 
     # One save on all ranks, also where the folder is being written over.
     for _ in range(_OPENINGS):
+        # The id of the save and a sign of a crash, from every rank.
         opened, seen = ranks.together(
             what, opened_here, lambda it: (it.manifest.id, it.folder.signs_of_crash())
         )
@@ -57,6 +59,7 @@ def open_checked(
         raise CheckpointError(
             f"{what}: it is overwritten again and again; load from a path that stays"
         )
+    # One rank that saw the sign is enough: all ranks check alike.
     crashed = any(crash for _, crash in seen)
     if crashed and verify == "auto" and ranks.rank == 0:
         logger.warning(
@@ -66,12 +69,14 @@ def open_checked(
     def check() -> str | None:
         mode = verify
         if verify == "auto":
+            # Without digests of blocks nothing could be checked while tensors are read.
             without_blocks = not opened.index.blocks and opened.index.tensors
             mode = "digests" if crashed or without_blocks else "sizes"
         check_files(opened, mode, ranks.rank, ranks.size)
         return mode
 
     mode, _ = ranks.together(what, check)
+    # A checkpoint that the caller opened keeps the caller's choice.
     if opened is not path:
         opened.check_bytes = verify == "auto" and mode == "sizes"
     return opened
@@ -97,6 +102,8 @@ def check_files(
             f"verify={mode!r} is not known; allowed here: 'digests', 'sizes', 'none'"
         )
     problems = [
+        # Every size-th file each: the digests of a large checkpoint are shared among
+        # ranks.
         problem
         for number, (name, record) in enumerate(sorted(opened.manifest.files.items()))
         if number % size == rank
@@ -105,6 +112,7 @@ def check_files(
         )
     ]
     if problems:
+        # A path that another save has taken explains everything else.
         opened.same_save()
         raise CheckpointError("; ".join(problems))
 
@@ -119,6 +127,8 @@ def check_written(folder: Folder, manifest: Manifest) -> None:
     Raises:
         CheckpointError: names every file that is not what was written.
     """
+    # On a store one request lists all sizes; a request for each file would take longer
+    # than the save.
     listed = folder.listing()
     problems: list[str] = []
     for name, record in sorted(manifest.files.items()):
@@ -158,6 +168,7 @@ def file_problem(
     if problem is not None:
         return problem
     try:
+        # The header's digest is cheap, and shows a file that was exchanged.
         if record.header_bytes:
             TensorFile(folder, manifest, name).close()
         if (
@@ -173,6 +184,7 @@ def file_problem(
 
 def _digest_file(folder: Folder, name: str, size: int, algorithm: str) -> str:
     digest = new_digest(algorithm)
+    # One buffer for all pieces.
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
     try:
         file = folder.open(name)
@@ -212,6 +224,7 @@ def verify_checkpoint(path: str | os.PathLike[str], deep: bool = False) -> list[
     if found:
         return found
     try:
+        # Parsed as well: an index that does not fit its files is a problem of no file.
         _ = opened.index, opened.tree, opened.plain_entries()
     except CheckpointError as error:
         return [str(error)]

@@ -2,12 +2,17 @@
 share the work), our storage writer streams the slices into one safetensors file per
 rank, and rank 0 commits all with one rename.
 
-Order of a save: (1) every rank names its tensors; (2) rank 0 encodes the rest, so that
-a value that cannot be saved is refused before anything is written; (3) rank 0 makes the
-temporary folder; (4) plan, write, fsync on all ranks;
-(5) rank 0 writes index, rest and manifest and commits. An error at any point is raised
-    on all ranks and leaves the
-previous checkpoint as it was.
+Order of a save:
+
+1. Every rank names its tensors.
+2. Rank 0 encodes the rest, so that a value that cannot be saved is refused before
+   anything is written.
+3. Rank 0 makes the temporary folder.
+4. All ranks plan, write and fsync.
+5. Rank 0 writes index, rest and manifest, and commits.
+
+An error at any point is raised on all ranks and leaves the previous checkpoint as it
+was.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ from smp_core.checkpoint.layout import (
     TensorRecord,
     new_digest,
 )
-from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.ranks import Ranks, failures_in_words
 from smp_core.checkpoint.save_plan import SmpSavePlanner
 from smp_core.checkpoint.sequence import next_sequence
 from smp_core.checkpoint.staging import Staged, stage
@@ -114,6 +119,7 @@ def save_checkpoint(
             options,
             ranks,
         )
+    # A blocking save stalls training for all of its time.
     note(
         "checkpoint",
         path=os.fspath(path),
@@ -156,17 +162,23 @@ def write_staged(
         CheckpointError: as :func:`save_checkpoint`.
     """
     what = not_saved(path)
+    # Staging may fail on one rank only: the exchange raises its error on all of them.
+    # What differs by rank comes to rank 0 by the same exchange.
     (transaction, staged), own = ranks.together(
         what, lambda: (open_transaction(path), make_staged()), lambda mine: mine[1].own
     )
 
     def prepare() -> tuple[str, str]:
+        # Options are checked, and the folder is made, by rank 0 alone; its error is
+        # raised on all ranks.
         _check_options(options)
         save_id = new_save_id()
         transaction.begin(save_id, options.overwrite)
         return save_id, transaction.mark
 
     try:
+        # The other ranks join the folder by its identity, in
+        # SmpStorageWriter.write_data.
         save_id, mark = ranks.on_first(what, prepare)
         rest = None if staged.rest is None else merge_rest(staged.rest, own)
         writer = SmpStorageWriter(
@@ -174,11 +186,17 @@ def write_staged(
         )
         _run_dcp_save(staged.tensors, writer, ranks)
     except BaseException as error:
+        # DCP has gathered the failures of all ranks, so none is still writing.
         if ranks.rank == 0:
             transaction.abort()
         if isinstance(error, CheckpointException):
-            _raise_interrupt(error)
-            raise CheckpointError(f"{what}: {_failures(error)}") from error
+            # Ctrl-C and exit keep their types; everything else becomes a
+            # CheckpointError.
+            failures = [
+                f"rank {rank}: {text}"
+                for rank, text in failures_in_words(error).items()
+            ]
+            raise CheckpointError(f"{what}: {'; '.join(failures[:4])}") from error
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
             raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
         raise
@@ -203,26 +221,6 @@ def _run_dcp_save(
         )
 
 
-def _raise_interrupt(error: CheckpointException) -> None:
-    for wrapped in error.failures.values():
-        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
-            raise cause from error  # DCP wraps Ctrl-C too; it stays what it is
-
-
-def _failures(error: CheckpointException) -> str:
-    parts = []
-    for rank, wrapped in sorted(error.failures.items()):
-        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        text = (
-            str(cause)
-            if isinstance(cause, CheckpointError)
-            else f"{type(cause).__name__}: {cause}"
-        )
-        parts.append(f"rank {rank}: {text}")
-    return "; ".join(parts[:4])
-
-
 def _check_options(options: SaveOptions) -> None:
     new_digest(options.digest)  # refuses an unknown name
     for name in options.extra_files:
@@ -232,6 +230,7 @@ def _check_options(options: SaveOptions) -> None:
             )
     for key, value in options.metadata.items():
         try:
+            # A tuple would come back as a list, so what JSON changes is refused.
             same = json.loads(json.dumps({key: value})) == {key: value}
         except (TypeError, ValueError):
             same = False
@@ -254,6 +253,8 @@ class SmpStorageWriter(StorageWriter):
         ranks: the ranks that save together.
     """
 
+    # Rank 0 made the folder, the others find it here. All ranks call write_data, those
+    # with nothing to write too.
     def __init__(
         self,
         transaction: Transaction,

@@ -64,6 +64,7 @@ def application(only: str | None = None) -> typer.Typer:
     for name, (module, _) in _COMMANDS.items():
         if only is None or only == name:
             found = import_module(module)
+            # A group of commands is an application; a single one is a function.
             if name == "checkpoint":
                 app.add_typer(found.app, name=name)
             else:
@@ -82,6 +83,7 @@ def outline() -> typer.Typer:
 
 def main() -> None:
     """Run the `smp` command."""
+    # "--" ends options, so a command may follow it.
     first = next((word for word in sys.argv[1:] if word != "--"), "")
     app = application(first) if first in _COMMANDS else outline()
     app()

@@ -68,6 +68,7 @@ def versions() -> Iterator[Finding]:
                 name, "note", "not installed", f"pip install {name}, if you use it"
             )
             continue
+        # Older ones are refused at import; untested ones usually work.
         if name in OLDEST and is_older(name, installed):
             yield Finding(
                 name,
@@ -104,6 +105,7 @@ def devices() -> Iterator[Finding]:
             "devices", "problem" if unseen else "note", f"CPU only; {built}", fix
         )
         return
+    # Ranks on different devices wait for the slowest.
     kinds = {
         torch.cuda.get_device_name(number)
         for number in range(torch.cuda.device_count())
@@ -125,6 +127,7 @@ def devices() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
+    # torch.compile and our kernels need it on a GPU only.
     """Look for what compiles and provides kernels."""
     triton = importlib.util.find_spec("triton") is not None
     if triton:
@@ -160,6 +163,7 @@ def network() -> Iterator[Finding]:
     # Interfaces that variables choose.
     interfaces = sorted(name for _, name in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # "^" excludes and "=" means exactly; the names are prefixes.
         asked = os.environ.get(variable, "")
         prefixes = filter(None, asked.lstrip("^=").split(","))
         missing = []
@@ -179,6 +183,7 @@ def network() -> Iterator[Finding]:
     )
     if told:
         yield Finding("NCCL is told", "ok", ", ".join(told))
+    # What follows is of use on a GPU only.
     if torch.cuda.is_available():
         if not dist.is_nccl_available():
             yield Finding(
@@ -199,6 +204,7 @@ def network() -> Iterator[Finding]:
             "ok" if cards else "note",
             ", ".join(cards) or "none with RDMA",
         )
+        # Without its plug-in NCCL uses plain sockets on EFA cards.
         elastic = any(card.startswith(("efa", "rdmap")) for card in cards)
         state: Literal["ok", "problem"] = "problem" if elastic and not plugin else "ok"
         yield Finding(
@@ -222,6 +228,7 @@ def limits() -> Iterator[Finding]:
         yield Finding.unless(
             free >= 1, "shared memory", f"{free:.1f} GiB free in {shared}", fix
         )
+    # Threads of all ranks of this node share its cores.
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = f"{threads} x {ranks} ranks on {cores} cores"
@@ -245,6 +252,7 @@ def clock() -> Iterator[Finding]:
     """Ask the kernel whether the clock is synchronised, by which logs of several nodes
     are compared."""
     library = ctypes.CDLL(None)
+    # adjtimex is Linux's.
     if platform.system() != "Linux" or not hasattr(library, "adjtimex"):
         return
     # Struct timex has 208 bytes; zeros ask only.
@@ -267,11 +275,13 @@ def storage(folder: Path) -> Iterator[Finding]:
     """Write, sync, rename and read a file of 64 MiB in the folder that checkpoints go
     to."""
     try:
+        # In a folder of its own, which is removed with all that is in it.
         with tempfile.TemporaryDirectory(
             prefix=".smp-doctor-", dir=folder
         ) as directory:
             first, second = Path(directory, "a"), Path(directory, "b")
             block, begun = os.urandom(1 << 20), time.perf_counter()
+            # With fsync: without it the page cache would be measured.
             with first.open("wb") as file:
                 for _ in range(_WRITTEN >> 20):
                     file.write(block)
@@ -314,6 +324,7 @@ def findings(folder: Path) -> list[Finding]:
         *((subject.name, subject.machine) for subject in SUBJECTS),
     ]
     found: list[Finding] = []
+    # A check that fails must not hide what the others found.
     for name, check in checks:
         try:
             found += check()

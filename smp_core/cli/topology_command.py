@@ -55,6 +55,7 @@ def topology(
 ) -> None:
     """Print ranks, nodes and groups; under torchrun or srun those of the processes
     started."""
+    # Options that would have no effect are refused.
     if nodes and measure_links:
         raise typer.BadParameter(
             "--measure times the links of processes that are there; leave out --nodes"
@@ -63,6 +64,7 @@ def topology(
         raise typer.BadParameter(
             "--store keeps what --measure finds; write --measure too"
         )
+    # torchrun's processes have to talk to find each other's nodes.
     began = False
     if (
         not nodes
@@ -75,10 +77,12 @@ def topology(
         dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
         began = True
     try:
+        # Drawn from numbers, or asked of the processes.
         found = Topology.uniform(nodes * ranks, ranks) if nodes else Topology.discover()
         degree = found.resolve_shard_degree(
             int(shard_degree) if shard_degree.isdecimal() else shard_degree
         )
+        # A measurement that is about to be made replaces a stored one.
         links = None if measure_links else Links.stored(found)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -104,7 +108,7 @@ def topology(
             typer.echo(
                 f"stored; {LINKS_VARIABLE}={store} lets collectives.hierarchical='auto' and prefetching follow it"
             )
-    if began:  # after an error nobody may wait for the others any more
+    if began:  # not after an error: other ranks may not come to this
         dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""Whether all ranks mean the same: the knobs, the measured links, the model, and what
-follows from them.
+"""Checks that all ranks have the same knobs, measured links and model, and decide the
+same from them.
 
-Asked before the first process group is made by it: a rank with another degree makes
+They come before the first process group: a rank with another degree makes
 other groups, one with another payload sends other bytes, and then all wait for one
 another in different collectives until a timeout ends them.
 """
@@ -29,7 +29,7 @@ T = TypeVar("T")
 def of_all_ranks(own: T) -> list[T]:
     """Gather what every rank gives, in rank order. Collective over the world; without a
     group there is one rank."""
-    # A dry run of one rank, which hears from nobody.
+    # A dry run has one rank only.
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return [own]
     everyone = [own] * dist.get_world_size()
@@ -44,17 +44,19 @@ def lists_of_all_ranks(own: Sequence[T]) -> list[list[T]] | None:
     Args:
         own: values whose ``repr`` is equal for equal ones.
     """
+    # Lists may be long; digests show whether they are needed.
     digests = of_all_ranks(xxhash.xxh3_64_hexdigest(repr(list(own)).encode()))
     return None if len(set(digests)) == 1 else of_all_ranks(list(own))
 
 
 def of_rank_0(decide: Callable[[], T]) -> T:
-    """Let rank 0 decide, and tell all ranks what it came to, or why it refuses.
-    Collective over the world.
+    """Let rank 0 decide, and send its decision or refusal to all ranks. Collective over
+    the world.
 
     Raises:
         ValueError: what ``decide`` raised on rank 0; on all ranks.
     """
+    # A fake group has no other ranks to tell.
     alone = not dist.is_initialized() or dist.get_backend() == "fake"
     told: list[Any] = [None]
     if alone or dist.get_rank() == 0:
@@ -88,30 +90,34 @@ def agreed(
     Args:
         asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is
             compared too.
-        decide: no collective in it. What it refuses on one rank is an error on all of
-            them.
+        decide: no collective in it. What fails on one rank is an error on all of them.
         model: a word for the model that was decided about, equal for equal models.
         parts: its parameters and buffers in words, in its order; the first that differs
             is named where models do.
 
     Raises:
-        ValueError: something differs, which is named with its values and who has them;
-            or what ``decide`` raised.
+        ValueError: something differs, which is named with its values and the ranks that
+            have them; or ``decide`` failed on another rank.
+        Exception: what ``decide`` raised on this rank.
     """
     own = {
         knob: value for knob, value in asked.effective().items() if knob != _OF_A_HOST
     }
+    # A callable cannot be compared; its name can.
     rule = asked.units.modules
     if callable(rule):  # the text of an object may have its address
         own["units.modules"] = getattr(rule, "__qualname__", type(rule).__qualname__)
     own[LINKS_VARIABLE] = _links_file()
-    refusal, decided = None, None
+    refusal: Exception | None = None
+    decided = None
     try:
         decided = decide()
         own["the model"] = model(decided)
-    except ValueError as error:
+    except Exception as error:  # any: the other ranks wait for this one below
         refusal = error
-    everyone = of_all_ranks((own, None if refusal is None else str(refusal)))
+    # One exchange for knobs and refusals: no rank leaves before it.
+    everyone = of_all_ranks((own, None if refusal is None else _in_words(refusal)))
+    # The model is compared last: other knobs make other models.
     knobs = [name for name in own if name != "the model"]
     differences = _differences([said for said, _ in everyone], knobs)
     if (
@@ -121,15 +127,18 @@ def agreed(
     ):
         differences = _differences([said for said, _ in everyone], ["the model"])
         if differences and decided is not None:  # on all ranks: none refuses
+            # Only where models differ are all parameters exchanged.
             differences += _first_difference(of_all_ranks(list(parts(decided))))
         if differences:
             raise ValueError(
                 f"{'; '.join(differences)}; build the model in the same way on all ranks"
             )
+    # Other knobs are the cause of whatever else differs.
     if differences:
         raise ValueError(
             f"{'; '.join(differences)}; start every rank with the same configuration"
-        )
+        ) from refusal
+    # The same refusal everywhere is raised as it is; another rank's names the rank.
     if refusal is not None:
         raise refusal
     for rank, (_, theirs) in enumerate(everyone):
@@ -139,7 +148,13 @@ def agreed(
     return decided
 
 
+def _in_words(error: Exception) -> str:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
+
+
 def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[str]:
+    # In the order of the knobs, each with the ranks that have a value.
     found = []
     for name in names:
         values = [said[name] for said in everyone]

@@ -52,6 +52,7 @@ class LaunchEnvironment:
     master_port: int
 
     def __post_init__(self) -> None:
+        # A launcher that tells nothing about the node allows as many as the world has.
         local = (
             self.world_size if self.local_world_size is None else self.local_world_size
         )
@@ -94,7 +95,9 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         ValueError: a variable is missing, is not a number, or contradicts another one;
             it is named.
     """
+    # The innermost launcher numbers the ranks, so it is asked first.
     environ = os.environ if environ is None else environ
+    # torchrun's agent sets RANK; TORCHELASTIC_RUN_ID alone means that RANK is missing.
     if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
     if "OMPI_COMM_WORLD_RANK" in environ:
@@ -103,6 +106,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     # or an interactive shell.
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
+    # sbatch starts the script once: without srun a world of one would train in silence.
     if "SLURM_NTASKS" in environ and environ["SLURM_NTASKS"] != "1":
         logger.warning(
             "SLURM_NTASKS=%s, but srun did not start this process, so it counts as one by itself; "
@@ -111,6 +115,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         )
     if "SM_HOSTS" in environ:
         return _sagemaker(environ)
+    # One variable of two is what is left of another launch.
     if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != "1":
         raise ValueError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not; "
@@ -127,6 +132,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     local_world = (
         _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
     )
+    # Without local ranks, processes of one node would share a device.
     local = (
         _number(environ, "LOCAL_RANK") if world > 1 or "LOCAL_RANK" in environ else 0
     )
@@ -146,6 +152,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
 def _openmpi(environ: Mapping[str, str]) -> LaunchEnvironment:
     world = _number(environ, "OMPI_COMM_WORLD_SIZE")
     local_world = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    # mpirun has no variable for rank 0's host, so it comes from elsewhere.
     if "MASTER_ADDR" in environ:
         master = environ["MASTER_ADDR"]
     elif "SM_HOSTS" in environ:
@@ -169,6 +176,7 @@ def _openmpi(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
+    # A step may have fewer tasks and nodes than its job.
     size_variable = (
         "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     )
@@ -206,6 +214,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
     )
     if text is None or "SLURM_NODEID" not in environ:
         return None
+    # A number may stand for several nodes in a row.
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -224,6 +233,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 def _first_slurm_host(nodelist: str) -> str:
     """Return the first host of `a`, `a,b`, `gpu[03-07,9]` or `gpu[03-07]-ib`."""
+    # The host's stem, the first number in brackets, and what follows them.
     match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
     host = "".join(match.groups("")) if match else ""
     if not host:
@@ -241,6 +251,7 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnvironment:
         raise ValueError(
             f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} is not one of SM_HOSTS={', '.join(hosts)}"
         )
+    # One process would leave all GPUs but one idle.
     devices = environ.get("SM_NUM_GPUS", "0")
     if devices.isdecimal() and int(devices) > 1:
         logger.warning(
@@ -281,6 +292,7 @@ def _sagemaker_hosts(environ: Mapping[str, str]) -> list[str]:
             int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", host)
         ]
 
+    # Every host sorts alike, so all agree which one is rank 0's.
     return sorted(hosts, key=by_number)
 
 
@@ -302,6 +314,7 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
 
 
 def _missing(environ: Mapping[str, str], variable: str, meaning: str) -> ValueError:
+    # Everything that launchers set, to show what was found instead.
     stems = (
         "RANK",
         "WORLD_SIZE",

@@ -119,9 +119,11 @@ class Layout:
             ValueError: a degree that does not divide what it has to, with those that
                 do.
         """
+        # An axis that was not asked for has one rank.
         sizes = {axis: degrees.get(axis, 1) for axis in DEGREES}
         context, tensor = sizes[Axis.CONTEXT], sizes[Axis.TENSOR]
-        # Degrees outside of partition groups; context ranks are inside.
+        # Axes outside and inside of partition groups divide the world one after the
+        # other; context ranks are a part of the partition group.
         left = whole = world_size
         for axis, degree in sizes.items():
             if axis is Axis.CONTEXT:
@@ -144,6 +146,7 @@ class Layout:
                 f"{DEGREES[Axis.CONTEXT]}={context} does not divide shard_degree={shard_degree}: context ranks "
                 f"are part of the partition group; allowed: {listed(divisors(shard_degree))}"
             )
+        # Replicas are what is left.
         sizes[Axis.REPLICATE], sizes[Axis.SHARD] = (
             left // shard_degree,
             shard_degree // context,
@@ -175,6 +178,7 @@ class Layout:
     def coordinate(self, rank: int, *axes: Axis) -> int:
         """Return where the rank stands on an axis; on several axes together, the outer
         ones first."""
+        # The rank's coordinates are the digits of its number, the innermost axis last.
         place = 0
         for axis in _in_order(axes):
             place = place * self.size(axis) + rank // self._stride(axis) % self.size(
@@ -190,6 +194,7 @@ class Layout:
     def groups(self, *axes: Axis) -> list[Ranks]:
         """Return all groups along these axes. They tile the world, and are ordered by
         their first ranks."""
+        # The first rank of each group has coordinate 0 on the group's axes.
         firsts = self.ranks(0, *(axis for axis in Axis if axis not in axes))
         return [self.ranks(first, *axes) for first in firsts]
 
@@ -205,8 +210,10 @@ _ORDER = tuple(Axis)
 def _ranks(layout: Layout, rank: int, axes: Axes) -> Ranks:
     """Return a rank's group; planners ask for the same ones thousands of times."""
     found = [rank]
+    # Axis by axis, the outer ones first, so that ranks come out in order.
     for axis in _in_order(axes):
         stride = layout._stride(axis)
+        # From this rank back to coordinate 0, then along the axis.
         first = layout.coordinate(rank, axis) * stride
         along = range(-first, layout.size(axis) * stride - first, stride)
         found = [place + step for place in found for step in along]
@@ -241,6 +248,7 @@ def stages(
     """Return every group by nodes: (its ranks on one node, its ranks with one place on
     their nodes). None where it lies on one node, or has one rank on each: then there is
     only one stage."""
+    # Groups are alike on every node, so the first one tells for all.
     on_first_node = sum(topology.same_node(groups[0][0], rank) for rank in groups[0])
     if on_first_node in (1, len(groups[0])):
         return None

@@ -52,6 +52,7 @@ _VERSION = 2  # 1 had times of messages between neighbours
 
 def rounds(kind: Kind, ranks: int) -> int:
     """Count the messages that each of ``ranks`` sends one after the other in a ring."""
+    # A sum is a reduce-scatter and a gather: twice the rounds.
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)
 
 
@@ -100,12 +101,14 @@ class LinkFit:
             messages: rounds of each of them.
         """
         weights = [1 / seconds for _, seconds in points]
+        # The normal equations of the weighted fit, of five sums.
         sums = []
         for terms in _terms(points):
             sums.append(
                 sum(weight * term for weight, term in zip(weights, terms, strict=True))
             )
         one, n, nn, s, ns = sums
+        # slope is seconds per byte, alpha seconds of all rounds without bytes.
         slope = (one * ns - n * s) / (one * nn - n * n)
         alpha = (s - slope * n) / one
         if alpha < 0:  # the best line through the origin
@@ -183,6 +186,8 @@ class Links:
                 wrote; the file is named.
         """
         try:
+            # The file may be another program's: every field is checked before it is
+            # used.
             values = read_json(path)
             if values.get("version") != _VERSION:
                 raise ValueError(f"its version is not {_VERSION}")
@@ -212,6 +217,7 @@ class Links:
         if not path:
             return None
         links = cls.load(path)
+        # A measurement says nothing about a cluster of another shape.
         fits = (links.nodes, links.ranks_per_node) == (
             topology.num_nodes,
             topology.ranks_per_node,
@@ -255,6 +261,7 @@ class Links:
         ):
             left = column in ("where", "by")
             table.add_column(column, justify="left" if left else "right", no_wrap=True)
+        # A place's name stands once, above its kinds.
         place = None
         for where, kind, fit in self._fits():
             if where != place:
@@ -289,6 +296,8 @@ def _collectives(values: dict[str, Any] | None) -> Collectives | None:
     if values is None:
         return None
     fits = {}
+    # Unknown fields of a fit are an error of its constructor, which becomes one of the
+    # file.
     for kind in KINDS:
         fit = dict(values[kind])
         points = tuple((_positive(n), _positive(s)) for n, s in fit.pop("points"))
@@ -347,6 +356,8 @@ def _in_one_and_two_stages(
     assert (
         links.intra is not None and links.inter is not None and links.flat is not None
     )
+    # Between nodes each rank sends the k-th part of the tensor, inside its node all of
+    # it.
     k = links.ranks_per_node
     between = links.inter.seconds(kind, degree // k, n_bytes / k * encoded)
     return links.flat.seconds(
@@ -372,9 +383,11 @@ def replica_sum_seconds(
         links.intra is not None and links.inter is not None and links.flat is not None
     )
     inside, m = links.ranks_per_node // degree, links.nodes
+    # A rank holds the degree-th part of the tensor.
     held = n_bytes / degree
     one = links.flat.seconds("all_reduce", inside * m, held * degree * encoded)
     stages = 0.0
+    # A sum in stages: reduce-scatter inside and between, then the gathers back.
     for kind in ("reduce_scatter", "all_gather"):
         stages += links.intra.seconds(kind, inside, held) + links.inter.seconds(
             kind, m, held / inside * encoded

@@ -126,6 +126,7 @@ class SmpMesh:
         # Context ranks hold shards too: to torch they are ranks of the shard axis.
         sizes = {axis: layout.size(axis) for axis in Axis if axis is not Axis.CONTEXT}
         sizes[Axis.SHARD] = layout.size(*PARTITION)
+        # Axes that were not asked for would be dimensions of size 1.
         sizes = {
             axis: size
             for axis, size in sizes.items()
@@ -135,23 +136,28 @@ class SmpMesh:
         device_mesh = init_device_mesh(
             device.type, tuple(sizes.values()), mesh_dim_names=names
         )
+        # Groups that torch has made already are used again, under the common timeout.
         groups = _Groups(rank, device)
         for known in (*map(device_mesh.get_group, names), _world_group()):
             groups.know(known)
         by_axes: dict[Axes, dist.ProcessGroup] = {}
         for axes in GROUPS:
             if set(axes) <= DEGREES.keys() and layout.size(*axes) == 1:
-                continue  # nobody asks for it
+                continue  # such a group is never used
+            # Sums over replicas get a communicator of their own where GRADIENTS has the
+            # same ranks (Layout.replicas_are_alone).
             members = layout.groups(*axes)
             alone = axes == (Axis.REPLICATE,) and layout.replicas_are_alone
             by_axes[axes] = groups.make(members) if alone else groups.own(members)
         column = None
+        # Activations and their gradients must not wait for each other.
         if layout.pipeline > 1:
             members = layout.groups(Axis.PIPELINE)
             column = Column(
                 by_axes[Axis.PIPELINE,], groups.make(members), groups.of_hosts(members)
             )
         mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, column)
+        # All connections are made here, while all ranks are at the same place.
         groups.connect()
         if secondary is not None:
             mesh.secondary(secondary)
@@ -174,6 +180,8 @@ class SmpMesh:
             in_stages: make groups for exchanges in two stages, where there are two.
         """
         if (degree, in_stages) not in self._expert_ranks:
+            # Neighbours divide the experts (rows); ranks of one place in their rows
+            # hold the same ones (columns).
             columns, rows = split(self.layout.groups(*PARTITION), degree)
             # The mesh that each rank's experts are sharded over, with tensor ranks
             # inside.
@@ -191,6 +199,8 @@ class SmpMesh:
                 axes, self.device.type, ranks, mesh_dim_names=tuple(names)
             )
             # The groups that tokens travel in.
+            # Tokens have communicators of their own: their exchanges run beside gathers
+            # of parameters.
             two = stages(rows, self.topology) if in_stages else None
             pair = (
                 None
@@ -204,8 +214,8 @@ class SmpMesh:
         return self._expert_ranks[degree, in_stages]
 
     def holders(self) -> list[DeviceMesh]:
-        """Return each pipeline stage's first partition group as a mesh, whose ranks say
-        to whom a parameter belongs.
+        """Return each pipeline stage's first partition group as a mesh. Its ranks show
+        which stage holds a parameter.
 
         No groups are made for them: where this rank is not in a mesh, its own partition
         group stands in, and torch calls no collective there."""
@@ -213,6 +223,7 @@ class SmpMesh:
             self.layout.ranks(first, *PARTITION)
             for first in self.layout.ranks(0, Axis.PIPELINE)
         ]
+        # The group is a stand-in: torch needs one, and uses it on its own ranks only.
         own, names = [self.shard_group], (Axis.SHARD.value,)
         return [
             DeviceMesh.from_group(
@@ -250,6 +261,7 @@ class SmpMesh:
         """Return the same group's ranks on this node, and its ranks with this place on
         their nodes; None where its collectives have one stage, because it lies on one
         node or has one rank on each. Collective over the world at its first use."""
+        # Made when first asked for; None is an answer that is kept, too.
         if axes not in self._stages:
             both = stages(self.layout.groups(*axes), self.topology)
             self._stages[axes] = (
@@ -270,6 +282,7 @@ class SmpMesh:
     def communicators(self) -> list[int]:
         """The ranks of each group that has several and that devices talk in: what NCCL
         takes memory for."""
+        # Groups of one rank have no communicator (connect).
         return sorted(filter(lambda ranks: ranks > 1, self._groups.sizes))
 
     @property
@@ -403,6 +416,7 @@ class _Groups:
         self._uneven: dict[tuple[Ranks, ...], dist.ProcessGroup] = {}
         self._unused: list[dist.ProcessGroup] = []
         self.sizes: list[int] = []
+        # There is no public way to learn a group's timeout.
         backend: Any = _world_group()._get_backend(device)
         # torch's fake groups have none.
         self._limit: timedelta | None = getattr(
@@ -411,6 +425,7 @@ class _Groups:
         self._splits = _can_split(backend)
 
     def know(self, group: dist.ProcessGroup) -> None:
+        # By itself torch gives each new group its own default.
         if self._limit is not None:
             group.set_timeout(self._limit)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -425,7 +440,7 @@ class _Groups:
         sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
         for group in self._unused:
             if dist.get_world_size(group) == 1:
-                # Nobody calls a collective in it, and NCCL may take half a GiB for its
+                # No collective runs in it, and NCCL may take half a GiB for its
                 # communicator.
                 continue
             for size in sizes:
@@ -435,18 +450,22 @@ class _Groups:
     def own(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """Return the one this rank is in. All are made, on every rank in the same order
         as torch.distributed wants it."""
+        # Groups of an axis tile the world, so each rank is in exactly one.
         mine = next(ranks for ranks in groups if self._rank in ranks)
         if len({len(ranks) for ranks in groups}) > 1:
             # Some ranks may know theirs of another axis, and others not.
             if tuple(groups) not in self._uneven:
                 self._uneven[tuple(groups)] = self.make(groups)
             return self._uneven[tuple(groups)]
+        # The same ranks on another axis share the group.
         if mine not in self._known:
             self._known[mine] = self.make(groups)
         return self._known[mine]
 
     def make(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """Make the same, with a communicator of its own."""
+        # split_group is one call for all groups; new_group has to be called for each,
+        # on all ranks.
         if self._splits:
             own = dist.split_group(
                 split_ranks=[list(ranks) for ranks in groups], timeout=self._limit
@@ -465,6 +484,7 @@ class _Groups:
     def of_hosts(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """Return the same between hosts, which have one of their own where devices run
         behind them."""
+        # On the CPU devices do not run behind, and the group of the axis serves.
         if not streams.run_behind(self._device):
             return self.own(groups)
         mine = next(ranks for ranks in groups if self._rank in ranks)

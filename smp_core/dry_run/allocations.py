@@ -69,14 +69,17 @@ class Allocations(TorchDispatchMode):
         self._watchers: dict[int, Any] = {}
         self._mode: Any = None
         self._resize: Any = None
+        # What is there before is alive all the time.
         for storage in before:
             self._follow(storage)
 
     def __enter__(self) -> Allocations:
+        # Operations of this mode are the step's own; DTensor tries others in its mode.
         self._mode = active_fake_mode()
         self._resize = torch.UntypedStorage.resize_
         resize = self._resize
 
+        # FSDP2 frees storages by making them empty.
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self._follow(storage)
@@ -95,9 +98,11 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # so that its local operations come here
+        # Nothing is sent; what returns work has to return something.
         if func.namespace == "c10d":
             works = func.overloadpacket.__name__ in _RETURNS_WORK_ONLY
             return FakeWork().boxed() if works else func(*args, **(kwargs or {}))
+        # A custom operator hides its allocations, so it is opened.
         if func in self._inside:
             return self._within(self._inside[func], args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -110,6 +115,7 @@ class Allocations(TorchDispatchMode):
             return result
         for tensor in tensors:
             self._follow(tensor.untyped_storage())
+        # The number of an operation is how the second run finds the same instant.
         self._operations += 1
         if self._live > self.highest:
             self.highest, self.highest_at = self._live, self._operations
@@ -127,8 +133,10 @@ class Allocations(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         address, size = id(storage), storage.nbytes()
+        # A resize changes what a storage counts as.
         self._live += size - self._sizes.get(address, 0)
         self._sizes[address] = size
+        # The weak reference tells when a storage is freed.
         if address not in self._watchers:
             self._watchers[address] = weakref.ref(
                 storage, lambda _: self._forget(address)

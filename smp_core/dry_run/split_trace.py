@@ -71,6 +71,7 @@ def _runs(
         for n in range(2, _MOST_TENSOR_RANKS + 1)
         if heads % n == 0 or _MOST_TENSOR_RANKS % n == 0
     ):
+        # A degree that the layers cannot be split over is kept with its reason.
         try:
             with _over(copied(source.model, None).model, degree) as found:
                 # Others have keys of their own for several ranks.
@@ -79,10 +80,12 @@ def _runs(
                     dims |= found
         except ValueError as error:
             unsplit[degree] = str(error)
+    # The ends of each kind are run; what lies between follows from them.
     ends = {n for kind in by_split.values() for n in (kind[0], kind[-1])}
     most = 2 * math.lcm(*ends)  # half a sequence is split, too
     if not ends or tokens < 2 * most:
         return SplitTrace(unsplit=unsplit)
+    # Sizes that a run must not mistake for others are kept apart.
     rows = {
         size // n
         for n in (1, *ends)
@@ -92,6 +95,7 @@ def _runs(
     tokens = trace.told_apart(tokens - tokens % most, rows, most)
     places = [(1, tokens), (2, tokens), (1, tokens // 2)]
     runs: dict[int, dict[str, list[SplitRun]]] = {}
+    # A copy of the model, since splitting changes it.
     for degree in ends:
         copy = copied(source.model, None)
         runs[degree] = {}
@@ -104,6 +108,7 @@ def _runs(
     instants: dict[tuple[int, str], Instants] = {}
     for kind, mode in itertools.product(by_split.values(), modes):
         for degree in kind:
+            # Between the ends of a kind, bytes are a + b / ranks.
             pairs = zip(runs[kind[0]][mode], runs[kind[-1]][mode], strict=True)
             at = [
                 between(degree, kind[0], one, kind[-1], other) for one, other in pairs
@@ -126,6 +131,7 @@ def _split_dim(parameter: nn.Parameter) -> int | None:
 def _over(model: nn.Module, degree: int) -> Iterator[dict[str, int]]:
     """Split a model's layers as training does, for as long as the context lasts; yield
     the dims by parameter."""
+    # A mesh is of real tensors, whatever mode is active.
     with unset_fake_temporarily():
         dist.init_process_group("fake", rank=0, world_size=degree)
         mesh = init_device_mesh("cpu", (degree,))

@@ -96,6 +96,7 @@ class _Rank:
         question = self.question
         pipeline = self.parallel.pipeline
         window = self.parallel.window
+        # A batch of a pipeline is several calls, one for each micro-batch.
         if pipeline is not None:
             calls = [self._loss] * pipeline.micro_batches
             for _ in range(question.count // pipeline.micro_batches):
@@ -104,6 +105,7 @@ class _Rank:
                 )
             window.close()
         else:
+            # The last micro-batch closes the window, as in training.
             for number in range(question.count):
                 with (
                     window.accumulate(number < question.count - 1),
@@ -121,6 +123,7 @@ class _Rank:
     # The storages of each kind
 
     def parameters(self) -> list[torch.Tensor]:
+        # Shards are the units' own; replicated parameters the plan names.
         parallel = self.parallel
         if not parallel.units:
             return list(parallel.module.parameters())
@@ -138,6 +141,8 @@ class _Rank:
             if name != "step"
         ]
         world = self.parallel.window.world
+        # Masters of optimizer_shard="world" are on the device, unless the host has
+        # them.
         shards = [] if world is None else world.shards
         masters = [
             master for shard in shards if not shard.on_host for master in shard.masters
@@ -152,6 +157,7 @@ class _Rank:
 
     def gradients(self) -> list[torch.Tensor]:
         own = [each.grad for each in self.parameters() if each.grad is not None]
+        # Between passes gradients are unsharded, in a window, or both.
         unsharded = [
             gradient
             for unit in self.parallel.units
@@ -178,6 +184,7 @@ class _Rank:
         optimizer = "host" if config.state_offload else "optimizer"
         # What each storage is, later kinds over earlier ones.
         known: dict[int, str] = dict(self.allocated)
+        # An allocation that is under way has no address yet.
         if LATEST in known:
             known[list(sizes)[-1]] = known[LATEST]
         for kind, tensors in (
@@ -216,6 +223,7 @@ def rehearse(question: Question) -> DryRun:
             "plan with one of them that keeps as many states, or leave --dry-run out"
         )
     formats: list[Format] = []
+    # Stage by stage, and only those that may take more memory than an earlier one.
     first, stages = _as_first_of(0, question, asked, formats)
     if stages is None:
         return first
@@ -230,6 +238,7 @@ def _as_first_of(
 ) -> tuple[DryRun, Stages | None]:
     """Run as the first rank of a stage; return the stages, too. The first of them notes
     formats for the others."""
+    # The ranks of a stage stand behind each other; this is the first of its.
     devices, began = question.hardware.devices, time.process_time()
     dist.init_process_group(
         "fake",
@@ -238,6 +247,7 @@ def _as_first_of(
     )
     before = torch.get_default_dtype()
     try:
+        # Stages tell each other the format of activations, which is noted here.
         with told_by_stages(formats):
             found, of_plan = _rehearsed(question, asked)
         return replace(found, stage=stage, seconds=time.process_time() - began), of_plan
@@ -249,6 +259,7 @@ def _as_first_of(
 def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | None]:
     hardware, allocated = question.hardware, dict[int, str]()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # Everything that needs values, other ranks or a device is stood in for.
     with (
         at_once(),
         undivided(),
@@ -258,7 +269,9 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
         noted(allocated),
         scores_kept(),
     ):
+        # Fake tensors from here on: shapes and dtypes without memory.
         with fake:
+            # Mixed precision trains float32 parameters, others bfloat16.
             torch.set_default_dtype(
                 torch.float32 if question.precision == "mixed" else torch.bfloat16
             )
@@ -272,11 +285,12 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
             raise ValueError(
                 f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}"
             )
-        # Of real tensors.
+        # The mesh is made of real tensors: its ranks are values.
         mesh = mesh_of(
             plan.knobs, plan.layout, plan.cluster.topology, torch.device("cpu")
         )
         with fake:
+            # What a training does, on a mesh of real tensors.
             parallel = parallelize_model(source.model, mesh, plan)
             optimizer = _OPTIMIZERS[question.optimizer](parallel.module.parameters())
             parallel.prepare_optimizer(optimizer)
@@ -319,10 +333,12 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
     with Allocations(before, inside=attention.INSIDE) as first:
         rank.step()
     memory: dict[str, int] = {}
+    # Steps are counted apart, so that the third one's bytes are its own.
     rank.parallel.meter.close_step()
 
     def note(sizes: Mapping[int, int]) -> None:
         there = sum(sizes.values())
+        # Anything that happened in only one of the two would make the kinds untrue.
         if abs(there - first.highest) > first.highest / 1000:
             raise ValueError(
                 f"a dry run's two steps are not alike: {first.highest} bytes at the peak, and {there}"
@@ -350,6 +366,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     found = []
     for each in tensors:
         local = local_part(each)
+        # A code's bytes are in its inner tensor, not in the wrapper.
         found.append(local.data8 if isinstance(local, GatheredWeight) else local)
     return [tensor.untyped_storage() for tensor in found]
 

@@ -34,10 +34,10 @@ LATEST = -1
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Let tensor ranks be told to hold the same, which is a question of values, and to
-    draw the same random numbers: without values it makes no difference. Blocks are
-    taken to compute the same with a part of their tokens, and models over the ranks
-    that share a sequence."""
+    """Answer what only values could: tensor ranks hold the same, and draw the same
+    random numbers; blocks compute the same with a part of their tokens, and models over
+    the ranks that share a sequence."""
+    # What depends on values, or on other ranks, has one answer here.
     stand_around_blocks = SplitModel.stand_around_blocks
 
     def untried(
@@ -82,6 +82,7 @@ def trials_apart() -> AbstractContextManager[Any]:
     """Let DTensor try operations on whole shapes in a fake mode of its own, by which
     allocations tell them from a step's: torch 2.11 tries them in the mode that is
     active. ``_sharding_prop`` asks for that mode; no public name does."""
+    # The fake mode that is active is a step's own.
     return patch.object(_sharding_prop, "detect_fake_mode", lambda *_: None)
 
 
@@ -110,16 +111,16 @@ def at_once() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Let ranks be told to agree: whether they do is a question of values, and here is
-    one rank."""
+    """Let ranks agree: only values could show that they do not, and here is one
+    rank."""
     with patch.object(Told, "divergence", lambda _: None), alike():
         yield
 
 
 @contextlib.contextmanager
 def told_by_stages(formats: list[Format]) -> Iterator[None]:
-    """Let a pipeline stage be told that others begin the same batch, and the form of
-    all activations between blocks."""
+    """Answer for the other pipeline stages: they begin the same batch, and activations
+    between blocks have the form that the first stage noted."""
     encoded = Format.encoded
 
     def noting(self: Format, device: torch.device) -> Tensor:
@@ -142,6 +143,8 @@ def noted(allocated: dict[int, str]) -> Iterator[None]:
     """Note buffers that communication objects and the pool of host memory allocate."""
     allocate, take = CommObject.allocate, HostPool.take
 
+    # An address is a number that another storage may get; so each is forgotten when it
+    # goes.
     def note(tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
         allocated[id(storage)] = kind
@@ -155,6 +158,7 @@ def noted(allocated: dict[int, str]) -> Iterator[None]:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
+        # Gathers are told apart from other buffers by the object that allocates them.
         kind = allocated[LATEST] = (
             "gathered" if "Gather" in type(self).__name__ else "other"
         )

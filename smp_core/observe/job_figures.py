@@ -103,12 +103,14 @@ class JobFigures:
         flops_per_sample: float | None = None,
         step: int = 0,
     ) -> None:
+        # Without a meter, or with one that is off, bytes are not counted.
         self._meter = (
             parallel.meter if parallel is not None and parallel.meter.enabled else None
         )
         self._nodes = 1 if parallel is None else parallel.mesh.topology.num_nodes
+        # Ranks that share samples all count them; sums are divided by their number.
         self._sharing = world_size // data_size
-        # Of these each sees all tokens of its batch; context ranks see their own.
+        # Tensor ranks and stages see all tokens of a batch, context ranks their own.
         self._same_tokens = (
             1
             if parallel is None
@@ -124,6 +126,7 @@ class JobFigures:
         # Optimizer steps since the clock was last read.
         self._clock_runs, self._clocked = False, 0
         self._parallel, self._world_size = parallel, world_size
+        # Hosts of accelerators run ahead, so their waits say nothing.
         self._times = (
             StepTimes() if parallel is not None and device.type == "cpu" else None
         )
@@ -133,6 +136,7 @@ class JobFigures:
         """The mean of the losses that were counted before the last report, over batches
         and ranks."""
         self._by_rank: dict[int, list[float]] = {}
+        # Counts of routers are made on the device and read at each report.
         self._routers = RouterLoads(
             () if parallel is None else (parallel.module,),
             share_models=parallel is not None and parallel.pipeline is not None,
@@ -140,6 +144,7 @@ class JobFigures:
         )
         self._pipeline: Pipeline | None = None
         if parallel is not None and parallel.pipeline is not None:
+            # The pipeline calls `_around` for each computation of this stage.
             self._pipeline = parallel.pipeline
             self._pipeline.times.around = self._around
         self._timeline: list[list[Computation]] = []
@@ -161,6 +166,7 @@ class JobFigures:
     def details(self) -> dict[str, Any]:
         """Return what the last report knows of ranks (seconds of their steps by part,
         on average) and of routers."""
+        # Of many ranks, those that worked longest are told.
         longest = sorted(self._by_rank, key=lambda rank: -sum(self._by_rank[rank]))[
             :_MOST_RANKS
         ]
@@ -178,6 +184,7 @@ class JobFigures:
         those of a sample are known. With pipeline stages backward passes run in
         between; they do not count."""
         self._measures = self._flops_per_sample is None
+        # Pipeline stages measure each forward pass by itself (`_around`).
         if self._measures and self._pipeline is None:
             self._measurement = FlopMeasurement()
             self._measurement.start()
@@ -186,6 +193,7 @@ class JobFigures:
         """End :meth:`measure_forward`, if it runs. A batch may have several forward
         passes."""
         self._measures = False
+        # Several forward passes of one batch add up.
         if self._measurement is not None:
             self._forward_flops += self._measurement.stop().forward
             self._measurement = None
@@ -194,6 +202,7 @@ class JobFigures:
     def _around(self, direction: Direction) -> Iterator[None]:
         """Take the time and the FLOPs of a pipeline stage's computation."""
         self.enter(direction)
+        # Outside of the measurement a computation costs no extra time.
         if not (self._measures and direction == "forward"):
             yield
             return
@@ -212,6 +221,7 @@ class JobFigures:
             loss: a scalar, which stays on its device until the report; None: not known.
         """
         self.end_forward()
+        # Measured on the first batch, and then used for all.
         if self._flops_per_sample is None and samples:
             self._flops_per_sample = (
                 ModelFlops({"forward": self._forward_flops}).training / samples
@@ -220,15 +230,18 @@ class JobFigures:
         self._tokens_known = self._tokens_known and tokens is not None
         self._samples += samples
         self._since.samples += samples
+        # Ranks that see the same tokens count a share each.
         self._since.tokens += (tokens or 0) / self._same_tokens
         self._since.flops += samples * (self._flops_per_sample or 0.0)
         if loss is not None:
             self._since.batches += 1
+            # The loss stays on its device: reading it would stop the device.
             self._since.loss = self._since.loss + loss.detach()
 
     def start_clock(self) -> None:
         """Start the clock, unless it runs. Call it after the first optimizer step,
         which has the warm-up in it."""
+        # Everything until now belongs to warm-up.
         if not self._clock_runs:
             self._rates.start()
             if self._times is not None:
@@ -296,14 +309,17 @@ class JobFigures:
             float(since.loss),
             *sent_since,
         ]
+        # One sum for all of them: a report costs two small collectives.
         all_samples, samples, tokens, flops, batches, loss, *bytes_sent = (
             self._over_ranks(own, "sum")
         )
+        # Shared samples were counted once for each rank that shares them.
         figures = {"samples": all_samples / self._sharing}
         self.loss = loss / batches if batches else None
 
         if self._clock_runs:
             known_tokens = round(tokens) if self._tokens_known else None
+            # The sums become a step of one data rank.
             self._rates.step(
                 round(samples / self._sharing), known_tokens, flops or None
             )
@@ -314,11 +330,13 @@ class JobFigures:
                 figures["seconds_step"] = seconds / self._clocked
             self._clocked = 0
 
+        # Maxima, such as memory, are a second collective.
         maxima = self._over_ranks(list(highest.values()), "max")
         figures |= dict(zip(highest, maxima, strict=True))
 
         steps = max(step - self._step, 1)
         if self._meter is not None:
+            # Bytes to other nodes are those of one node, for one step.
             for link, value in zip(LINK_CLASSES, bytes_sent, strict=True):
                 figures[BYTES[link]] = value / self._nodes / steps
         self._step, self._sent, self._since = step, sent, _Counts()
@@ -327,6 +345,7 @@ class JobFigures:
             | self._report_stages()
             | self._routers.report(self._over_ranks)
         )
+        # The parts of the step, and what is left of it: waiting.
         if "seconds_step" in figures and "seconds_data" in figures:
             worked = sum(figures[f"seconds_{part}"] for part in PARTS)
             figures["seconds_waiting"] = max(figures["seconds_step"] - worked, 0.0)
@@ -335,6 +354,7 @@ class JobFigures:
 
     def _report_times(self) -> dict[str, float]:
         """Tell all ranks what the parts of this rank's steps took. Collective."""
+        # On an accelerator no rank has times, and there is no table.
         own = [] if self._times is None else self._times.take()
         if self._parallel is None or not own:
             return {}
@@ -381,11 +401,13 @@ class JobFigures:
         if self._pipeline is None or self._times is None or not self._clock_runs:
             return {}
         assert self._parallel is not None
+        # Two numbers of each rank: seconds computed, and seconds that its batches took.
         times, mesh = self._pipeline.times, self._parallel.mesh
         told = [0.0] * (2 * self._world_size)
         told[2 * mesh.rank : 2 * mesh.rank + 2] = times.take()
         everyone = self._over_ranks(told, "sum")
         of_ranks = list(zip(everyone[::2], everyone[1::2], strict=True))
+        # Stages of a column belong together; columns are averaged.
         columns = []
         for ranks in mesh.layout.groups(Axis.PIPELINE):
             columns.append([of_ranks[rank] for rank in ranks])
@@ -406,6 +428,7 @@ class JobFigures:
         more."""
         self.end_forward()
         self._routers.end()
+        # Another monitor may have taken over meanwhile.
         if self._pipeline is not None and self._pipeline.times.around == self._around:
             self._pipeline.times.around = unmeasured
 

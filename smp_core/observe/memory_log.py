@@ -55,6 +55,7 @@ def read_log(path: Path) -> dict[int, StepMemory]:
     Raises:
         ValueError: no such file, no log, or an empty one.
     """
+    # A line that is none is refused; the last may be half of one.
     found = dict(records_of_log(path, _of_line, "SmpMonitor's memory log"))
     if not found:
         raise ValueError(
@@ -65,6 +66,7 @@ def read_log(path: Path) -> dict[int, StepMemory]:
 
 def _of_line(line: Mapping[str, Any]) -> tuple[int, StepMemory] | None:
     step = number(line.get("step"))
+    # Every kind has to be a number of bytes.
     device = _by_kind(line.get("device"))
     host = _by_kind(line.get("host"))
     return (
@@ -88,12 +90,14 @@ def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
+    # More bars than pixels would show nothing: each stretch keeps its highest.
     steps = _highest(steps)
     figure = matplotlibs_figure()(
         figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained"
     )
     axes = figure.add_subplot()
     places, bottoms = range(len(steps)), [0.0] * len(steps)
+    # In the order of the kinds, each on top of the one before.
     for kind in KINDS:
         heights = [memory.device.get(kind, 0) / MIB for memory in steps.values()]
         axes.bar(places, heights, bottom=bottoms, label=kind)
@@ -111,6 +115,7 @@ def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
 
 
 def _highest(steps: Mapping[int, StepMemory]) -> dict[int, StepMemory]:
+    # Stretches of equal length, each with at least one step.
     numbers = list(steps)
     stretch = -(-len(numbers) // _BARS)
     stretches = [
@@ -133,6 +138,7 @@ def memory_report(
 ) -> None:
     """Show the parts of a step's peak memory: a table of the highest one, and a stacked
     bar for each step."""
+    # Beside the log, under its name.
     picture = out or log.with_suffix(".png")
     steps = read_log(log)
     console().print(_table(steps))

@@ -98,9 +98,15 @@ class MemoryReport:
         Contexts that are entered in between have to be left in between: hooks of saved
         tensors are a stack.
         """
-        self._peak, self._parameters = {}, self._addresses_of_parameters()
+        # What is there at the beginning, so that later tensors are told apart from it.
+        self._peak = {}
+        self._parameters = {
+            local_part(parameter).untyped_storage().data_ptr()
+            for parameter in self._own_parameters()
+        }
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        # Where memory may be largest: at each unit, and around checkpointed modules.
         modules: list[nn.Module] = [
             self._parallel.module,
             *(unit.module for unit in self._parallel.units),
@@ -109,11 +115,13 @@ class MemoryReport:
             self._parallel.module.get_submodule(each.name)
             for each in self._parallel.activations.checkpointed
         ]
+        # Sampled before and behind each, so that both ends are seen.
         for module in dict.fromkeys(modules):
             self._watching.callback(
                 module.register_forward_pre_hook(self._sample).remove
             )
             self._watching.callback(module.register_forward_hook(self._sample).remove)
+        # Everything that autograd saves, and what selective checkpointing keeps.
         self._watching.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         self._watching.enter_context(kept_outputs_shown_to(self._keep))
         self._sample()
@@ -122,6 +130,7 @@ class MemoryReport:
         """Return the peak since :meth:`begin`, and add it to ``steps``."""
         self._sample()
         self.abandon()
+        # The rest of the allocator's peak is temporaries and other parts.
         if self._device.type == "cuda":
             known = sum(self._peak.values())
             self._peak["other"] = max(
@@ -142,17 +151,14 @@ class MemoryReport:
 
     # The memory that is held
 
-    def _addresses_of_parameters(self) -> set[int]:
-        return {
-            local_part(p).untyped_storage().data_ptr() for p in self._own_parameters()
-        }
-
     def _own_parameters(self) -> list[Tensor]:
         """List the shards and the replicated parameters; ``module.parameters()`` has
         unsharded ones in between."""
         parallel = self._parallel
+        # Without units everything is replicated.
         if not parallel.units:
             return list(parallel.module.parameters())
+        # Sharded parameters are the units'; replicated ones the plan names.
         named = dict(parallel.module.named_parameters())
         shards = [
             parameter for unit in parallel.units for parameter in unit.parameters()
@@ -160,11 +166,13 @@ class MemoryReport:
         return [*shards, *(named[name] for name in parallel.plan.replicated)]
 
     def _pack(self, tensor: Tensor) -> _Saved:
+        # The holder lives as long as the graph needs the tensor.
         saved = _Saved(tensor)
         self._count(tensor, saved)
         return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
+        # Sampling in backward too, but seldom: it walks over all parameters.
         self._unpacked += 1
         if self._unpacked % _SAMPLE_EVERY == 0:
             self._sample()
@@ -174,13 +182,16 @@ class MemoryReport:
         self._count(tensor, tensor.untyped_storage())
 
     def _count(self, tensor: Tensor, holder: object) -> None:
+        # Other devices are counted apart, and parameters are no activations.
         if tensor.device.type != self._device.type or isinstance(tensor, nn.Parameter):
             return
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
+        # Shards and gathered units have kinds of their own.
         if key in self._parameters or self._is_gathered(key):
             return
         self._held[key] = (storage.nbytes(), self._held.get(key, (0, 0))[1] + 1)
+        # Freed when the graph lets go of it.
         weakref.finalize(holder, self._release, key)
 
     def _is_gathered(self, address: int) -> bool:
@@ -198,11 +209,13 @@ class MemoryReport:
     # Samples
 
     def _sample(self, *_: Any) -> None:
+        # The largest sample is the peak.
         now = self._on_device()
         if sum(now.values()) > sum(self._peak.values()):
             self._peak = now
 
     def _on_device(self) -> dict[str, int]:
+        # Offloaded shards take no memory of the device.
         everything_offloaded = self._parallel.config.state_offload == "all"
         on_device = [
             p
@@ -213,6 +226,7 @@ class MemoryReport:
         held = self._parallel.window.held_bytes()
         states = 0 if self._parallel.config.state_offload else self._state_bytes()
         world = self._parallel.window.world
+        # Masters lie beside the states (optimizer_shard="world").
         if world is not None:
             states += sum(shard.master_bytes for shard in world.shards)
         return {
@@ -226,12 +240,14 @@ class MemoryReport:
 
     def _on_host(self) -> dict[str, int]:
         host: dict[str, int] = {}
+        # Only the states are on the host.
         if self._parallel.config.state_offload == "optimizer":
             host["optimizer"] = sum(
                 each.host_bytes()
                 for each in self._optimizers
                 if isinstance(each, StepsOnHost)
             )
+        # Parameters, their gradients and the states are there.
         if self._parallel.config.state_offload == "all":
             host["optimizer"] = self._state_bytes()
             sharded = [p for p in self._own_parameters() if isinstance(p, DTensor)]
@@ -250,6 +266,7 @@ class MemoryReport:
             for optimizer in self._optimizers
             for entry in optimizer.state.values()
         )
+        # A step's number takes no memory worth counting.
         values = (
             value for entry in entries for key, value in entry.items() if key != "step"
         )

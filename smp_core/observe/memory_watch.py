@@ -58,11 +58,13 @@ class MemoryWatch:
         self.steps: dict[int, StepMemory] = {}
 
     def _after(self, step: int) -> int:
+        # Every n-th step, counted from the beginning of training.
         return (step // self._every + 1) * self._every
 
     def is_due(self, step: int) -> bool:
         """Return whether :meth:`begin` is to be called now, after ``step`` optimizer
         steps."""
+        # A watch that is under way lasts until its step ends.
         return self._began is None and step + 1 >= self._due
 
     def begin(self, step: int) -> None:
@@ -78,6 +80,7 @@ class MemoryWatch:
         """
         if self._began is None or step == self._began:
             return
+        # Another step has begun: the watched one is over.
         self._began, self._due = None, self._after(step)
         own = self._report.end()
         # The most of any rank, by kind.
@@ -93,6 +96,7 @@ class MemoryWatch:
             dict(zip(host, most_bytes[len(device) :], strict=True)),
         )
         self.steps[step] = seen
+        # Without an allocator to ask, "other" is not known.
         known = [
             kind
             for kind in KINDS
@@ -129,6 +133,7 @@ class WatchesMemory:
 
     def _will_watch(self, every_n_steps: int | None) -> None:
         """Take the option of the same name, before anything runs."""
+        # Refused before a run begins, not inside one.
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(
                 f"memory_every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more, None"
@@ -155,11 +160,13 @@ class WatchesMemory:
         Raises:
             ValueError: a watch was asked for and nothing is sharded.
         """
+        # An earlier run's peak says nothing about this one.
         self._highest = {}
         self._abandon_watch()  # an earlier run may have failed inside a step
         self._watch = None
         if self.memory_every_n_steps is None:
             return
+        # Without shards there are no kinds to count.
         if parallel is None:
             raise ValueError(
                 f"{type(self).__name__}(memory_every_n_steps=...) {why_not}"

@@ -15,10 +15,11 @@ data rank: samples are counted once, not once per rank.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,7 @@ class FlopMeasurement:
 
     def start(self) -> None:
         assert self._counter is None, "already started"
+        # Reads the operators of everything that runs until `stop`.
         self._counter = FlopCounterMode(
             display=False, custom_mapping=_formulas_torch_lacks()
         )
@@ -84,6 +86,7 @@ class FlopMeasurement:
         assert self._counter is not None, "not started"
         counter, self._counter = self._counter, None
         counter.__exit__(None, None, None)
+        # The counter has a count for each module, too; "Global" is the whole.
         counts = counter.get_flop_counts().get("Global", {})
         self.flops = ModelFlops(
             {str(operator): int(count) for operator, count in counts.items()}
@@ -116,6 +119,7 @@ def count_model_flops(
         ValueError: the model is sharded already.
         RuntimeError: the forward pass looks at values, which meta tensors do not have.
     """
+    # A sharded model has parameters without values, whose shapes are not the model's.
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "count_model_flops needs the model before it is sharded; count a real forward of a sharded one: "
@@ -125,11 +129,14 @@ def count_model_flops(
     def to_meta(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
+    # A module, so that functional_call can replace parameters by meta ones.
     call = _Call(model, forward or call_with)
-    tensors = {name: to_meta(tensor.detach()) for name, tensor in _named_tensors(call)}
+    named = itertools.chain(call.named_parameters(), call.named_buffers())
+    tensors = {name: to_meta(tensor.detach()) for name, tensor in named}
     meta_batch = map_tensors(batch, to_meta, MutableMapping)
     measured = FlopMeasurement()
     try:
+        # Shapes and dtypes are all that is needed: nothing is computed.
         with torch.no_grad(), torch.device("meta"), measured:
             torch.func.functional_call(call, tensors, (meta_batch,))
     except Exception as error:
@@ -154,16 +161,12 @@ class _Call(nn.Module):
         return self.function(self.model, batch)
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def _formulas_torch_lacks() -> dict[Any, Callable[..., int]]:
     """Return FLOP formulas that FlopCounterMode (torch 2.13) lacks: attention on CPU,
     and grouped products of mixture-of-experts layers.
     """
 
+    # By name, so that an operator that torch does not have is passed over.
     formulas: dict[str, Callable[..., int]] = {}
 
     def attention(
@@ -274,6 +277,7 @@ class StepMeter:
         """
         if not self._steps:
             raise RuntimeError("StepMeter.start() was not called before the first step")
+        # In the units of the rates: samples of all data ranks.
         self.samples += samples * self.data_size
         self._steps.append((self._now(), samples, tokens, flops))
 
@@ -293,13 +297,16 @@ class StepMeter:
         """
         if len(self._steps) < 2:
             return None
+        # The window begins where the first entry says.
         seconds = self._steps[-1][0] - self._steps[0][0]
         if seconds <= 0:
             return None
         _, samples, tokens, flops = zip(*list(self._steps)[1:], strict=True)
+        # Rates of all data ranks: each does as much as this one.
         per_second = self.data_size / seconds
         tokens_per_second = None if None in tokens else sum(tokens) * per_second
         tflops = mfu = None
+        # Model FLOPs over all devices: MFU is a share of what they could do.
         if None not in flops:
             achieved = sum(flops) * per_second / self.world_size
             tflops = achieved / 1e12
@@ -313,6 +320,7 @@ class StepMeter:
         )
 
     def _now(self) -> float:
+        # While the clock stands still, now is when it was stopped.
         return (
             self._clock() if self._paused_at is None else self._paused_at
         ) - self._pauses
@@ -326,12 +334,14 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
     `torch.cuda.reset_peak_memory_stats`; elsewhere "peak_host_rss_gib", the resident
     set of this process since it started (not of its data loader workers).
     """
+    # The allocator's peak since it was last started anew.
     if device.type == "cuda":
         return {"peak_device_memory_gib": torch.cuda.max_memory_allocated(device) / GIB}
     try:
         import resource
     except ImportError:  # not on Windows
         return {}
+    # Kibibytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "peak_host_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

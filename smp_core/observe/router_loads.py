@@ -27,8 +27,10 @@ _COUNTS = "_smp_expert_counts"
 def _count(router: Any, args: Any, output: Any) -> None:
     """Count a router's choices. One hook for all, and the counts on the router: a
     compiled block is one graph for all layers."""
+    # Evaluations choose too, and would look like training.
     if not router.training:
         return
+    # The experts of each token are a tensor of integers among the outputs.
     for each in _values(output):
         if (
             isinstance(each, torch.Tensor)
@@ -36,6 +38,8 @@ def _count(router: Any, args: Any, output: Any) -> None:
             and each.ndim > 1
         ):
             if each.shape[-1] == router.top_k:
+                # One count more than experts: for choices of none, which capacity
+                # drops.
                 chosen = each.detach().reshape(-1).to(torch.int64)
                 experts = router.num_experts
                 is_none = (chosen < 0) | (chosen >= experts)  # tokens that are dropped
@@ -84,6 +88,7 @@ class RouterLoads:
         self._hooks = [
             router.register_forward_hook(_count) for router in self._routers.values()
         ]
+        # A count on each router, on its device: a report adds them up.
         for router in self._routers.values():  # the last count is of what is no expert
             setattr(
                 router,
@@ -102,6 +107,7 @@ class RouterLoads:
             a token; ``dropped_choices``: the share of choices that experts with a
             capacity left out. Empty for a model without routers, or if none was called.
         """
+        # Asked once: which routers the job has, stages included.
         if self._sizes is None:
             self._sizes = {
                 name: router.num_experts for name, router in self._routers.items()
@@ -115,6 +121,7 @@ class RouterLoads:
         if not self._sizes:
             return {}
         # Tokens of each expert, over all ranks.
+        # All ranks in one order, each with all routers of the job.
         sizes = dict(sorted(self._sizes.items()))
         own = [
             float(count)
@@ -123,6 +130,7 @@ class RouterLoads:
         ]
         own += self._dropped()
         *counts, dropped, limited = over_ranks(own, "sum")
+        # The sums again by router.
         together = torch.tensor(counts, dtype=torch.float64)
         loads = dict(zip(sizes, together.split(list(sizes.values())), strict=True))
         self.by_router = {
@@ -145,6 +153,7 @@ class RouterLoads:
         return {**found, "dropped_choices": dropped / limited} if limited else found
 
     def _taken(self, name: str, size: int) -> list[int]:
+        # A router of another stage counts nothing here.
         if name not in self._routers:
             return [0] * size
         counts = getattr(self._routers[name], _COUNTS)
@@ -177,6 +186,7 @@ class RouterLoads:
             hook.remove()
         self._hooks = []
         for router in self._routers.values():
+            # The hook is gone, and its counts with it.
             vars(router).pop(_COUNTS, None)
         self._routers = {}
 
@@ -186,5 +196,6 @@ def _routers(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
         for name, router in module.named_modules():
             experts = getattr(router, "num_experts", None)
             top_k = getattr(router, "top_k", None)
+            # Not every module with these names is a router: the numbers have to fit.
             if type(experts) is int and type(top_k) is int and 1 <= top_k <= experts:
                 yield name, router

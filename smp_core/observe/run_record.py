@@ -51,6 +51,7 @@ class RunRecord:
         micro_batches: int,
     ) -> None:
         self._parallel = parallel
+        # Appended to a log that may be there already.
         self._log = run_log.start(path, step)
         fields = (
             {}
@@ -71,6 +72,7 @@ class RunRecord:
             figures: numbers by name.
             details: :attr:`smp_core.observe.job_figures.JobFigures.details`.
         """
+        # What the model sent in the step before this report.
         more = dict(details)
         if self._parallel is not None and self._parallel.meter.enabled:
             more["sent"] = self._parallel.meter.per_step()
@@ -85,6 +87,7 @@ class RunRecord:
 
     def end(self, step: int, error: BaseException | None = None) -> None:
         """Append the end of the run, once, and close the log."""
+        # The end is one line; a log that has none tells that the run was killed.
         how = (
             "completed" if error is None else f"{type(error).__name__}: {error}"[:2000]
         )
@@ -97,6 +100,7 @@ def _as_far_as_known(
 ) -> dict[str, Any]:
     """Return what :func:`_of_plan` does; no error of it ends a run, on one rank
     alone."""
+    # A log is not worth a run: what cannot be said is left out.
     try:
         return _of_plan(plan, optimizers, micro_batches)
     except Exception as error:
@@ -118,6 +122,7 @@ def _of_plan(
     # What was asked for, and what it became.
     rows = []
     for knob in knobs.settings():
+        # Only knobs that are not at their defaults: the others would hide them.
         if (why := knobs.why(knob)) != DEFAULT:
             value = shown(attrgetter(knob)(knobs))
             rows.append(
@@ -128,6 +133,7 @@ def _of_plan(
                     "why": why,
                 }
             )
+    # The plan in words, and what a picture of it needs.
     fields: dict[str, Any] = {
         "knobs": rows,
         "plan": lines_of_subjects(plan),
@@ -139,6 +145,8 @@ def _of_plan(
         "links": None if plan.cluster.links is None else _of_links(plan.cluster.links),
     }
     # What is expected, where it can be told from shapes.
+    # With stages or tensor ranks the formulas do not hold, and given shards have their
+    # own.
     if plan.given is None and layout.pipeline == layout.tensor == 1:
         optimizer = planned_states(knobs.planner.optimizer, optimizers)
         planned = estimate(plan, optimizer)
@@ -192,8 +200,10 @@ def savings(plan: Plan) -> list[Saving]:
     topology, knobs = plan.cluster.topology, plan.knobs
     if topology.num_nodes == 1 or not plan.shapes.unit_elements:
         return []
+    # The median unit: blocks are alike, and one unit stands for them.
     elements = int(statistics.median(plan.shapes.unit_elements))
     first = plan.shapes.parameters[0]
+    # Whether a gather leaves its node at all.
     spans = plan.layout.size(*PARTITION) * plan.layout.tensor > topology.ranks_per_node
     found = []
 

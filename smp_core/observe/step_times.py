@@ -43,6 +43,7 @@ class StepTimes:
         saves)."""
         now, waited = time.perf_counter(), here.waited
         if self._part is not None:
+            # Seconds of this part: all that passed, without waiting.
             self._sums[self._part] += (now - self._since) - (waited - self._waited)
         self._part = None if part is None else PARTS.index(part)
         self._since, self._waited = now, waited
@@ -51,6 +52,7 @@ class StepTimes:
         """End an optimizer step; the data of the next one begin."""
         self.enter("data")
         self._steps.append(self._sums)
+        # The last steps, which a report tells.
         del self._steps[:-KEPT]
         self._sums = [0.0] * len(PARTS)
 
@@ -100,15 +102,18 @@ def find_straggler(of_ranks: Sequence[Sequence[Sequence[float]]]) -> Straggler |
     if ranks < 2 or steps < _FEWEST:
         return None
     slow = [0] * ranks
+    # The slowest of each step, and whether it stands out.
     for step in range(steps):
         worked = [sum(each[step]) for each in of_ranks]
         slowest = max(range(ranks), key=worked.__getitem__)
         others = statistics.median(worked[:slowest] + worked[slowest + 1 :])
         slow[slowest] += worked[slowest] > (1 + _SHARE) * others
     rank = max(range(ranks), key=slow.__getitem__)
+    # Half of the steps and no more: a rank that is slow now and then is none.
     if slow[rank] * 2 <= steps:
         return None
     own = _by_part(of_ranks[rank])
+    # In which part it works longer than the others usually do.
     others_by_part = [
         _by_part(each) for number, each in enumerate(of_ranks) if number != rank
     ]

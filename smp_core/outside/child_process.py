@@ -25,8 +25,10 @@ def ask_child(module: str, question: Any, failed: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         asked, out = Path(folder) / "question", Path(folder) / "answer"
         asked.write_bytes(pickle.dumps(question))
+        # Warnings of imports are not the child's answer.
         command = [sys.executable, "-W", "ignore", "-m", module, str(asked), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # No answer: the child's last line on stderr is its error.
         if not out.exists():
             last = done.stderr.strip().splitlines()[-1:] or [
                 f"status {done.returncode}"

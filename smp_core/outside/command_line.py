@@ -1,5 +1,4 @@
-"""What all that prints shares: tables as wide as they need; and the commands: errors of
-one line, --version."""
+"""The terminal: tables as wide as they need, errors of one line, --version."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ def console(*, stderr: bool = False) -> Console:
     """Return where tables go: as wide as the terminal, or as ``COLUMNS`` says; in a
     file or a pipe, as wide as they need."""
     stream = sys.stderr if stderr else sys.stdout
+    # rich folds tables at 80 columns where it knows no terminal.
     width = None if stream.isatty() or "COLUMNS" in os.environ else _LOG_WIDTH
     return Console(stderr=stderr, width=width)
 
@@ -41,6 +41,7 @@ class OneLineErrors(TyperGroup):
         """Run the command that was typed."""
         try:
             return super().invoke(ctx)
+        # Refusals of users' input; anything else is a defect, and keeps its traceback.
         except (ValueError, OSError, ImportError) as error:
             typer.echo(f"error: {printable(str(error))}", err=True)
             raise typer.Exit(self.error_status) from None

@@ -93,6 +93,7 @@ def lines_of_log(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any] | N
     """
     with _open_regular(path, LOG_BYTES) as file:
         while line := file.readline(LINE_BYTES):
+            # A line that fills the limit is read to its end and passed over.
             begun = line
             while not begun.endswith(b"\n") and (begun := file.readline(LINE_BYTES)):
                 line = b"too long"
@@ -116,6 +117,7 @@ def records_of_log(
         ValueError: as :func:`lines_of_log`, or a line that is none of such a log.
     """
     unreadable = 0
+    # One unreadable line is allowed, if it is the last: the run may have been killed.
     for position, line in enumerate(lines_of_log(path), 1):
         if unreadable:
             raise ValueError(
@@ -137,6 +139,7 @@ def write_new(path: str | os.PathLike[str], content: bytes) -> None:
     """
     target = Path(path)
     try:
+        # The folder is opened once, and everything below happens in that very folder.
         folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         is_link = (
@@ -150,6 +153,7 @@ def write_new(path: str | os.PathLike[str], content: bytes) -> None:
         raise ValueError(
             f"cannot write {target}: the folder {target.parent} {reason}"
         ) from None
+    # A random name in the same folder, so that the rename is one step.
     temporary = f".{target.name}.{secrets.token_hex(8)}"
     try:
         descriptor = os.open(
@@ -178,6 +182,7 @@ def printable(text: str) -> str:
 def number(value: Any) -> float | None:
     """Return a number as such; None for anything else, also for one beyond all figures
     that a run has."""
+    # bool is an int in Python, and no figure.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and -_LARGEST < value < _LARGEST else None
 
@@ -201,6 +206,7 @@ def _open_regular(path: str | os.PathLike[str], limit: int) -> BinaryIO:
         raise ValueError(
             f"cannot read {where}: {getattr(error, 'strerror', None) or error}"
         ) from None
+    # Asked of the descriptor: a path could lead elsewhere by now.
     status = os.fstat(descriptor)
     problem = ""
     if not stat.S_ISREG(status.st_mode):
@@ -222,6 +228,7 @@ def _object(line: bytes) -> Mapping[str, Any] | None:
 
 
 def _parsed(parse: Callable[[str], Any], text: str, what: str) -> Any:
+    # Whatever the parser raises becomes one error that names the file.
     try:
         content = parse(text)
     except RecursionError:
@@ -241,6 +248,7 @@ def _parsed(parse: Callable[[str], Any], text: str, what: str) -> Any:
 def _require_bounded(content: Any, what: str) -> None:
     """Refuse what is small as text and large or endless as values: aliases of aliases,
     an alias inside of itself."""
+    # Without recursion, and each alias counted as often as it is used.
     waiting, count = [(content, 0)], 0
     while waiting:
         value, depth = waiting.pop()

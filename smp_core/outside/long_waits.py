@@ -45,6 +45,7 @@ def long_wait(
         yield
         return
     wait = _LongWait(what, say or _to_stderr, clock, pause)
+    # The line comes from a thread: the work inside knows nothing of it.
     wait.start()
     try:
         yield
@@ -78,6 +79,7 @@ class _LongWait:
         self._thread.start()
 
     def end(self) -> None:
+        # The thread is through before the last line, so lines keep their order.
         self._ended.set()
         self._thread.join()
         if self._has_said:
@@ -90,6 +92,7 @@ class _LongWait:
             if seconds >= due:
                 self._say(f"torch-smp: {self._what}: {seconds:.0f} s so far")
                 self._has_said = True
+            # Work that stood still for long skips the lines that it missed.
             while due <= seconds:
                 due *= 2
 

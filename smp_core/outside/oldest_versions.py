@@ -40,6 +40,7 @@ def is_older(name: str, installed: str) -> bool:
 def how_to_install(package: str) -> str:
     """Return what to type for a package that is not there: by itself, and as an extra
     of torch-smp."""
+    # A package can be optional and have no oldest version.
     needed = f"'{package}>={OLDEST[package]}'" if package in OLDEST else package
     extra = _EXTRAS[package]
     return (
@@ -75,6 +76,7 @@ def require(name: str, wanted_by: str) -> None:
             type.
     """
     needed = f"{name}>={OLDEST[name]}"
+    # pip's own list first: it knows the version without importing the package.
     try:
         installed = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -93,6 +95,8 @@ def require(name: str, wanted_by: str) -> None:
 
 def is_there(name: str) -> bool:
     """Return whether a package can be imported."""
+    # The package's name may be that of a folder on the path, so a part of it is looked
+    # for.
     try:
         return importlib.util.find_spec(_PART_OF.get(name, name)) is not None
     except ModuleNotFoundError as error:

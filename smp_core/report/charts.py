@@ -41,10 +41,12 @@ _WIDTH, _HEIGHT = 4.8, 2.5  # inches, which are wide enough for a phone
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
     """Return at most so many points, with the lowest and the highest of each stretch of
     those that were there."""
+    # Fewer points than pixels: nothing is lost by drawing all.
     if len(points) <= most:
         return points
     stretches = most // 2
     kept: list[tuple[float, float]] = []
+    # Of each stretch the two points that a line would reach furthest.
     for number in range(stretches):
         stretch = points[
             number * len(points) // stretches : (number + 1) * len(points) // stretches
@@ -53,6 +55,7 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
             min(stretch, key=lambda point: point[1]),
             max(stretch, key=lambda point: point[1]),
         }
+        # In order of their steps, so the line does not turn back.
         kept += sorted(ends)
     return kept
 
@@ -81,6 +84,7 @@ class Charts:
             axes = figure.add_subplot()
             for colour, (label, points) in zip(_cycle(), series.items(), strict=False):
                 shown = thinned(points)
+                # One point needs a marker: a line through it would be invisible.
                 marker = "o" if len(shown) == 1 else None
                 x, y = zip(*shown, strict=True) if shown else ((), ())
                 axes.plot(
@@ -93,6 +97,7 @@ class Charts:
                 )
             axes.set_xlabel("optimizer step")
             axes.set_ylabel(unit)
+            # A single series is named by its axis.
             if len(series) > 1:
                 figure.legend(loc="outside lower center", ncols=2)
         return written[0]
@@ -103,6 +108,7 @@ class Charts:
             axes = figure.add_subplot()
             places, begins = range(len(rows)), [0.0] * len(rows)
             parts = dict.fromkeys(part for row in rows.values() for part in row)
+            # Parts lie behind each other: each begins where the one before ends.
             for colour, part in zip(_cycle(), parts, strict=False):
                 widths = [row.get(part, 0.0) for row in rows.values()]
                 axes.barh(
@@ -117,6 +123,7 @@ class Charts:
                     begin + width for begin, width in zip(begins, widths, strict=True)
                 ]
             axes.set_yticks(places, [_short(name) for name in rows])
+            # The first row on top.
             axes.invert_yaxis()
             axes.grid(visible=False, axis="y")
             axes.set_xlabel(unit)
@@ -128,14 +135,17 @@ class Charts:
         from matplotlib.figure import Figure
 
         written: list[str] = []
+        # Settings for this picture alone: matplotlib has one set for the process.
         with self._matplotlib.rc_context(_STYLE):
             figure = Figure(
                 figsize=(_WIDTH, height), layout="constrained", facecolor="none"
             )
             yield figure, written
+            # The page's background shows through.
             for axes in figure.axes:
                 axes.set_facecolor("none")
             file = io.StringIO()
+            # No dates and no program's name: equal runs give equal pages.
             nothing: dict[str, Any] = dict.fromkeys(
                 ("Date", "Creator", "Format", "Type")
             )
@@ -157,13 +167,17 @@ def _short(name: str) -> str:
 def _for_page(svg: str, prefix: str) -> str:
     """Return what stands in a page: without the file's head, with the page's colours
     and fonts, and with identifiers that no other chart has."""
+    # From the tag on: the declaration has no place inside a page.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Width and height come from the page, so that a chart fits a phone.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    # Identifiers are made unique, and references to them with them.
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\1{prefix}", svg)
     svg = re.sub(r"(font: [0-9.]+px)[^;\"]*", r"\1 system-ui, sans-serif", svg)
+    # The page decides the colours, light or dark.
     svg = svg.replace(_TEXT, "currentColor").replace(_GRID, "var(--line)")
     for number, colour in enumerate(_SERIES):
         svg = svg.replace(colour, f"var(--series-{number})")

@@ -30,6 +30,7 @@ def report(
         )
     read = [Run.read(path) for path in runs]
     if len(read) == 2 and read[0].name == read[1].name:
+        # Two runs of one name are told apart by their paths.
         for run, path in zip(read, runs, strict=True):
             run.name = str(path)
     folder = runs[0] if runs[0].is_dir() else runs[0].parent

@@ -105,6 +105,7 @@ def page(runs: Sequence[Run]) -> str:
     Raises:
         ValueError: matplotlib is not installed.
     """
+    # One object for all charts: their identifiers must not collide on one page.
     charts = Charts()
     makers: list[Callable[[Sequence[Run], Charts], list[Section]]] = [
         *(
@@ -121,12 +122,14 @@ def page(runs: Sequence[Run]) -> str:
             _events,
         )
     ]
+    # A section that the log has nothing for is left out.
     sections = [
         section
         for make in makers
         for section in make(runs, charts)
         if section.has_content
     ]
+    # Autoescape on, undefined names an error: a log decides no markup.
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("smp_core.report", "."),
         autoescape=True,
@@ -153,6 +156,7 @@ def _printable(value: Any) -> Any:
 
 
 def _began(run: Run) -> str:
+    # Times come from the log, and may be anything.
     began = number(run.asked.get("time"))
     try:
         moment = datetime.datetime.fromtimestamp(began or 0.0, datetime.timezone.utc)
@@ -181,6 +185,7 @@ def _of(run: Run, runs: Sequence[Run]) -> str:
 def _asked(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return what was asked, chosen and why; of two runs also where they differ."""
     found = []
+    # Two runs: first where they differ.
     if len(runs) == 2:
         sides = []
         for run in runs:
@@ -188,6 +193,7 @@ def _asked(runs: Sequence[Run], charts: Charts) -> list[Section]:
                 {str(row.get("knob")): row for row in objects(run.asked.get("knobs"))}
             )
         rows = []
+        # Every knob of either run; one that is missing was at its default.
         for knob in dict.fromkeys(name for side in sides for name in side):
             values = [
                 str(side[knob].get("value")) if knob in side else "default"
@@ -201,6 +207,7 @@ def _asked(runs: Sequence[Run], charts: Charts) -> list[Section]:
                 [Table("differ", ["knob", *_names(runs)], rows)],
             )
         )
+    # Then everything that was asked, for each run.
     for run in runs:
         rows = []
         for row in objects(run.asked.get("knobs")):
@@ -235,12 +242,15 @@ def _picture(run: Run) -> str | None:
     names = texts(run.asked.get("nodes"))
     per_node = number(run.asked.get("ranks_per_node"))
     degrees = numbers(run.asked.get("layout"))
+    # The sizes come from the log: a picture of a million ranks would not be drawn in
+    # time.
     if (
         not names
         or per_node is None
         or not 1 <= per_node <= _LARGEST_PICTURE / len(names)
     ):
         return None
+    # Names of axes come from the log, too.
     try:
         layout = Layout(**{axis: int(degree) for axis, degree in degrees.items()})
     except (TypeError, ValueError):
@@ -248,6 +258,7 @@ def _picture(run: Run) -> str | None:
     world, k = len(names) * int(per_node), int(per_node)
     if layout.world_size != world or min(vars(layout).values()) < 1:
         return None
+    # Ranks are numbered node by node, as the topology has them.
     nodes = tuple(tuple(range(first, first + k)) for first in range(0, world, k))
     return svg_picture(Topology(nodes, tuple(names)), layout)
 
@@ -260,17 +271,21 @@ def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
             run.name if len(runs) == 2 else name: run.figures.get(name, [])
             for run in runs
         }
+        # Tokens per second tell the same better; samples are drawn where there are
+        # none.
         is_second_rate = name == "samples_per_second" and any(
             "tokens_per_second" in run.figures for run in runs
         )
         if any(series.values()) and not is_second_rate:
             drawn.append(Markup(charts.lines(series, FIGURES[name])))
-    return [Section("Loss and throughput", [_figures(runs)], drawn)]
+    table = _table("figures", [run.figures for run in runs], runs)
+    return [Section("Loss and throughput", [table], drawn)]
 
 
 def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return what the user's code logged: losses and metrics of validations, for
     example."""
+    # In the order in which they first appear in either run.
     names = list(dict.fromkeys(name for run in runs for name in run.logged))
     drawn = []
     for name in names[:_MOST_DRAWN]:
@@ -284,16 +299,13 @@ def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
     return [Section("What the training code logged", [table], drawn, note=note)]
 
 
-def _figures(runs: Sequence[Run]) -> Table:
-    return _table("figures", [run.figures for run in runs], runs)
-
-
 def _table(
     key: str, series: Sequence[Mapping[str, Points]], runs: Sequence[Run]
 ) -> Table:
     """Return the table of numbers over the steps of one run, or of two beside one
     another."""
     there = dict.fromkeys(name for by_name in series for name in by_name)
+    # Known figures in the order of the table above, then all others.
     ordered = [name for name in FIGURES if name in there]
     ordered += [name for name in there if name not in FIGURES]
     if len(runs) == 1:
@@ -304,10 +316,12 @@ def _table(
         ]
         return Table(key, heads, rows[:_MOST_ROWS])
     rows = []
+    # Two runs: one number of each, and the difference between them.
     for name in ordered:
         word, sides = _compared(name, [by_name.get(name, ()) for by_name in series])
         difference = None
         both = [side.value for side in sides if isinstance(side, Cell)]
+        # Nothing can be said about a difference to 0.
         if len(both) == 2 and both[0] != 0:
             difference = f"{both[1] / both[0] - 1:+.1%}"
         words = FIGURES.get(name, name)
@@ -322,10 +336,12 @@ def _compared(name: str, sides: Sequence[Points]) -> tuple[str, list[Any]]:
     values = []
     for side in sides:
         values.append([value for _, value in side])
+    # A rank's number has no median; the most frequent one is the answer.
     if name.endswith("_rank"):
         return "most frequent", [
             f"{statistics.mode(each):.0f}" if each else None for each in values
         ]
+    # A count since the start says nothing in its middle.
     if any(_grows_with_steps(name, side) for side in sides):
         return "last", [Cell(each[-1]) if each else None for each in values]
     return "median", [
@@ -342,15 +358,17 @@ def _grows_with_steps(name: str, points: Points) -> bool:
     (first_step, first), (last_step, last) = (
         (points[0], points[-1]) if points else ((0, 0.0), (0, 0.0))
     )
+    # Too few reports to tell a count from a figure that grows.
     if first_step <= 0 or first <= 0 or last_step < 2 * first_step:
         return False
+    # It never falls, and grows about as the steps do.
     grows = all(before <= after for before, after in itertools.pairwise(values))
     return grows and 0.5 <= (last / first) / (last_step / first_step) <= 2
 
 
 def _summary(name: str, points: Points) -> list[Any]:
     values = [value for _, value in points]
-    # Of a count since the start, or of a rank's number.
+    # A count since the start, or a rank's number, has no median.
     between: list[Any] = [None, None, None]
     if not name.endswith("_rank") and not _grows_with_steps(name, points):
         between = [
@@ -367,6 +385,7 @@ def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         ranks: dict[str, dict[str, float]] = {}
         for rank, seconds in run.last("seconds_by_rank").items():
+            # Every rank's seconds have to be numbers, one for each part.
             values = (
                 [number(value) for value in seconds]
                 if isinstance(seconds, list)
@@ -380,6 +399,7 @@ def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:
             if name == "seconds_step"
         ]
         for parts in ranks.values() if whole else ():
+            # What is left of the step is waiting, and never below 0.
             parts["waiting"] = max(whole[0] - sum(parts.values()), 0.0)
         rows = []
         for rank, parts in ranks.items():
@@ -401,6 +421,7 @@ def _bytes(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         sent = numbers(run.last("sent"))
         planned = numbers(run.asked.get("planned_sent"))
+        # Bytes are stored under names with collective and link.
         kinds = [
             name.removesuffix("_bytes")
             for name in sent
@@ -411,6 +432,7 @@ def _bytes(runs: Sequence[Run], charts: Charts) -> list[Section]:
             counted = sent.get(f"{kind}_bytes")
             expected = planned.get(kind)
             seconds = sent.get(f"{kind}_seconds")
+            # A collective that sent nothing and should not have is left out.
             if counted or expected:
                 cells = [
                     None if value is None else Cell(value)
@@ -438,12 +460,14 @@ def _memory(runs: Sequence[Run], charts: Charts) -> list[Section]:
     for run in runs:
         planned = numbers(run.asked.get("planned_memory"))
         peaks = {step: numbers(line.get("device")) for step, line in run.memory.items()}
+        # The step with the largest sum is the peak of the run.
         highest = max(peaks.values(), key=lambda kinds: sum(kinds.values()), default={})
         rows = []
         for kind in dict.fromkeys([*highest, *planned]):
             values = (highest.get(kind), planned.get(kind))
             cells = [None if value is None else Cell(value / _MIB) for value in values]
             rows.append((kind, cells))
+        # One line for each kind, through all watched steps.
         kinds: dict[str, list[tuple[int, float]]] = {}
         for kind in highest:
             kinds[kind] = [
@@ -468,6 +492,7 @@ def _saves(runs: Sequence[Run], charts: Charts) -> list[Section]:
     found = []
     for run in runs:
         rows = []
+        # The last saves: earlier ones are alike.
         for line in run.checkpoints[-_MOST_ROWS:]:
             stalls = [number(line.get(name)) for name in ("stall_seconds", *STALLS)]
             cells: list[Any] = [
@@ -516,6 +541,7 @@ def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
                     name: max(worst.get(name, 0.0), of_step.get(name, 0.0))
                     for name in {**worst, **of_step}
                 }
+            # Three modules are enough to begin with.
             largest = sorted(worst.items(), key=lambda pair: -pair[1])[:3]
             rows += [
                 (figure.replace("_", " "), [module, Cell(value)])
@@ -544,6 +570,7 @@ def _routers(runs: Sequence[Run], charts: Charts) -> list[Section]:
         last = {
             str(name): numbers(figures) for name, figures in _items(run.last("routers"))
         }
+        # The busiest expert over the mean: 1 is even.
         uneven = sorted(last, key=lambda name: -last[name].get("busiest", 0.0))[
             :_MOST_ROUTERS
         ]
@@ -593,6 +620,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 def _events(runs: Sequence[Run], charts: Charts) -> list[Section]:
     found = []
     for run in runs:
+        # The last events; earlier ones are counted in the note.
         shown = run.events[-_MOST_ROWS:]
         rows = [
             (

@@ -1,5 +1,4 @@
-"""The verdict: what a run's log says about it, in sentences, with what the model of
-links predicts."""
+"""The verdict: a run's log in sentences, with what the model of links predicts."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ STALLS = {
 
 def verdict(run: Run) -> list[str]:
     """Return sentences about a run, the most general first."""
+    # Numbers alone: their steps do not matter here.
     figures = {}
     for name, points in run.figures.items():
         figures[name] = [value for _, value in points]
@@ -34,12 +34,14 @@ def _end(run: Run) -> str:
     if run.end is None:
         last = max(run.steps, default=0)
         return f"The log has no end: the run goes on, or was killed. Last report: step {last:,}{resumed}."
+    # Any other word is the error that ended it.
     how = run.end.get("how")
     said = "was completed" if how == "completed" else f"ended with {how}"
     return f"The run {said} after {int(number(run.end.get('step')) or 0):,} optimizer steps{resumed}."
 
 
 def _loss(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
+    # nan and inf are null in a log.
     bad = [
         step
         for step, line in run.steps.items()
@@ -60,6 +62,7 @@ def _loss(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
 def _step(figures: Mapping[str, list[float]]) -> list[str]:
     if "seconds_step" not in figures:
         return []
+    # The median: a step in which something else happened does not count.
     step = statistics.median(figures["seconds_step"])
     waiting = "seconds_waiting"
     shares = []
@@ -78,6 +81,7 @@ def _step(figures: Mapping[str, list[float]]) -> list[str]:
 def _straggler(figures: Mapping[str, list[float]]) -> list[str]:
     named = figures.get("straggler_rank", [])
     reports = len(figures.get("seconds_step", named))
+    # The rank that was named most often, and in how many reports.
     if not named:
         return []
     rank = statistics.mode(named)
@@ -92,6 +96,7 @@ def _links(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
     sent, nodes = numbers(run.last("sent")), len(texts(run.asked.get("nodes")))
     if nodes < 2 or not sent.get("inter_bytes"):
         return []
+    # Without a measurement nothing can be predicted.
     links = run.asked.get("links")
     inter = links.get("inter") if isinstance(links, Mapping) else None
     if not isinstance(inter, Mapping) or "seconds_step" not in figures:
@@ -102,6 +107,7 @@ def _links(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
     step = statistics.median(figures["seconds_step"])
     if step <= 0:
         return []
+    # By the same model of links that planning uses.
     seconds = {kind: _seconds(kind, sent, inter, nodes) for kind in inter}
     share = sum(seconds.values()) / step
     found = [
@@ -114,6 +120,7 @@ def _links(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
         if "seconds_waiting" in figures
         else step
     )
+    # Each knob that would send less, with the share of bytes that is left.
     for each in objects(run.asked.get("savings")):
         left = number(each.get("share"))
         kinds = [kind for kind in texts(each.get("kinds")) if kind in inter]
@@ -143,8 +150,10 @@ def _seconds(
     fit = numbers(inter[kind])
     n_bytes = sent.get(f"{kind}/inter_bytes", 0.0)
     calls = sent.get(f"{kind}/calls", 0.0)
+    # A kind that sent nothing, or has no fit, takes no time.
     if not n_bytes or not fit.get("bandwidth"):
         return 0.0
+    # Each call waits for the latency of its rounds, however few bytes it sends.
     waits = (
         calls
         * rounds("all_reduce" if kind == "all_reduce" else "all_gather", nodes)
@@ -163,6 +172,7 @@ def _saves(run: Run) -> list[str]:
         return []
     total, seconds = sum(stalls), run.seconds
     share = f", {total / seconds:.1%} of the run" if seconds > 0 else ""
+    # What was waited for, where the log knows it.
     causes = []
     for name, words in STALLS.items():
         spent = sum(number(line.get(name)) or 0.0 for line in run.checkpoints)
@@ -177,11 +187,13 @@ def _saves(run: Run) -> list[str]:
 def _memory(run: Run) -> list[str]:
     planned = numbers(run.asked.get("planned_memory"))
     if not run.memory or not planned:
+        # Only where both the plan and a measurement are known.
         return []
     peak = max(
         (numbers(line.get("device")) for line in run.memory.values()),
         key=lambda kinds: sum(kinds.values()),
     )
+    # The same kinds on both sides.
     states = sum(peak.get(kind, 0.0) for kind in planned)
     return [
         f"Of what the plan counts (parameters, gathered units, gradients, optimizer states) the highest peak had "

@@ -1,4 +1,4 @@
-"""Run: what the log of a run says, read so that a log from elsewhere can choose what is
+"""Run: the content of a run's log, read so that a log from elsewhere can choose what is
 shown and nothing else.
 
 A line that is no object, or of a kind that is not known, is counted and passed over; a
@@ -73,6 +73,7 @@ class Run:
 
         Raises:
             ValueError: no such file, or no run in it; says what to do.
+        # A folder of a run has its log under the usual name.
         """
         file = path / FILE if path.is_dir() else path
         run = cls(name=path.name or str(path.resolve().name))
@@ -84,13 +85,14 @@ class Run:
             raise ValueError(f"{error}; {writers}") from None
         if not run.starts:
             raise ValueError(f"{file} holds no run; {writers}")
-        run.steps, run.memory, run.fp8 = (
-            dict(sorted(each.items())) for each in (run.steps, run.memory, run.fp8)
-        )
+        run.steps = dict(sorted(run.steps.items()))
+        run.memory = dict(sorted(run.memory.items()))
+        run.fp8 = dict(sorted(run.fp8.items()))
         return run
 
     def _take(self, line: Line | None) -> None:
         step = None if line is None else number(line.get("step"))
+        # Without a step, or of an unknown kind: counted, not guessed.
         if line is None or step is None or line.get("kind") not in KINDS:
             self.unreadable += 1
             return
@@ -104,6 +106,7 @@ class Run:
         elif kind == "end":
             self.end = line
         elif kind == "metrics":
+            # A step that was trained again after a restart replaces the earlier line.
             self.metrics.setdefault(step, {}).update(numbers(line.get("values")))
         else:
             by_step: dict[int, Line] = {
@@ -114,10 +117,14 @@ class Run:
             by_step[step] = line
 
     def _start(self, line: Line, step: int) -> None:
+        # Step 0 is the beginning of another run in the same file: only the last one is
+        # shown.
         if step == 0 and self.starts:
             unreadable, earlier = self.unreadable, self.earlier + self.starts
             self.__init__(self.name)  # type: ignore[misc]
             self.unreadable, self.earlier = unreadable, earlier
+        # After a restart from a checkpoint, what lies behind it is lost and trained
+        # again.
         kept: list[dict[int, Any]] = [self.steps, self.memory, self.fp8, self.metrics]
         for by_step in kept:
             for lost in [other for other in by_step if other > step]:
@@ -148,6 +155,7 @@ class Run:
     def last(self, name: str) -> Mapping[str, Any]:
         """Return an object of the last report that has one under this name; empty if
         none has."""
+        # From the last report back, since not every report has every object.
         found = (
             each[name]
             for each in reversed(self.steps.values())
@@ -166,7 +174,10 @@ class Run:
             *([self.end] if self.end else []),
         ]
         times = [
-            time for line in lines if (time := number(line.get("time"))) is not None
+            # Lines may be out of order: the earliest and the latest time count.
+            time
+            for line in lines
+            if (time := number(line.get("time"))) is not None
         ]
         return max(times) - min(times) if times else 0.0
 

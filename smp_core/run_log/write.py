@@ -35,6 +35,7 @@ def append(path: Path, kind: str, /, **fields: Any) -> None:
         kind: of the line.
         fields: in types that JSON has.
     """
+    # A path that failed once would fail, and warn, at every line.
     if path in _given_up:
         return
     try:
@@ -42,6 +43,7 @@ def append(path: Path, kind: str, /, **fields: Any) -> None:
             {"kind": kind, "time": round(time.time(), 3), **_finite(fields)},
             allow_nan=False,
         )
+        # Lines come from several threads, and each has to stay whole.
         with _lock:
             _append_line(path, line.encode())
     except (OSError, TypeError, ValueError) as error:
@@ -53,10 +55,11 @@ def _append_line(path: Path, line: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         # A run that was killed, or met a full disk, may have left a part of a line.
-        begun = (
-            file.seek(0, os.SEEK_END) > 0
-            and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-        )
+        # Then the half line is closed, and counts as one that cannot be read.
+        begun = False
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            begun = file.read(1) != b"\n"
         file.write((b"\n" if begun else b"") + line + b"\n")
 
 
@@ -101,6 +104,7 @@ def start(path: Path, step: int) -> RunLog:
     """Open the log of a run, in the place of one that an earlier run may have left
     open."""
     global _open
+    # Warnings go to the newest log only.
     close(_open)
     _given_up.discard(path)
     _open = RunLog(path, step)

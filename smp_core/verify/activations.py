@@ -76,6 +76,7 @@ class Activations:
         # The random state that code outside of modules has begun with.
         self._outside: torch.Tensor | None = None
         self._hooks: list[RemovableHandle] = []
+        # Hooks on every module, whatever the face has done to it.
         for name, module in model.named_modules():
             own = clean_name(name)
             if name.endswith(("_orig_mod", "_checkpoint_wrapped_module")):
@@ -88,7 +89,7 @@ class Activations:
             )
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks: looking at activations costs a pass over each of them."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -103,6 +104,7 @@ class Activations:
 
     def end_forward(self) -> None:
         """Close the look: backward begins."""
+        # What code outside of modules has drawn until now.
         self._look_outside()
         self._outside, self.is_open = None, False
 
@@ -114,8 +116,10 @@ class Activations:
 
     def _before(self, name: str) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            # Evaluations, and forwards repeated in backward, are not compared.
             if not self._counts(module):
                 return
+            # The outermost module begins: before it, the step's own code has run.
             if not self._stack:
                 self._look_outside()
             call = self._calls[name]
@@ -127,6 +131,7 @@ class Activations:
 
     def _behind(self, name: str) -> Any:
         def behind(module: nn.Module, args: Any, output: Any) -> None:
+            # A call that was not entered while counting is not left, either.
             if (
                 not self._counts(module)
                 or not self._stack
@@ -134,11 +139,13 @@ class Activations:
             ):
                 return
             _, call, random = self._stack.pop()
+            # Numbers were drawn inside; children that drew have noted themselves.
             if not torch.equal(random, torch.get_rng_state()):
                 inside = f"{name}." if name else ""
                 if not any(child.startswith(inside) for child in self._drew):
                     self.draws.append(name)
                 self._drew.add(name)
+            # What modules draw is not the step's own.
             if not self._stack and self._outside is not None:
                 self._outside = torch.get_rng_state()
             self._note("out of", name, call, output)
@@ -154,7 +161,9 @@ class Activations:
             if side == "into" and tensor.ndim == 0:
                 # A count of targets, a temperature: an option and no activation.
                 continue
+            # A DTensor's own part: sums over ranks make the tensor whole.
             local = local_part(tensor)
+            # float64: sums of many elements have to agree to 9 digits.
             value = local.detach().double()
             sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()])
             total, magnitude, squares = sums.tolist()
@@ -202,6 +211,7 @@ def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[Place, Moments]:
             found[event.place] = Moments(
                 event.place, 0, event.dims, 0.0, 0.0, 0.0, event.dtype
             )
+        # Elements add up too: they tell how many copies the ranks hold.
         together = found[event.place]
         together.elements += event.elements
         together.total += event.total
@@ -220,6 +230,7 @@ def difference(here: Moments, there: Moments) -> float | None:
     """
     if there.elements == 0 or here.elements % there.elements:
         return None
+    # Ranks that hold the same elements make a whole number of copies.
     copies = here.elements // there.elements
     if there.dims == 0:
         # A mean over a rank's samples, of which one process has the mean; or its part

@@ -39,6 +39,7 @@ def map_batch(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch with every tensor changed; what is no tensor stays."""
     if isinstance(batch, Tensor):
         return change(batch)
+    # Mappings of other classes (BatchEncoding) keep their class.
     if isinstance(batch, Mapping):
         changed = {key: map_batch(value, change) for key, value in batch.items()}
         return _like(batch, changed)
@@ -68,6 +69,7 @@ def sample_hashes(batch: Any) -> list[str]:
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:
+    # Eight bytes: enough to tell some thousand samples apart.
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         # Dtype and shape too: equal bytes of another shape are another sample.
@@ -99,6 +101,7 @@ def natural_samples(
         None where samples are made anew each time they are read: augmentations, masks
             that a collator draws.
     """
+    # Samplers may have generators of their own, whose states would move.
     samplers = [
         loader,
         loader.sampler,
@@ -110,6 +113,8 @@ def natural_samples(
         generator for generator in found if isinstance(generator, torch.Generator)
     ]
     readings = []
+    # Each reading begins with another seed. A sample that comes out the same every time
+    # is not made from random numbers.
     for seed in range(READINGS):
         with _random_states_kept(generators):
             readings.append(_read_with(seed, loader, change))
@@ -125,9 +130,12 @@ def _read_with(
     """Return hashes of a loader's first samples, made with the random numbers of a
     seed; their order is not."""
     dataset, batch_sampler = loader.dataset, loader.batch_sampler
+    # A stream has no indexes: its first batch is read.
     if isinstance(dataset, IterableDataset):
         _seed(seed)
         return _read(loader, 1, change)
+    # The order is fixed by the first batch of indexes, so that only the samples
+    # themselves are compared.
     indexes: Any = next(
         iter(loader.sampler if batch_sampler is None else batch_sampler)
     )
@@ -184,6 +192,7 @@ def join(batches: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return _join_tensors(batches)
     if isinstance(first, Mapping):
+        # Other keys would mean other samples.
         if any(set(batch) != set(first) for batch in batches):
             raise NotJoinable("the ranks' batches have different keys")
         joined = {}

@@ -39,10 +39,15 @@ def likely_causes(
         "buffers": _of_buffers,
         "metrics": _of_metrics,
     }
+    # Each kind of difference has its own list of causes.
     causes = list(by_kind[found.part.what](found, found.part, ranks, alone))
     # Replicas that hold different weights explain whatever else differs.
-    if found.part.what not in ("samples", "replicas") and _replicas_differ(found):
+    replicas_differ = any(
+        row.what == "replicas" and row.agrees is False for row in found.rows
+    )
+    if found.part.what not in ("samples", "replicas") and replicas_differ:
         causes.insert(0, _MISSING_SYNC)
+    # Two lists may name the same cause.
     return list(dict.fromkeys(causes))
 
 
@@ -50,10 +55,6 @@ _MISSING_SYNC = (
     "missing sync: replicas hold different weights; gradients are not added up over all of them (a backward pass "
     "outside of the strategy or accelerator, parameters that are stepped by code of your own)"
 )
-
-
-def _replicas_differ(found: Comparison) -> bool:
-    return any(row.what == "replicas" and row.agrees is False for row in found.rows)
 
 
 def _of_samples(
@@ -90,6 +91,7 @@ def _of_activations(
     found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
 ) -> Iterator[str]:
     degrees = ranks[0].facts.get("degrees", {})
+    # The first layer that differs is a BatchNorm: nothing else needs to be guessed.
     name = part.where
     if name in ranks[0].facts.get("BatchNorm per rank", []):
         yield (
@@ -181,6 +183,7 @@ def _of_gradients(
     ours, theirs = ranks[0].gradients, alone.gradients
     # Without the gradients themselves only their norms are known.
     if part.step > 1 or ours is None or theirs is None:
+        # Which parameter is off is not known; the ratio of norms is.
         factor = ranks[0].norms[part.step - 1] / max(alone.norms[part.step - 1], 1e-30)
         if not _near(factor, 1.0) and _is_simple(factor):
             yield f"wrong divisor: gradients are {factor:.4g} times those of one process"
@@ -189,7 +192,9 @@ def _of_gradients(
     # Which parameters differ, which have no gradient at all, and by what factor the
     # others are off.
     off = gradient_differences(ours, theirs, found.tolerance)
-    parted = [name for name, value in off.items() if value > found.tolerance.gradients]
+    limit = found.tolerance.gradients
+    parted = [name for name, value in off.items() if not value <= limit]
+    # A gradient that is exactly zero was never computed.
     lost = [
         name
         for name in parted
@@ -367,6 +372,7 @@ def _common(factors: Sequence[float]) -> float | None:
     known = sorted(factor for factor in factors if factor == factor)  # without nan
     if not known:
         return None
+    # The median of all factors, and how many are near it.
     middle = known[len(known) // 2]
     near = [factor for factor in known if abs(factor - middle) <= 2e-2 * abs(middle)]
     return middle if len(near) >= 0.7 * len(factors) else None

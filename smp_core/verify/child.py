@@ -56,6 +56,7 @@ class _FacesAfterFrameworks(importlib.abc.MetaPathFinder):
         if fullname not in self._waiting:
             return None
         self._waiting.remove(fullname)
+        # The finder has removed the name, so that this looks among the others.
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -73,13 +74,16 @@ def prepare() -> None:
     """Seed this process, and put the recorders in place."""
     request = requested()
     assert request is not None
+    # Before the script: what it draws is then the same on all ranks.
     random.seed(SEED)
     torch.manual_seed(SEED)
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy").random.seed(SEED)
+    # Models that make parameters without a dtype get float64.
     if request.float64:
         torch.set_default_dtype(torch.float64)
         _stay_in_float64()
+    # The server may have imported a framework before the fork.
     for name in FACES:
         if name in sys.modules:
             _install(name)
@@ -89,6 +93,7 @@ def prepare() -> None:
 def _stay_in_float64() -> None:
     """Let float64 tensors stay what they are where code asks for float32, as norms and
     losses of Transformers do."""
+    # Where code asks for float32 the difference would be rounding of float32.
     own_float, own_to = Tensor.float, Tensor.to
 
     def as_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -100,6 +105,7 @@ def _stay_in_float64() -> None:
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.dtype == torch.float64:
+            # The dtype may stand in either place.
             args = tuple(
                 torch.float64 if each is torch.float32 else each for each in args
             )
@@ -145,12 +151,14 @@ def train(command: Sequence[str]) -> None:
         function, arguments, keywords = pickle.loads(Path(command[1]).read_bytes())
         function(*arguments, **keywords)
     else:
+        # As Python does for a script.
         sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
         try:
             runpy.run_path(command[0], run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
+    # The recorder ends the process in time; coming here means that it did not.
     refuse(_ended_early(request))
 
 

@@ -91,6 +91,8 @@ class Comparison:
         self.rows.append(row)
         if row.agrees is False:
             place = part or Part(0, row.what, "", row.found)
+            # Rows come in the order of a step, so the first of a step is where it
+            # parts; later rows may belong to earlier steps.
             if self.part is None or place.step < self.part.step:
                 self.part = place
 
@@ -110,6 +112,8 @@ def compare(
         one_by_one: whether it took them one after another, so that it called each
             module more often.
     """
+    # One process then called each module once for each rank's batch: its calls are put
+    # together as ranks' are.
     if one_by_one:
         alone = replace(
             alone,
@@ -125,9 +129,11 @@ def compare(
     _compare_samples(found, ranks, alone)
     _compare_start(found, first, alone)
     _compare_activations(found, ranks, alone)
-    _compare_losses(found, ranks, alone)
+    losses, theirs = losses_of(ranks), losses_of([alone])
+    _compare_by_step(found, "loss", losses, theirs, tolerance.loss)
     _compare_gradients(found, ranks, alone)
-    _compare_norms(found, ranks, alone)
+    norms = first.norms
+    _compare_by_step(found, "gradient norm", norms, alone.norms, tolerance.gradients)
     _compare_weights(found, first, alone)
     _compare_replicas(found, ranks)
     _compare_metrics(found, ranks, alone)
@@ -139,6 +145,7 @@ def compare(
 
 def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
     # Ranks that hold one batch together have to have read the same.
+    # Reversed, so that the first reader of a batch stands for it.
     readers = {record.data_rank: record for record in reversed(ranks)}
     for record in ranks:
         if record.samples != readers[record.data_rank].samples:
@@ -153,6 +160,7 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
         counts = Counter(
             hash_ for reader in readers.values() for hash_ in reader.samples[step]
         )
+        # Sets: a sample that one rank reads twice is not shared by several.
         inside = Counter(
             hash_ for reader in readers.values() for hash_ in set(reader.samples[step])
         )
@@ -173,6 +181,7 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
     for step in range(len(alone.samples)):
         by_reader = [reader.samples[step] for reader in readers.values()]
         consumed.append(Counter(itertools.chain.from_iterable(by_reader)))
+    # A batch without tensors (lists of texts) has nothing to hash.
     total = sum(sum(step.values()) for step in consumed)
     if not total:
         found.rows.append(Row("samples", "no tensors in the batches", agrees=None))
@@ -218,6 +227,7 @@ def _row_of_order(
         return Row(
             "samples", f"{read}; those that one process reads, step by step{whole}"
         )
+    # The same samples, of another order: another finding than other samples.
     if sum(consumed[:steps], Counter()) == Counter(natural[:place]):
         return Row(
             "samples",
@@ -249,6 +259,7 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
             Part(0, "start", missing[0], words),
         )
         return
+    # Relative to each tensor's own norm.
     off = {}
     for name, value in alone.start.items():
         if _is_float(value):
@@ -256,13 +267,15 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
                 norm(value), 1e-30
             )
     limit = 1e-2
+    # Only rounding of the dtype is allowed: nothing was computed yet.
     if found.tolerance.dtype.startswith("float64"):
         limit = 1e-12
     elif found.tolerance.dtype == "float32":
         limit = 1e-6
     worst = _worst(off)
     row = _row("weights at the start", worst, off, limit)
-    many = sum(value > limit for value in off.values())
+    # `not <=` here and below: a nan is a difference.
+    many = sum(not value <= limit for value in off.values())
     words = f"{many} of {len(off)} tensors begin with other values, {worst} first"
     found.note(row, Part(0, "start", worst, words))
 
@@ -281,6 +294,7 @@ def _compare_activations(
     for there in alone.events:
         here = together.get(there.place)
         off = None if here is None else difference(here, there)
+        # Not called there, or cut so that its elements are no multiple.
         if off is None:
             skipped.append(there.name)
             continue
@@ -305,12 +319,15 @@ def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
     counts on the stage that has it: others have a stand-in there, which gives zeros."""
     by_stage: dict[int, list[list[Moments]]] = {}
     for record in ranks:
+        # A micro-batch of a pipeline is a call of its own; all of a batch count as one.
         events = in_fewer_calls(record.events, record.facts.get("calls of a batch", 1))
         by_stage.setdefault(record.facts.get("stage", 0), []).append(events)
     stages = [over_ranks(by_stage[stage]) for stage in sorted(by_stage)]
     together: dict[Place, Moments] = {}
     for event in alone.events:
         having = [moments[event.place] for moments in stages if event.place in moments]
+        # A stand-in gives zeros, so the stage whose moments are not zero has the
+        # module.
         working = [moments for moments in having if moments.magnitude != 0.0] or having
         if working:
             together[event.place] = working[0]
@@ -350,19 +367,9 @@ def losses_of(records: Sequence[Record]) -> list[float]:
     steps = []
     for step in range(len(records[0].losses)):
         values = [value for record in records for value in record.losses[step]]
+        # The mean over micro-batches and ranks, as gradients are averaged.
         steps.append(math.fsum(values) / len(values) if values else math.nan)
     return steps
-
-
-def _compare_losses(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
-    ours, theirs = losses_of(ranks), losses_of([alone])
-    _compare_by_step(found, "loss", ours, theirs, found.tolerance.loss)
-
-
-def _compare_norms(found: Comparison, ranks: Sequence[Record], alone: Record) -> None:
-    _compare_by_step(
-        found, "gradient norm", ranks[0].norms, alone.norms, found.tolerance.gradients
-    )
 
 
 def _compare_by_step(
@@ -375,13 +382,16 @@ def _compare_by_step(
     """Compare a number of each step; differences of later steps may have grown, and are
     allowed more."""
     off = []
+    # A loss of inf or nan on both sides is the script's own.
     for mine, other in zip(ours, theirs, strict=True):
         both_nan = mine != mine and other != other
         off.append(0.0 if both_nan else abs(mine - other) / max(abs(other), 1e-30))
     if all(value != value for value in theirs):
         found.rows.append(Row(what, "the script gave none", agrees=None))
         return
+    # Differences grow with the steps: each step is allowed one limit more.
     grown = [value / (1 + step) for step, value in enumerate(off)]
+    # `not <=` instead of `>`: a nan is a difference.
     parted = [step for step, value in enumerate(grown) if not value <= limit]
     shown = f"{ours[-1]:.7g} against {theirs[-1]:.7g} in step {len(ours)}"
     part = None
@@ -405,7 +415,8 @@ def _compare_gradients(
     off = gradient_differences(ours, theirs, found.tolerance)
     worst = _worst(off)
     row = _row("gradients of step 1", worst, off, found.tolerance.gradients)
-    many = [name for name, value in off.items() if value > found.tolerance.gradients]
+    limit = found.tolerance.gradients
+    many = [name for name, value in off.items() if not value <= limit]
     words = f"gradients of {len(many)} of {len(off)} parameters differ: {_names(many)}"
     found.note(
         row, Part(1, "gradients", _last_in_forward(many, alone.events) or worst, words)
@@ -434,6 +445,8 @@ def gradient_differences(
         if name not in ours or name not in theirs:
             off[name] = 1.0
             continue
+        # A parameter's gradient may be nothing but rounding; it is held against what
+        # gradients of this model are.
         floor = typical * tolerance.floor * math.sqrt(theirs[name].numel())
         off[name] = norm(ours[name].double() - theirs[name].double()) / max(
             norm(theirs[name]), floor, 1e-30
@@ -473,6 +486,7 @@ def weight_differences(
     in it."""
     changes = updates(theirs, start)
     typical = root_mean_square(changes.values())
+    # Likewise: a weight that hardly moves is held against what others do.
     off = {}
     for name, change in changes.items():
         floor = 1e-2 * typical * math.sqrt(change.numel())
@@ -488,6 +502,7 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
         found.missing.append(
             f"weights of {_names(rounding)} (their gradients are rounding, which Adam makes steps of)"
         )
+    # Behind the first step, and behind the last if there is another.
     steps = [(1, first.first, alone.first)]
     if len(alone.norms) > 1:
         steps.append((len(alone.norms), first.end, alone.end))
@@ -496,7 +511,7 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
         off = {name: value for name, value in off.items() if name not in rounding}
         worst, limit = _worst(off), found.tolerance.weights
         buffers = [name for name in off if name in first.facts.get("buffers", [])]
-        many = [name for name, value in off.items() if value > limit]
+        many = [name for name, value in off.items() if not value <= limit]
         words = f"{len(many)} of {len(off)} tensors differ behind step {step}: {_names(many)}"
         kind = "buffers" if many and set(many) <= set(buffers) else "weights"
         found.note(
@@ -508,6 +523,7 @@ def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
 def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:
     if alone.gradients is None or tolerance.dtype.startswith("float64"):
         return []
+    # Adam divides a gradient by its own size, so rounding alone makes a full step.
     typical = root_mean_square(alone.gradients.values())
     small = typical * tolerance.floor
     return [
@@ -522,6 +538,8 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     # Parameters, against the first rank that holds each.
     apart: dict[str, list[int]] = {}
     for record in ranks:
+        # Ranks hold other parameters on other pipeline stages: the first holder is
+        # compared with.
         for name, digest in record.digests.items():
             holder = next(each for each in ranks if name in each.digests)
             if not _same(digest, holder.digests[name]):
@@ -539,6 +557,7 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     first = ranks[0]
     names = []
     for name in first.buffers:
+        # Not every stage has every buffer.
         if not all(_same_buffer(record, first, name) for record in ranks):
             names.append(name)
     if names:
@@ -571,9 +590,10 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
         off[name] = 0.0 if both_nan else abs(mine - other) / max(abs(other), 1e-30)
     if not off:
         return
+    # Logged numbers come from all steps, and may have grown apart like the loss.
     limit = found.tolerance.loss * (1 + len(alone.norms))
     worst = _worst(off)
-    many = [name for name, value in off.items() if value > limit]
+    many = [name for name, value in off.items() if not value <= limit]
     shown = f"{worst}: {ours[worst]:.7g} against {theirs[worst]:.7g}"
     words = (
         f"logged {worst} is {ours[worst]:.7g} and on one process {theirs[worst]:.7g}"
@@ -588,6 +608,7 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
 
 
 def _worst(off: Mapping[str, float]) -> str:
+    # nan is worse than any number.
     return max(
         off,
         key=lambda name: math.inf if off[name] != off[name] else off[name],

@@ -56,6 +56,7 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
         ValueError: no ``knob=value``, an unknown knob, a value that is not allowed,
             degrees that do not fit the ranks.
     """
+    # Extra words beside the knobs belong to the run, not to the configuration.
     given = dict(layout) if isinstance(layout, Mapping) else _pairs(layout)
     per_node = given.pop("ranks_per_node", None)
     asked = given.pop("ranks", ranks)
@@ -87,6 +88,7 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
     # "node" shows something only where there are two of them.
     if shard == "node" and per_node is None:
         per_node = max(1, size // 2)
+    # Axes that are not given are off, whatever the script has.
     knobs = {**dict.fromkeys(_KNOBS[1:], 1), **given}
     return Trial(
         knobs, size, None if per_node is None else _count("ranks_per_node", per_node)
@@ -96,6 +98,7 @@ def read_layout(layout: str | Mapping[str, Any], ranks: int | None = None) -> Tr
 def _pairs(text: str) -> dict[str, Any]:
     found = {}
     for pair in text.replace(",", " ").split():
+        # Commas or blanks between pairs.
         name, equals, value = pair.partition("=")
         if not equals or not name or not value:
             raise ValueError(
@@ -117,6 +120,7 @@ def tell_degrees(request: Request, config: SmpConfig, world: int) -> None:
     Args:
         world: ranks that it would have; 0: not known.
     """
+    # Asked, not decided: deciding needs the model.
     degrees = {name: getattr(config, name) for name in _KNOBS}
     request.folder.mkdir(parents=True, exist_ok=True)
     (request.folder / _LOOK).write_text(
@@ -147,6 +151,7 @@ def shrink(degrees: Mapping[str, Any], world: int) -> Trial:
     if shard == "world":
         small_shard, replicas = max(2, context), 1
     elif isinstance(shard, int):
+        # World divided by one copy of the model: its replicas.
         outside = world // math.prod(
             [
                 shard,

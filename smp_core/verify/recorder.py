@@ -1,5 +1,5 @@
-"""Recorder: what one process of a run writes down for `smp verify`, told by the faces'
-own hooks.
+"""Recorder: what one process of a run writes down for `smp verify`. The faces' own
+hooks call it.
 
     begin          the model and its optimizers are there: weights of the start, hooks on modules
     batch          a batch was read: noted on ranks, replaced by the ranks' batches in one process
@@ -101,6 +101,7 @@ class Recorder:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        # One process stands for all ranks of its layout, and has a record of one.
         self.record = Record(_rank(), request.ranks if request.role == "ranks" else 1)
         self.parallel: ParallelModel | None = None
         self._model: nn.Module | None = None
@@ -126,6 +127,7 @@ class Recorder:
             model: the whole module.
             parallel: its handle on ranks; None in one process.
         """
+        # A face may call this from several hooks; the first counts.
         if self._model is not None:
             return
         self._model, self.parallel = model, parallel
@@ -135,8 +137,10 @@ class Recorder:
                 parallel.mesh.data_size,
             )
         self._note_facts(model)
+        # With dropout on, ranks and one process would draw different masks.
         if not self.request.keep_dropout:
             self.record.facts["dropout off"] = turn_off_dropout(model)
+        # Before any step, and after dropout: the rest of the run starts from here.
         self.record.start = self._weights()
         self._activations = Activations(model)
 
@@ -157,6 +161,7 @@ class Recorder:
         facts["dtypes"] = sorted(
             {str(each.dtype).removeprefix("torch.") for each in parameters}
         )
+        # Which buffers differ matters for the likely cause (BatchNorm).
         facts["buffers"] = [clean_name(name) for name, _ in model.named_buffers()]
         facts["frozen"] = [
             clean_name(name)
@@ -181,6 +186,7 @@ class Recorder:
                 for name in ("compression", "fp8")
                 if knobs.asked(name) != getattr(_PLAIN, name)
             ]
+            # Computing in fewer bits widens the tolerance.
             facts["dtypes"] += [
                 str(dtype)
                 for dtype in (knobs.param_dtype, knobs.reduce_dtype)
@@ -199,11 +205,13 @@ class Recorder:
         batch = self.as_computed(batch)
         number = self._read.get(loader, 0)
         self._read[loader] = number + 1
+        # One process trains on exactly what the ranks read.
         if self.request.role == "one process":
             given = self._given_batches(loader)
             if number < len(given):
                 batch = given[number]
         else:
+            # A copy, since training may change the batch in place.
             copy = map_batch(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
             self._batches.setdefault(loader, []).append(copy)
         return batch
@@ -234,6 +242,7 @@ class Recorder:
         self._samples.append(hash_)
 
     def _given_batches(self, loader: str) -> list[Any]:
+        # Read once: batches of all loaders lie in the same files.
         if self._given is None:
             try:
                 self._given = joined_batches(
@@ -270,9 +279,11 @@ class Recorder:
         Args:
             norm: over all ranks, where the trainer has computed it.
         """
+        # The norm is computed where the trainer has none, from complete gradients.
         if norm is None:
             norm = self._gradient_norm()
         self._norm = float(norm)
+        # Gradients by parameter are large: those of the first step are enough.
         if not self.record.norms and self.record.gradients is None:
             self.record.gradients = self._gradients()
 
@@ -302,10 +313,12 @@ class Recorder:
         record.losses.append(self._losses)
         record.norms.append(self._norm)
         record.samples.append(self._samples)
+        # Counts begin anew for the next step.
         self._losses, self._samples, self._norm = [], [], float("nan")
         if len(record.norms) == 1:
             record.first = self._weights()
             if self._activations is not None:
+                # Later activations differ by grown rounding, and are not looked at.
                 self._activations.close()
                 record.events, record.draws = (
                     self._activations.events,
@@ -321,9 +334,11 @@ class Recorder:
 
     def finish(self) -> None:
         """Write the record and end this process, with status 0. Collective."""
+        # The end's weights need all ranks, so they come before any rank ends.
         self.record.end = self._weights()
         self._note_digests()
         self.write()
+        # A rank that ended earlier would look lost to the others.
         if dist.is_initialized():
             dist.barrier()
         end_process()
@@ -333,6 +348,8 @@ class Recorder:
         folder = self.request.folder
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.record, folder / f"rank{self.record.rank}.pt")
+        # Ranks that hold one batch together have equal copies of it: one of them
+        # writes.
         if self._batches and self._is_first_of_its_readers():
             torch.save(self._batches, folder / f"batches{self.record.data_rank}.pt")
 
@@ -348,6 +365,7 @@ class Recorder:
         """Return full weights and buffers, on rank 0. Collective."""
         assert self._model is not None
         if self.parallel is None:
+            # The names of one process have no wrappers' parts either.
             state: Mapping[str, Any] = self._model.state_dict()
             state = {clean_name(name): value for name, value in state.items()}
             return {
@@ -355,6 +373,7 @@ class Recorder:
                 for name, value in state.items()
                 if isinstance(value, torch.Tensor)
             }
+        # Parameters that are gathered at the moment would be saved as such.
         self.parallel.reshard()
         state = full_state_dict(
             self.parallel.model_state(), stages=self.parallel.stage_group
@@ -382,6 +401,7 @@ class Recorder:
                 gradients[own] = parameter
             elif parameter.requires_grad:
                 if parameter.grad is None:
+                    # A gradient of None is compared as zeros, and noted.
                     self.record.without_gradient.append(own)
                 gradients[own] = (
                     torch.zeros_like(parameter)
@@ -401,6 +421,8 @@ class Recorder:
             return
         for name, parameter in self._model.named_parameters():
             if not is_absent(parameter):
+                # All shards of this rank's replica: replicas are compared by their
+                # sums.
                 full = (
                     parameter.full_tensor()
                     if isinstance(parameter, DTensor)
@@ -452,6 +474,7 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
     """
     found = []
     for name, module in model.named_modules():
+        # Modules that call a dropout function keep its probability as a number.
         knobs = [
             key
             for key, value in vars(module).items()
@@ -486,6 +509,8 @@ def joined_batches(folder: Path, one_by_one: bool) -> dict[str, list[Any]]:
     by_rank = [torch.load(path, weights_only=False) for path in files]
     given: dict[str, list[Any]] = {}
     for loader in by_rank[0]:
+        # The n-th batches of all ranks belong together; what one rank lacks ends them
+        # all.
         together = zip(*(batches.get(loader, []) for batches in by_rank), strict=False)
         if one_by_one:
             given[loader] = [batch for batches in together for batch in batches]

@@ -51,6 +51,7 @@ class Report:
 
 def _table(comparison: Comparison) -> Table:
     limits = comparison.tolerance
+    # The tolerance in words stands under the table.
     table = Table(
         title=comparison.words,
         caption=f"one process: {comparison.reference}; {limits.dtype}",
@@ -80,6 +81,8 @@ def _verdict(comparison: Comparison) -> Sequence[str]:
     lines = []
     part = comparison.part
     if part is None:
+        # Agreement needs no reasons; a difference has a place, causes and what was left
+        # out.
         lines.append("agrees with one process")
     else:
         when = "before training" if part.step == 0 else f"in step {part.step}"

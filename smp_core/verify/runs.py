@@ -74,6 +74,7 @@ class Server:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        # One process imports torch and the trainer; runs are forked from it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", SERVER, *modules],
             stdin=subprocess.PIPE,
@@ -95,6 +96,7 @@ class Server:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
+        # It ends when its input does.
         self._process.wait()
         self._output.close()
 
@@ -122,6 +124,7 @@ class Server:
 
     def _order(self, order: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
+        # A server that has ended answers nothing; its own output says why.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -162,20 +165,24 @@ class Runs:
         request.folder.mkdir(parents=True, exist_ok=True)
         size = request.ranks if request.role == "ranks" else 1
         logs = [request.folder / f"output{rank}.txt" for rank in range(size)]
+        # All ranks of a run meet at one port.
         port = _free_port()
         children = []
         for rank, log in enumerate(logs):
             environment = _environment(request, rank, size, port, ranks_per_node)
+            # Ranks share the cores of this machine.
             threads = max(1, (os.cpu_count() or 1) // size)
             children.append(self.server.start(environment, self.command, log, threads))
         try:
             with long_wait(_WORK[request.role].format(ranks=size)):
                 self._wait(children)
         finally:
+            # After an error or the limit some are still running.
             running = [child for child in children if child not in self.server.ended()]
             for child in running:  # with the data workers in its session
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child, signal.SIGKILL)
+            # A process that is killed takes a moment to end, and its log with it.
             while running and not set(running) <= self.server.ended().keys():
                 time.sleep(0.02)
         ended = self.server.ended()
@@ -186,7 +193,7 @@ class Runs:
     def _wait(self, children: Sequence[int]) -> None:
         """Wait until all have ended, one has failed, or the time is over."""
         deadline = time.monotonic() + self.limit
-        failed = False
+        failed = False  # the first failure shortens the wait, later ones do not
         while time.monotonic() < deadline:
             statuses = [self.server.ended().get(child) for child in children]
             if None not in statuses:
@@ -204,6 +211,7 @@ def modules_for(command: Sequence[str]) -> list[str]:
         RunFailed: there is no such script.
     """
     if command[0] == "--call":
+        # What the call needs is told by the modules in its pickle.
         call = Path(command[1]).read_bytes()
         return [name for name, face in _FACES.items() if face in call]
     try:
@@ -224,6 +232,7 @@ def _how_it_failed(
         own[0] if own else next(rank for rank, status in enumerate(statuses) if status)
     )
     lines = logs[first].read_text(errors="replace").strip().splitlines()
+    # A refusal is one line, meant for the user as it is.
     refused = [line for line in lines if line.startswith(REFUSED)]
     if refused:
         return refused[-1].removeprefix(REFUSED)
@@ -254,6 +263,7 @@ def _environment(
     request: Request, rank: int, size: int, port: int, ranks_per_node: int | None
 ) -> dict[str, str]:
     environment = {
+        # The user's variables, then the request, over them.
         "TOKENIZERS_PARALLELISM": "false",
         **_inherited(),
         **request.to_environment(),
@@ -261,6 +271,7 @@ def _environment(
     if request.cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["ACCELERATE_USE_CPU"] = "true"
+    # Ranks are started as torchrun would.
     if request.role == "ranks":
         environment.update(_launched(rank, size, port))
     if ranks_per_node is not None:

@@ -26,9 +26,11 @@ from smp_core.verify.child import FACES, prepare, train
 
 def main() -> None:
     """Import what the command line names, and serve until the input ends."""
+    # Before any fork, so children share these pages.
     for name in sys.argv[1:]:
         importlib.import_module(name)
         importlib.import_module(FACES[name][0])
+    # Copies: the children's own output must not be taken for answers.
     orders, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports and children print is no answer
     started: list[int] = []
@@ -44,7 +46,7 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     _reap(ended)
-    for child in set(started) - ended.keys():  # whoever gave the orders was killed
+    for child in set(started) - ended.keys():  # the process that gave orders was killed
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
 
@@ -55,11 +57,13 @@ def _start(what: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         return child
+    # A session of its own, so that a run can be killed with all that it started.
     os.setsid()
     output = os.open(what["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    # The environment of this run, and nothing of the server's.
     os.environ.clear()
     os.environ.update(what["environment"])
     torch.set_num_threads(what["threads"])
@@ -85,6 +89,7 @@ def _start(what: dict[str, Any]) -> int:
 def _reap(ended: dict[int, int]) -> None:
     while True:
         try:
+            # Without WNOHANG this would wait for a training to end.
             child, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return

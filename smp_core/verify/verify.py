@@ -65,6 +65,7 @@ class Verification:
 
     def own_layout(self) -> Trial:
         """Return the script's own layout, shrunk."""
+        # A run that only tells which degrees the script asks for.
         looking = self._request("look")
         self.say("looking at the script's layout")
         self.runs.run(looking)
@@ -77,6 +78,7 @@ class Verification:
         self.say(trial.words)
         try:
             self.runs.run(asked, trial.ranks_per_node)
+        # A layout that does not run is a finding, with the end of its output as words.
         except RunFailed as error:
             found = Comparison(
                 trial.words, tolerance_of({}, self.float64), reference="not run"
@@ -94,11 +96,13 @@ class Verification:
             trial.words,
             ranks,
             alone,
+            # The larger limits of the two: one side may compute in fewer bits.
             self._tolerance(ranks[0], alone),
             how == _ONE_BY_ONE,
         )
         found.reference = how
         found.causes = likely_causes(found, ranks, alone)
+        # One more run can tell whether the joining of batches made the difference.
         if self._may_be_the_joining(found, ranks, how):
             self._try_one_by_one(found, asked, ranks)
         return found
@@ -110,11 +114,13 @@ class Verification:
         that did."""
         # A run of one process depends on what was read, and on how BatchNorm normalised
         # it.
+        # Batches are known by the hashes of their samples.
         read = str(
             [(record.data_rank, record.samples) for record in ranks if record.data_size]
         )
         read += str(ranks[0].facts.get("BatchNorm"))
         for how in (_JOINED, _ONE_BY_ONE):
+            # Another layout read the same: its run of one process serves again.
             if read + how in self.alone:
                 return self.alone[read + how], how
             try:
@@ -138,6 +144,7 @@ class Verification:
     def _may_be_the_joining(
         self, found: Comparison, ranks: Sequence[Record], how: str
     ) -> bool:
+        # Only differences that the grouping of samples can make are worth another run.
         kinds = ("activations", "loss", "gradients", "buffers")
         return (
             found.part is not None
@@ -154,6 +161,8 @@ class Verification:
         try:
             alone = self._train_alone(asked, one_by_one=True)
         except RunFailed:
+            # Its error was reported when it ran the first time, or is about grouping
+            # itself.
             return
         again = compare(found.words, ranks, alone, found.tolerance, one_by_one=True)
         # Buffers of BatchNorm and logged numbers are the last micro-batch's, and may
@@ -168,6 +177,7 @@ class Verification:
             )
 
     def _tolerance(self, ranks: Record, alone: Record) -> Any:
+        # Ranks may compute in fewer bits than one process, or the other way round.
         return max(
             (tolerance_of(record.facts, self.float64) for record in (ranks, alone)),
             key=lambda each: each.activations,
@@ -225,6 +235,7 @@ def verify_command(
             "--devices: this machine has none that torch can use; leave it out to verify on CPU ranks"
         )
     began = time.monotonic()
+    # Layouts are read before anything starts: a mistyped knob costs no run.
     trials = [read_layout(layout, ranks) for layout in layouts]
     # Records lie in a folder that goes with this call; the server's processes have
     # imported what the script will.
@@ -238,6 +249,7 @@ def verify_command(
             runs, folder, steps, float64, keep_dropout, not devices, say
         )
         comparisons = [
+            # Without layouts the script's own is verified.
             verification.compare(trial)
             for trial in trials or [verification.own_layout()]
         ]

@@ -1,5 +1,5 @@
-"""The watch over ranks: those that wait, part, die, are told to leave or have fewer
-batches.
+"""The watch over ranks that wait, take different ways, are lost, receive a notice to
+end or have fewer batches.
 
 There is one watch for each process, from its start to its end: ranks show signs of life
 on boards, a lost rank is found and named, and a line says who waits, in what, and where

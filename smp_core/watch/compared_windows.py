@@ -18,7 +18,7 @@ class Compared(Protocol):
     """A window whose comparison only the device knows."""
 
     def told(self) -> Sequence[Any]:
-        """Return what this rank would say of it, as JSON."""
+        """Return this rank's record of it, as JSON."""
 
     def summary(self) -> Sequence[int]:
         """Return the same in a few numbers."""
@@ -26,18 +26,18 @@ class Compared(Protocol):
     def sides(
         self, summaries: Mapping[int, Sequence[int]]
     ) -> Mapping[int, Sequence[int]]:
-        """Return the ranks that say the same, by the first of them, from the summaries
+        """Return the ranks with equal records, by the first of them, from the summaries
         of some."""
 
     def ranks(self) -> Iterable[int]:
         """Return those to compare with."""
 
     def difference(self, by_rank: Mapping[int, Sequence[Any]]) -> str:
-        """Say in words where ranks differ, by what each told; "" where nowhere."""
+        """Return in words where the records of ranks differ; "" where nowhere."""
 
 
 class ComparedWindows:
-    """Comparison of what the ranks say of the windows that their devices compared last.
+    """Comparison of the ranks' records of the windows that their devices compared last.
 
     Args:
         rank: this one.
@@ -54,12 +54,14 @@ class ComparedWindows:
         self._shown_in: int | None = None  # the run
 
     def show(self, boards: Sequence[Board], run: int) -> None:
-        """Put on the boards what this rank says, once in a run: all windows in short
+        """Put this rank's records on the boards, once in a run: all windows in short
         under one key, each whole under its own."""
         if self._shown_in == run:
             return
         self._shown_in = run
         key, windows = f"windows/{run}/{self.rank}", self.windows.items()
+        # The whole windows first: a rank that reads the summary may ask for one at
+        # once.
         for board in boards:
             for number, window in windows:
                 attempt(board.set, f"{key}/{number}", window.told())
@@ -77,6 +79,7 @@ class ComparedWindows:
         device has stopped, this one too.
         """
         self.show(boards, run)
+        # Ranks of other stages or layers compare with others.
         ranks = sorted(
             {rank for window in self.windows.values() for rank in window.ranks()}
         )
@@ -90,6 +93,7 @@ class ComparedWindows:
                 for rank, each in zip(ranks, summaries, strict=False)
                 if each is not None
             }
+            # Lazily, so that one difference ends the search.
             differs = (
                 _difference(boards, run, number, window, known)
                 for number, window in self.windows.items()
@@ -103,6 +107,7 @@ class ComparedWindows:
                     else min(deadline, time.monotonic() + self.interval / 10)
                 )
                 found = first
+            # All ranks were heard, or the time is over.
             if len(known) == len(ranks) or time.monotonic() >= deadline:
                 break
             time.sleep(pause)
@@ -125,6 +130,7 @@ def _difference(
         if str(number) in each
     }
     sides = window.sides(of_window)
+    # Ranks with equal summaries say the same, so one of each side is read whole.
     whole = _values_of(boards, [f"windows/{run}/{asked}/{number}" for asked in sides])
     told = dict(zip(sides, whole, strict=False))
     by_rank = {
@@ -137,6 +143,7 @@ def _difference(
 
 
 def _values_of(boards: Sequence[Board], keys: list[str]) -> list[Any]:
+    # The first board that answers; the other one has the same.
     return next(
         (found for board in boards if (found := attempt(board.values_of, keys))), []
     )

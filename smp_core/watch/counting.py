@@ -4,7 +4,7 @@ Tensor ranks and pipeline stages hold copies of what a batch gave, context ranks
 parts of its sequences. So sums, metrics and gathered values go over
 ``SmpMesh.gradient_group``, one rank for each part of a batch: a sum over tokens is one
 process's. What context ranks count by sample they count once each; it belongs into
-``SmpMesh.data_group``. Which of the two a number is, nobody can see, so equal numbers
+``SmpMesh.data_group``. A number does not show which of the two it is, so equal numbers
 of context ranks are reported once.
 
 torchmetrics synchronise over the whole world unless they are given a group. Their
@@ -49,12 +49,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
+        # One row for each rank, filled in place.
         stacked = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
         dist.all_gather(list(stacked), tensor.contiguous(), group=group)
         return stacked
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        # Each rank's part was used on all ranks, so its gradient is the sum of theirs.
         return _SumOwn.apply(gradient, ctx.group), None
 
 
@@ -65,6 +67,7 @@ class _SumOwn(torch.autograd.Function):
     def forward(ctx: Any, stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         total = stacked.clone(memory_format=torch.contiguous_format)
+        # Rows of other ranks are summed for them; each takes its own.
         dist.all_reduce(total, group=group)
         return total[dist.get_rank(group)].clone()
 
@@ -77,6 +80,7 @@ def report_equal_terms(tensor: Tensor, mesh: SmpMesh, what: str, instead: str) -
     """Compare the terms of a sum over ranks, as long as nothing was reported.
     Collective over those that hold different tokens, where ranks share sequences;
     arguments as in :func:`report_equal_parts`."""
+    # One report is enough; without context ranks nothing is shared.
     if mesh.context_degree == 1 or what in _reported:
         return
     tensor = tensor.detach().contiguous()
@@ -99,10 +103,12 @@ def report_equal_parts(
     context = mesh.context_degree
     if context == 1 or what in _reported:
         return
+    # The first rank of each sequence stands for the others.
     firsts = [parts[place - place % context] for place in range(len(parts))]
     equal = all(
         torch.equal(part, first) for part, first in zip(parts, firsts, strict=True)
     )
+    # Zeros on all ranks say nothing about what was counted.
     if not equal or not any(part.count_nonzero() for part in parts):
         return
     _reported.add(what)
@@ -126,10 +132,12 @@ def synchronize_metrics(mesh: SmpMesh) -> None:
 
     Nothing happens before torchmetrics is imported.
     """
+    # Metrics cannot exist before their package was imported.
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return
     kind, world = torchmetrics.Metric, dist.group.WORLD
+    # A later run wraps torchmetrics' own method, not the replacement of an earlier one.
     original = getattr(kind.sync, "of_torchmetrics", kind.sync)
 
     @functools.wraps(original)
@@ -141,12 +149,15 @@ def synchronize_metrics(mesh: SmpMesh) -> None:
         distributed_available: Any = None,
     ) -> None:
         given = process_group or metric.process_group
+        # A group that the user gave is the user's choice; another process group is
+        # another run's.
         if (
             given is None
             and should_sync
             and dist.is_initialized()
             and dist.group.WORLD is world
         ):
+            # Ranks without a batch first take the states that the sum needs.
             process_group = mesh.gradient_group
             _take_last_stages_state(metric, mesh)
             _match_states(metric, mesh)
@@ -165,6 +176,7 @@ def synchronize_metrics(mesh: SmpMesh) -> None:
 def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
     if mesh.pipeline_degree == 1:
         return
+    # Through the host: metrics may have states of any kind.
     carried = [map_tensors(dict(metric.metric_state), Tensor.cpu)]
     dist.broadcast_object_list(
         carried, group=mesh.column.host, group_src=mesh.pipeline_degree - 1
@@ -186,6 +198,7 @@ def _match_states(metric: Any, mesh: SmpMesh) -> None:
     told: list[Any] = [None] * mesh.gradient_degree
     dist.all_gather_object(told, own, group=mesh.gradient_group)
     for name, value in metric.metric_state.items():
+        # Ranks that have counted nothing have no say.
         kinds = [kinds[name] for kinds in told if kinds[name] is not None]
         if not kinds:
             continue
@@ -194,6 +207,7 @@ def _match_states(metric: Any, mesh: SmpMesh) -> None:
             setattr(metric, name, value.to(dtype))
         elif value:
             setattr(metric, name, [each.to(dtype) for each in value])
+        # Only lists that are concatenated need an empty part of the right shape.
         elif getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat":
             setattr(
                 metric,

@@ -45,10 +45,12 @@ def join(
     own, nothing = iter(batches), object()
     last: Any = nothing
     while True:
+        # An end of the batches is no error here: this rank goes on with its last one.
         batch = next(own, nothing)
         # A copy of the containers, which steps may change: `batch.pop("labels")`.
         last = _copy(last if batch is nothing else batch)
         weight: float = 1
+        # A repeated batch makes the calls, and its loss counts nothing.
         if batch is nothing:
             weight = 0
         elif samples is not None:
@@ -56,23 +58,30 @@ def join(
         if not dist.is_initialized():
             of_all, ranks = float(weight), 1
         else:
+            # Two sums in one all-reduce: of the weights, and of the ranks that have no
+            # batch to repeat.
             with here.waiting("the other ranks' next batch"):
                 (of_all, without), ranks = (
                     _sums(weight, last is nothing),
                     dist.get_world_size(),
                 )
+                # Ranks that never had a batch borrow one; all take part in sending it.
                 if of_all and without:
                     last = _or_anothers(None if last is nothing else last)
+        # No rank had a batch: all stop after the same number.
         if of_all == 0:
             return
+        # The mean over ranks divides by all of them, the weights make it one over those
+        # with batches.
         yield last if batch is nothing else batch, weight * ranks / of_all
 
 
 def _host_group() -> dist.ProcessGroup:
-    """Return the group of all ranks on which hosts tell each other numbers. The first
-    call is collective."""
+    """Return the group of all ranks on which hosts exchange numbers. The first call is
+    collective."""
     world = dist.group.WORLD
     assert world is not None
+    # Kept by group, so that another default group gets another one.
     if world not in _host_groups:
         _host_groups[world] = dist.new_group(
             backend="gloo", timeout=collective_timeout(), group_desc="smp batches"
@@ -96,6 +105,7 @@ def _or_anothers(own: Any) -> Any:
     it has None."""
     group = _host_group()
     having: list[bool] = [False] * dist.get_world_size()
+    # The first rank that has a batch sends it to those without.
     dist.all_gather_object(having, own is not None, group=group)
     source = having.index(True)
     sent = [
@@ -143,6 +153,8 @@ class JoinedLoader:
             isinstance(loader, DataLoader)
             and type(loader.batch_sampler) is BatchSampler
         ):
+            # Lightning would put a DistributedSampler into such a loader; under
+            # JoinedLoader it does not, and every rank would read everything.
             if type(loader.sampler) in (SequentialSampler, RandomSampler):
                 raise ValueError(
                     "JoinedLoader: no sampler is put into this DataLoader, and every rank would read all of its "
@@ -159,22 +171,23 @@ class JoinedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The loader's, which Lightning tells each epoch."""
+        """The loader's own, to which Lightning passes each epoch's number."""
         return getattr(self.loader, "sampler", None)
 
     @property
     def batch_sampler(self) -> Any:
-        """Likewise."""
+        """The loader's own, as :attr:`sampler`."""
         return getattr(self.loader, "batch_sampler", None)
 
     def meet(self) -> None:
-        """Learn the other ranks' lengths. Collective; before anybody asks for this
-        one's."""
+        """Learn the other ranks' lengths. Collective; call it before this one's length
+        is needed."""
         self._has_met = True
         lengths: list[Any] = [length_of(self.loader)]
         if dist.is_initialized():
             lengths *= dist.get_world_size()
             dist.all_gather_object(lengths, lengths[0])
+        # One loader without a length makes the length of all unknown.
         self._length = None if None in lengths else max(lengths)
 
     def __len__(self) -> int:
@@ -188,6 +201,7 @@ class JoinedLoader:
                 "JoinedLoader needs strategy='smp_sharded' of lightning_smp, which weighs the losses of ranks that "
                 "have a batch; leave it out under other strategies"
             )
+        # Weights of an epoch that was broken off must not meet the batches of the next.
         self._fetched.clear()
         for batch, weight in join(self.loader, self._samples):
             self._fetched.append(weight)
@@ -200,7 +214,7 @@ class JoinedLoader:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches; None where the loader does not tell."""
+    """Return the number of batches; None where the loader does not know it."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # of an IterableDataset

@@ -84,8 +84,11 @@ class Meetings:
         """
         group = tuple(range(self.world_size) if ranks is None else ranks)
         if self._over or len(group) == 1:
+            # After `leave` this rank meets no other; in a group of one there is none to
+            # meet.
             return
         self.add_group(group)
+        # Meetings of a group are numbered, so that every rank means the same one.
         self._held[group] += 1
         try:
             # By the stack it would be elsewhere whenever it asks the board.
@@ -110,6 +113,7 @@ class Meetings:
         """Say to those that wait, now or later, that this rank comes to no further
         meeting. Does not wait."""
         if self._over:
+            # A second call has nothing more to say.
             return
         self._over = True
         try:
@@ -117,7 +121,7 @@ class Meetings:
                 self._held[group] += 1
                 self._arrive(group, _END)
         except ConnectionError:
-            return  # nobody is left to tell
+            return  # the board is gone, and with it those that it would reach
 
     def _key(self, group: tuple[int, ...], number: int) -> str:
         # Mesh axes: such ranks are evenly spaced.
@@ -127,7 +131,9 @@ class Meetings:
         """Write where this rank is. Returns the verdict, if that decides the
         meeting."""
         key = self._key(group, self._held[group])
+        # The first rank's place is the one that all others are compared with.
         first, rank = self._board.claim(f"{key}/first", [place, self.rank])
+        # A rank at its end is named second: the remedy is about the call that waits.
         if first != place:
             ours, theirs = (self.rank, place), (rank, first)
             return self._settle(
@@ -135,7 +141,8 @@ class Meetings:
             )
         if self._board.add(f"{key}/arrived", 1) < len(group):
             return ""
-        before = self._key(group, self._held[group] - 1)  # which everybody has left
+        # What is left of the meeting before is removed by the last rank of this one.
+        before = self._key(group, self._held[group] - 1)  # which all ranks have left
         self._board.delete(f"{before}/first", f"{before}/arrived", f"{before}/verdict")
         return self._settle(key, "all")
 
@@ -145,6 +152,7 @@ class Meetings:
 
     def _wait(self, group: tuple[int, ...], place: str, limit: float | None) -> str:
         key = self._key(group, self._held[group])
+        # Each rank watches its neighbour only; together they watch all.
         neighbour = group[(group.index(self.rank) + 1) % len(group)]
         pause = 0.001
         before = -1
@@ -154,8 +162,10 @@ class Meetings:
             if verdict := self._board.get(f"{key}/verdict"):
                 return str(verdict)
             time.sleep(pause)
+            # Short pauses first: usually the others are a moment away.
             pause = min(2 * pause, self.interval / 4)
             ours, theirs = self._board.signs_of([self.rank, neighbour])
+            # The neighbour makes calls that need this rank, so it will not come.
             if neighbour in self.peers and theirs["forwards"] > self.forwards:
                 self._settle(
                     key,
@@ -168,19 +178,21 @@ class Meetings:
                     key,
                     _apart(self.rank, place, neighbour, "the end of a backward pass"),
                 )
+            # A sign of life: the neighbour goes on, and the silence begins anew.
             elif theirs["beats"] != before:
                 before, since = theirs["beats"], ours["beats"]
             elif ours["beats"] - since > _SILENCE:
                 lost = f"rank {neighbour} was lost: it gives no sign of life, and rank {self.rank} waits for it at "
                 self._settle(key, lost + place)
+            # The others live and do not come: that is an error as well.
             if limit is not None and time.monotonic() - begun > limit:
                 others = ", ".join(str(rank) for rank in group if rank != self.rank)
                 missing = f"not all others ({others}) have come there in {limit:g} s"
                 self._settle(
                     key, f"rank {self.rank} is at {place} and {missing}: {_ALL_OF_THEM}"
                 )
-        # Nobody but rank 0 has the board; where it is one of the group, it has just
-        # said so to those that wait.
+        # Rank 0 alone has the board; where it is one of the group, its end is the
+        # verdict, which those that wait have just received.
         return _apart(self.rank, place, 0, _END) if 0 in group else "all"
 
 

@@ -83,6 +83,8 @@ class Preemption:
         validation. On all ranks."""
         self._calls = self._last = 0
         self._next = 1
+        # Paces are measured from here: a validation's steps say nothing about
+        # training's.
         self._checked_at = time.monotonic()
 
     def install(
@@ -104,6 +106,7 @@ class Preemption:
             or threading.current_thread() is not threading.main_thread()
         ):
             return
+        # A handler of the user's for SIGUSR1 has a meaning of its own, so it stays.
         for number in signals:
             installed = signal.getsignal(number)
             users = installed if before is None else before.get(number)
@@ -114,6 +117,8 @@ class Preemption:
 
     def _handler(self, users: Any) -> Any:
         def take(number: int, frame: FrameType | None) -> None:
+            # Nothing else: a handler may run at any instruction, and a save needs all
+            # ranks.
             self.notify(number)
             if users is not None and users is not signal.default_int_handler:
                 users(number, frame)
@@ -129,6 +134,7 @@ class Preemption:
     def notify(self, number: int = signal.SIGTERM) -> None:
         """Tell this process that its end is near, as a signal would; from any thread,
         e.g. one that asks a cloud for spot notices."""
+        # The first notice counts: the grace runs from it.
         if not self._told:
             self._told, self._told_at = int(number), time.monotonic()
 
@@ -142,11 +148,14 @@ class Preemption:
                 of the grace is not over.
         """
         self._calls += 1
+        # All ranks skip the same calls: the next one was agreed upon.
         if not self.grace or self._calls < self._next:
             return False
         now = time.monotonic()
         waited = now - self._told_at if self._told else 0.0
         pace = (now - self._checked_at) / (self._calls - self._last)
+        # Maxima over all ranks: the signal, how long ago it came, and how slow a step
+        # is.
         if self._group is not None:
             numbers = torch.tensor(
                 [float(self._told), waited, pace], dtype=torch.float64
@@ -157,6 +166,8 @@ class Preemption:
             self.signal = int(told)
         else:
             self.signal = self._told
+        # As many steps as fit into the time between two questions, with a bound on
+        # their number.
         every = min(_EVERY_CALLS, max(1, int(_EVERY_SECONDS / max(pace, 1e-9))))
         self._next = self._calls + (1 if self.signal else every)
         self._last, self._checked_at = self._calls, time.monotonic()
@@ -202,6 +213,7 @@ def ignoring_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Restored afterwards, in case that the process does not end after all.
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
@@ -212,6 +224,7 @@ def ignoring_sigterm() -> Iterator[None]:
 def _requeue() -> None:
     """Requeue this SLURM job, if it is one."""
     job = os.environ.get("SLURM_JOB_ID")
+    # A task of an array has a name of its own.
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"

@@ -14,7 +14,7 @@ does a rank that has met the loss and does not come out of what it is in.
 
 There is one :class:`RankWatch` for each process group, however many accelerators and
 Trainers stand on it. It outlives a run, because what scripts do after one (a prediction
-on rank 0 alone, another run) needs all ranks as much. What nobody catches is printed as
+on rank 0 alone, another run) needs all ranks as much. An uncaught error is printed as
 ever, and then the watch finds out which rank was lost or failed: a bare loop has no
 hook for exceptions but the interpreter's own.
 """
@@ -101,6 +101,8 @@ class RankWatch:
         self._seen: _Signs | None = None  # at the last look by itself
         self._ends_at: float | None = None
         self._stopped = threading.Event()
+        # The first sign is on the boards before the thread starts: no rank is taken for
+        # lost while it begins.
         self._beat()
         self._thread = threading.Thread(
             target=self._run, name="smp-rank-watch", daemon=True
@@ -120,6 +122,7 @@ class RankWatch:
         rank, world = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         boards = open_boards(host)
+        # Rank 0's board is the one that meetings and the watch rely on.
         if not boards or boards[0].keeper != 0:
             if rank == 0:
                 logger.warning(
@@ -155,6 +158,7 @@ class RankWatch:
         """Give no more signs of life: this rank ends in good order."""
         if self._stopped.is_set():
             return
+        # Ranks that wait at a meeting learn that this one does not come.
         self.meetings.leave()
         self._stopped.set()
         self._thread.join(timeout=2 * self.interval)
@@ -163,6 +167,8 @@ class RankWatch:
         kept = [board for board in self.boards if board.keeper == self.rank]
         for board in kept if not self._reported else ():
             attempt(self._await_goodbyes, board)
+        # A keeper's board is closed one watch later, so that others can still read why
+        # this rank ended.
         global _last_boards
         for board in _last_boards + [
             board for board in self.boards if board not in kept
@@ -189,7 +195,7 @@ class RankWatch:
         """Find out what happened to the other ranks and write it to stderr (one of the
         ranks does).
 
-        Takes about four intervals, or eight when nobody seems to be lost; longer on a
+        Takes about four intervals, or eight when no rank seems to be lost; longer on a
         machine too busy for signs of life, and where the keeper of a board does not
         answer. A rank whose ``error`` did not come from losing others reports itself,
         so that the others can name it. One that has lost others has half a minute to
@@ -200,13 +206,15 @@ class RankWatch:
             elsewhere.
         """
         self._reported = True
+        # An error of this rank's own is what the others should name.
         if not looks_like_a_lost_peer(error):
             self._failure = f"{type(error).__name__}: {error}{_place(error)}"
             self._beat()
             if _DEVICE_STOPPED not in str(error).lower():
                 return None
             with ignoring_sigterm():  # torchrun sends it once another rank has ended
-                return self._find_difference()
+                found = self._windows.difference(self.boards, self._runs)
+                return self._tell(found) if found else None
         self._ends_at = time.monotonic() + ENDING + 8 * self.interval
         with ignoring_sigterm():
             return self._find_out()
@@ -215,15 +223,12 @@ class RankWatch:
     def _windows(self) -> ComparedWindows:
         return ComparedWindows(self.rank, self.interval, here.compared)
 
-    def _find_difference(self) -> str | None:
-        found = self._windows.difference(self.boards, self._runs)
-        return self._tell(found) if found else None
-
     def show_windows(self) -> None:
-        """Put on the boards what this rank says of its last windows, once in a run."""
+        """Put this rank's record of its last windows on the boards, once in a run."""
         self._windows.show(self.boards, self._runs)
 
     def _find_out(self) -> str | None:
+        # Another rank has looked already; its finding holds.
         if told := self._told():
             return told
         found = self._compare()
@@ -274,12 +279,13 @@ class RankWatch:
         ).start()
 
     def _compare(self) -> str | None:
-        """Return what two looks, some signs apart, say about the others; None when no
+        """Return what two looks, some signs apart, show of the other ranks; None when no
         board answers.
 
-        When nobody seems to be lost there is a third: the last sign of life of a lost
+        When no rank seems to be lost there is a third: the last sign of life of a lost
         rank may come in after the first look.
         """
+        # A rank whose count stands still between two looks is lost.
         before = self._look()
         for _ in range(2):
             self._await_signs()
@@ -290,6 +296,7 @@ class RankWatch:
                 return found
             before = after
         assert before is not None
+        # No rank is lost or has failed: some have gone elsewhere, or are slower.
         steps = {rank: state["step"] for rank, state in before.items()}
         last = max(steps.values())
         elsewhere = [
@@ -324,6 +331,7 @@ class RankWatch:
             time.sleep(self.interval / 4)
 
     def _describe(self, before: _Signs, after: _Signs) -> str:
+        # First what failed, which is usually the cause of a silence.
         parts = [
             f"rank {r} failed: {state['failed']}"
             for r, state in after.items()
@@ -350,6 +358,7 @@ class RankWatch:
                 self._stumbled = True
 
     def _watch_once(self) -> None:
+        # The first duty is the sign of life; everything else can wait an interval.
         self._beats += 1
         if self.boards:
             self._beat(waits=False)
@@ -366,8 +375,8 @@ class RankWatch:
     def _hear(
         self, board: Board, sign: Sign | None, told: dict[str, Any] | None
     ) -> None:
-        """Note what was found out about this run, while there is a board, and tell a
-        keeper that ends not to wait for this rank.
+        """Note what was found out about this run, while there is a board, and let a
+        keeper that ends go without waiting for this rank.
 
         Args:
             sign: the keeper's last.
@@ -378,20 +387,20 @@ class RankWatch:
             return
         if board.keeper == 0:
             self.meetings.rank_0_ended = True
-        if not self._reported:  # else this rank still looks what the board has
+        if not self._reported:  # otherwise this rank still looks what the board has
             attempt(board.set, f"done/{self.rank}", True)
             self._give_up(board)
 
     def _look_by_itself(self) -> None:
-        """Compare, on a keeper, what all say with what they said the last time, and
-        write down who is lost; elsewhere read that, and not everybody's signs: there
-        may be many ranks. Rank 0 speaks, or the other keeper for it."""
+        """Compare, on a keeper, the signs of all ranks with the last ones, and note lost
+        ranks on the board; elsewhere read that note, and not all signs: there may be
+        many ranks. Rank 0 writes the line, or the other keeper for it."""
         for board in self.boards:
             if board.keeper == self.rank:
                 attempt(self._look_for_all, board)
         if not any(attempt(board.get, "lost") for board in self.boards):
             if not self._reported:
-                self._ends_at = None  # whoever was silent is back
+                self._ends_at = None  # the rank that was silent is back
         else:
             self._rank_is_lost()
 
@@ -420,6 +429,7 @@ class RankWatch:
         """End the process when a run has waited for a lost rank for long enough: what
         it waits for cannot be called off. (One that has come out of its run waits for
         nobody.)"""
+        # A rank between runs, or at its end, is in no collective.
         over = self._ends_at is not None and time.monotonic() >= self._ends_at
         if over and not (self.between_runs or self._stopped.is_set()):
             waited = (
@@ -530,6 +540,7 @@ def looks_like_a_lost_peer(error: BaseException) -> bool:
         "peer access",
         _DEVICE_STOPPED,
     )
+    # An error of this rank alone can mention NCCL too: such texts decide first.
     if any(sign in text for sign in own):
         return False  # also where NCCL says so
     signs = (
@@ -673,6 +684,7 @@ def _warn_of_shared_store() -> None:
     rank may read the address that another one had before, and the attempt fails while
     connecting.
     """
+    # torchrun's own variables: restarts allowed, and one store for all attempts.
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     if restarts != "0" and shared == "True" and os.environ.get("RANK") == "0":

@@ -11,7 +11,7 @@ through the process group, admits who answers its challenge with the secret, and
 listening once all are there. From then on there is no port that a stranger could reach.
 
 Requests are lines of JSON, ``[method, argument, ...]``, answered in their order by a
-line each. Both ends run in the event loop of one thread; whoever asks waits for that
+line each. Both ends run in the event loop of one thread; a request waits for that
 thread with a limit.
 """
 
@@ -66,6 +66,8 @@ class Invitation(NamedTuple):
     secret: str
 
     def answer_to(self, challenge: bytes) -> bytes:
+        # The answer to a challenge shows that a rank has the secret, without sending
+        # it.
         return (
             hmac.digest(self.secret.encode(), challenge, "sha256").hex().encode()
             + b"\n"
@@ -124,6 +126,7 @@ class Keeper:
             OSError: there is no such interface here.
         """
         options: dict[str, Any] = {"limit": _LONGEST, "backlog": self._most_waiting}
+        # Port 0: the system chooses a free one.
         self._server = await asyncio.start_server(self._serve, address, 0, **options)
         port = self._server.sockets[0].getsockname()[1]
         self.invitation = Invitation(address, port, secrets.token_hex(32))
@@ -131,6 +134,7 @@ class Keeper:
     async def stop_listening(self) -> None:
         if self._server is not None:
             self._server.close()
+        # A connection that has not answered the challenge by then is no rank's.
         for stranger in self._waiting:
             stranger.transport.abort()
         self._waiting.clear()
@@ -144,6 +148,7 @@ class Keeper:
         try:
             if not await self._admit(reader, writer):
                 return
+            # One request after another, so answers come in order.
             while line := await reader.readline():
                 method, *arguments = json.loads(line)
                 answer = getattr(self._table, method)(*arguments)
@@ -159,11 +164,12 @@ class Keeper:
             writer.close()
 
     async def _admit(self, reader: StreamReader, writer: StreamWriter) -> bool:
-        """Return whether the other end has the secret. One that says nothing is not
-        waited for by anybody else."""
+        """Return whether the other end has the secret. A silent one keeps no other
+        waiting."""
         assert self.invitation is not None and self._server is not None
         if not self._server.is_serving():
             return False
+        # A crowd of strangers pushes out the oldest of them, not the ranks to come.
         self._waiting.append(writer)
         if len(self._waiting) > self._most_waiting:
             self._waiting.popleft().transport.abort()
@@ -174,9 +180,11 @@ class Keeper:
             answer = await reader.readexactly(len(expected))
         except asyncio.IncompleteReadError:
             answer = b""
+        # It was pushed out meanwhile.
         if writer not in self._waiting:
             return False
         self._waiting.remove(writer)
+        # compare_digest takes equally long for every wrong answer.
         if not hmac.compare_digest(answer, expected):
             self._name_once(writer)
             return False
@@ -226,6 +234,8 @@ class Board:
         self._posted: dict[str, Future[Any]] = {}
 
     async def _request(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        # The lock keeps a request and its answer together; other requests of this rank
+        # wait.
         async with self._turn:
             try:
                 self._writer.write(json.dumps([method, *arguments]).encode() + b"\n")
@@ -234,6 +244,7 @@ class Board:
                 raise ConnectionError(
                     f"the board of rank {self.keeper}: {error}"
                 ) from error
+        # A connection that was closed ends without the line's end.
         if not answer.endswith(b"\n"):
             raise ConnectionError(f"rank {self.keeper} has closed its board")
         return json.loads(answer)
@@ -243,11 +254,15 @@ class Board:
             raise ConnectionError(
                 f"this rank is done with the board of rank {self.keeper}"
             )
+        # One request without an answer is waited for at most; a second one would only
+        # be delayed too.
         if self._unanswered is not None and not self._unanswered.done():
             raise BoardSilent(f"rank {self.keeper} does not answer")
         asked = _start(self._request(method, arguments))
         try:
             return asked.result(PATIENCE)
+        # The limit is on the caller's side: the loop goes on, and the answer may come
+        # later.
         except NoAnswer:
             self._unanswered = asked
             raise BoardSilent(f"rank {self.keeper} does not answer") from None
@@ -260,6 +275,7 @@ class Board:
             the answer to the last one; None if there is none.
         """
         last = self._posted.get(method)
+        # The former request is still under way.
         if last is not None and not last.done():
             return None
         self._posted[method] = _start(self._request(method, arguments))
@@ -296,6 +312,7 @@ class Board:
         """Make no further requests; on the keeper, end the board. Does not wait."""
         if not self.closed:
             self.closed = True
+            # The connection belongs to the loop's thread.
             _loop().call_soon_threadsafe((self._kept or self._writer).close)
 
 
@@ -309,6 +326,7 @@ def open_boards(host: str) -> list[Board]:
         rank 0's and the last rank's, without those that some rank cannot reach.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
+    # The outermost ranks: where there are several nodes, they are on two of them.
     keepers = sorted({0, world - 1})
     own = _own_address(host)
     addresses = _gathered(own)
@@ -324,6 +342,7 @@ def open_boards(host: str) -> list[Board]:
             _await(kept.listen(_own_address(elsewhere[0]) if elsewhere else own))
     invitations = _gathered(kept.invitation if kept is not None else None)
     boards: list[Board] = []
+    # Every rank tries every board, and all keep those that all have reached.
     for keeper in keepers:
         invitation = invitations[keeper]
         connection: tuple[StreamReader, StreamWriter] | None = None
@@ -334,6 +353,7 @@ def open_boards(host: str) -> list[Board]:
             boards.append(Board(keeper, *connection, kept if keeper == rank else None))
     reached = _gathered([board.keeper for board in boards])
     if kept is not None:
+        # From here on the ports are closed.
         _await(kept.stop_listening())
     for board in boards:
         if not all(board.keeper in each for each in reached):
@@ -348,6 +368,8 @@ async def _connect(invitation: Invitation) -> tuple[StreamReader, StreamWriter]:
         reader, writer = await asyncio.open_connection(
             invitation.address, invitation.port, limit=_LONGEST
         )
+        # The keeper may turn this rank away because strangers have taken its place;
+        # another try finds one.
         with contextlib.suppress(OSError):
             challenge = await reader.readline()
             writer.write(invitation.answer_to(challenge.strip()))
@@ -370,7 +392,7 @@ def _own_address(host: str) -> str:
             0
         ]
         with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing
+            probe.connect(there)  # a datagram socket: this only chooses the interface
             return str(probe.getsockname()[0])
     return "127.0.0.1"
 

@@ -1,16 +1,16 @@
-"""Where this rank is, and the line that says who waits, in what, for how long, and
+"""Where this rank is, and the line about ranks that wait: in what, for how long, and
 where the others are.
 
-Whoever communicates notes it in :data:`here`; the thread that gives signs of life
+Code that communicates notes it in :data:`here`; the thread that gives signs of life
 (:mod:`smp_core.watch.rank_watch`) looks whether anything has happened since it last
 looked, and reads the main thread's stack (``sys._current_frames``, the only way to that
 of another thread) only where nothing has.
 
 A rank that stands still shows where with its signs of life, and adds to a count on the
 boards as long as it has waited half as long as it would before it complains. Only while
-the count grows do keepers of boards read everybody's signs. Rank 0 writes the line, or
+the count grows do keepers of boards read the signs of all. Rank 0 writes the line, or
 the other keeper where rank 0 itself gives no sign; again when the wait is twice as
-long, and so on. Nobody is ended: that is what the timeout of collectives is for.
+long, and so on. No rank is ended: that is what the timeout of collectives is for.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ _COMMUNICATION = (
 )
 _MARK = "waiting"
 # Looks, one in each interval, without a new sign of life after which a rank is said to
-# give none, and after which nobody waits any more if the count has not grown.
+# give none, and after which no rank waits any more if the count has not grown.
 _SILENCE = 8
 # Groups of ranks that are named one by one.
+# More lines would not be read; the counts still tell how many there are.
 _NAMED = 8
 
 ALONE = (
@@ -75,7 +76,7 @@ class Whereabouts:
     """The place of this process: what it does, and since when.
 
     Attributes:
-        least: seconds that nobody is said to wait below.
+        least: seconds of waiting below which no line is written.
         recent: returns what was issued since all ranks last compared, as
             :mod:`smp_core.comm.issued` keeps it.
         describe: says in words what one of those numbers means.
@@ -99,10 +100,12 @@ class Whereabouts:
         self.events = 0
         self.windows = 0
         self.waited = 0.0
+        # Of the last windows, for :meth:`patience`.
         self.doing: Callable[[], str] | None = None
         self._windows: deque[float] = deque(maxlen=50)
         self.window_began: float | None = None
         self.compared: dict[int, Compared] = {}
+        # What the last look found, since when, and in which place.
         self._seen: tuple[int, Callable[[], str] | None] = (-1, None)
         self._place = ""
         self._since = time.monotonic()
@@ -115,8 +118,8 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Note that this rank waits for others in the lines inside; ``what`` says in
-        what."""
+        """Note that this rank waits for others in the lines inside, in ``what``."""
+        # Waits may be nested: the outer one is restored, and only it is added up.
         outer, self.doing = self.doing, lambda: what
         self.events += 1
         began = perf_counter()
@@ -159,11 +162,14 @@ class Whereabouts:
         since the last look. Called by one thread."""
         now = time.monotonic()
         seen = self.events, self.doing
+        # Something has begun or ended since the last look, so this rank does not stand
+        # still.
         if seen != self._seen:
             self._seen = seen
             self._place = ""
             self._since = now
             return None
+        # Reading a stack costs time, so it is done only for a rank that stands still.
         doing, frames = seen[1], _main_stack()
         waits = doing is not None or _communicates(frames)
         place = f"{doing()}" if doing is not None else place_of(frames, waits)
@@ -177,6 +183,8 @@ class Whereabouts:
             "place": place,
         }
         found["micro_batch"] = self.micro_batch
+        # A longer list means that ranks have not compared for long; it would crowd the
+        # board.
         recent = self.recent()
         if len(recent) <= _SHOWN:
             found["recent"], found["peers"] = recent, self.peers
@@ -209,6 +217,8 @@ def place_of(frames: list[traceback.FrameSummary], waits: bool) -> str:
         "",
     )
     if waits:
+        # A rank that waits is in a collective, whose name says more than the kind of
+        # work.
         kind = _innermost(frames).name
     if kind and line:
         return f"{kind} ({line})"
@@ -250,6 +260,8 @@ def went_apart(
         describe: says in words what a number means; None: that a rank issued nothing
             more.
     """
+    # Position by position: what each rank issued there, and which ranks issued the
+    # same.
     for position in range(max(map(len, sequences.values()), default=0)):
         sides: dict[int | None, list[int]] = {}
         for rank, numbers in sequences.items():
@@ -270,6 +282,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return ranks as ``rank 7`` or ``ranks 0-6, 9``."""
     ordered = sorted(ranks)
     runs: list[list[int]] = []
+    # Neighbouring numbers become a range.
     for rank in ordered:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1][-1:] = [runs[-1][-1], rank] if len(runs[-1]) == 1 else [rank]
@@ -305,7 +318,7 @@ class WaitWatch:
         self._marks, self._still = 0, _SILENCE
         # Seconds that the longest wait had when the last line was written.
         self._said_at = 0.0
-        self._looks = 0  # since somebody waits
+        self._looks = 0  # since a rank waits
         # The last sign of each rank, and the look that found it.
         self._beats: dict[int, tuple[int, int]] = {}
 
@@ -313,6 +326,7 @@ class WaitWatch:
         """Return what goes with this rank's signs of life; mark the boards if it waits
         for long."""
         at = self._whereabouts.look()
+        # From half of its patience on, so that keepers begin to look in time.
         waits = at is not None and at["waits"] and at["for"] >= at["after"] / 2
         if waits:  # again each time: one that is lost is made up for by the next
             for board in boards:
@@ -324,6 +338,7 @@ class WaitWatch:
     def look(self, board: Board, read: Callable[[Board], Signs]) -> None:
         """Write the line if it is time. Call it on the keeper of ``board``."""
         # No new mark for a while: no rank waits.
+        # Adding 0 reads the count.
         marks = board.add(_MARK, 0)
         self._still = 0 if marks != self._marks else self._still + 1
         self._marks = marks
@@ -331,6 +346,7 @@ class WaitWatch:
             self._said_at, self._looks = 0.0, 0
             self._beats.clear()
             return
+        # The signs of all ranks are read only while one waits: there may be many.
         # Ranks whose beats have stopped, and those that were heard once only.
         signs = read(board)
         self._looks += 1
@@ -342,6 +358,8 @@ class WaitWatch:
             for rank, (_, since) in self._beats.items()
             if self._looks - since >= _SILENCE
         }
+        # One that was heard once may have been heard for the last time: wait for a
+        # second sign.
         unknown = {
             rank for rank, (_, since) in self._beats.items() if since == 1
         } - silent
@@ -356,6 +374,7 @@ class WaitWatch:
             for rank, at in waiting.items()
             if at["for"] >= at["after"] and rank not in silent
         ]
+        # One rank speaks: rank 0, or the other keeper where rank 0 is silent.
         if (
             not late
             or unknown
@@ -382,6 +401,7 @@ def line_about(
     elsewhere: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     # Ranks by what they do.
+    # A rank's place and step are its group: ranks that do the same stand in one part.
     for rank, state in signs.items():
         at, step = state.get("at"), f"step {state['step'] + 1}"
         if rank in silent:
@@ -408,6 +428,7 @@ def line_about(
             for where, found in list(elsewhere.items())[:_NAMED]
         ]
         line += f" | elsewhere: {'; '.join(others)}"
+    # Only ranks that stand still show what they issued.
     apart = _apart(
         {rank: state["at"] for rank, state in signs.items() if state.get("at")},
         describe,
@@ -420,11 +441,13 @@ def line_about(
 def _apart(at: dict[int, dict[str, Any]], describe: Callable[[int | None], str]) -> str:
     """Say where ranks with the same peers first issued different collectives; "" if
     none did. One that is only behind has not gone apart."""
+    # Only ranks of the same peers have to issue the same.
     by_peers: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for rank, shown in at.items():
         if "recent" in shown:
             by_peers.setdefault(tuple(shown["peers"]), {})[rank] = shown["recent"]
     for sequences in by_peers.values():
+        # Compared as far as all have come.
         shortest = min(map(len, sequences.values()))
         if found := went_apart(
             {rank: numbers[:shortest] for rank, numbers in sequences.items()}, describe

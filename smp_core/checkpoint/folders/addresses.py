@@ -21,6 +21,7 @@ _LOCAL = ("file://", "local://")
 def is_address(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is an fsspec address such as ``s3://bucket/run`` rather
     than a local path."""
+    # A drive or a plain path has no "://".
     text = os.fspath(path)
     return "://" in text and not text.startswith(_LOCAL)
 

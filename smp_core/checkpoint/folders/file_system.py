@@ -32,6 +32,7 @@ def rename_exchange(first: str, second: str) -> bool:
 def can_exchange(parent: str) -> bool:
     """Return whether :func:`rename_exchange` works in a directory, by trying it on two
     empty ones."""
+    # Names that a sweep removes, should this end in between.
     names = [os.path.join(parent, f"{UNNAMED_PREFIX}{new_save_id()}") for _ in range(2)]
     try:
         for name in names:
@@ -50,6 +51,7 @@ def rename_new(source: str, target: str) -> None:
         FileExistsError: something is there.
     """
     if not _renameat2(source, target, _RENAME_NOREPLACE):
+        # Not atomic, but no other save makes this path: see the callers.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "already exists", target)
         os.rename(source, target)
@@ -58,6 +60,7 @@ def rename_new(source: str, target: str) -> None:
 def _renameat2(source: str, target: str, flags: int) -> bool:
     if sys.platform != "linux":
         return False
+    # Neither Python nor every libc has the call by name.
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -67,6 +70,7 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     ):
         return True
     code = ctypes.get_errno()
+    # Old kernels and network file systems refuse the flags.
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), source, None, target)
@@ -78,6 +82,7 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
+        # Some file systems cannot, and make entries durable by themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -87,6 +92,7 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
 def host_id() -> str:
     """Return an identity of this host's current boot: 8 hexadecimal digits."""
     try:
+        # The boot: after a restart no process of before holds a lock any more.
         identity = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         identity = os.uname().nodename
@@ -119,10 +125,13 @@ def release(lock: int) -> None:
 def remove_tree(path: str) -> bool:
     """Remove a file or directory; return whether all of it is gone, and log where
     not."""
+    # What can be removed is removed; what stays, of another user's for example, is
+    # reported.
     if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-        return True
-    shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
         logger.warning("%s could not be removed entirely", path)
         return False

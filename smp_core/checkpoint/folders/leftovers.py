@@ -46,8 +46,8 @@ def temporaries_of(path: str) -> list[str]:
         names = os.listdir(parent)
     except OSError:
         return []
-    # What follows is "<8 hex>-<12 hex>": "a-b" must not claim the temporaries of
-    # "a-b-c".
+    # A save's identity, "<8 hex>-<12 hex>", has 21 characters: "a-b" must not claim the
+    # temporaries of "a-b-c".
     return [
         os.path.join(parent, name)
         for name in names
@@ -67,7 +67,8 @@ def sweep(path: str) -> list[str]:
     left_behind = _left_behind(parent)
     try:
         if left_behind:
-            # Before a checkpoint that a rename replaced is removed.
+            # A temporary may be the checkpoint that a rename has just replaced: the
+            # rename has to be durable before that one is removed.
             fsync_directory(parent)
     except OSError as error:
         logger.error(
@@ -82,10 +83,11 @@ def sweep(path: str) -> list[str]:
         if lock is None:
             continue
         try:
+            # A lock is proof on one machine. Elsewhere it may not be seen, so age is
+            # asked as well.
             same_host = f"-{host_id()}-" in os.path.basename(entry)
             if same_host or time.time() - _newest_change(entry) > _STALE_SECONDS:
-                remove_tree(entry)
-                removed.append(entry)
+                removed += [entry] if remove_tree(entry) else []
         except OSError:
             continue  # its age cannot be told: it may be a live save's
         finally:
@@ -100,8 +102,8 @@ def _scratch_left_behind(parent: str) -> list[str]:
     """List the entries that have not changed for long: half exports, and folders of a
     crash before they were locked.
 
-    Nobody locks them, but the process that makes them writes all the time, or takes no
-    time at all.
+    They are never locked, but the process that makes them writes all the time, or takes
+    no time at all.
     """
     now = time.time()
     try:
@@ -137,6 +139,7 @@ def _newest_change(directory: str) -> float:
     """
 
     def failed(error: OSError) -> None:
+        # A single file is walked too: its own time is all there is.
         if not isinstance(error, NotADirectoryError):
             raise error
 

@@ -8,7 +8,7 @@ every instant the path holds a whole checkpoint. Where the file system cannot ex
 are moved into the checkpoint that is there, the manifest replaces the old one in one
 rename, which is the commit, and the old files go. Only what is at the path and no whole
 checkpoint of ours (a link, half of one) is moved away first, so that a crash may leave
-the path empty.
+the path empty. Files of other names in a replaced folder are the user's, and stay.
 
 The temporary directory is locked (flock) for as long as its save lives, so that a later
 save can tell what a crash left behind from what another job is writing at the moment.
@@ -73,6 +73,8 @@ def open_regular(path: str, name: str) -> int:
     *folders, file = name.split("/")
     opened: list[int] = []
     try:
+        # Folder by folder, each opened below the one before and not through a link; a
+        # path opened at once would follow a link in its middle.
         try:
             opened.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
             for folder in folders:
@@ -83,12 +85,14 @@ def open_regular(path: str, name: str) -> int:
                         dir_fd=opened[-1],
                     )
                 )
+            # O_NONBLOCK: opening a pipe would wait for its writer.
             descriptor = os.open(
                 file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1]
             )
         finally:
             for folder_descriptor in opened:
                 os.close(folder_descriptor)
+    # A link in the middle looks like a missing directory to the system.
     except (FileNotFoundError, NotADirectoryError) as error:
         if folders and os.path.islink(os.path.join(path, *folders)):
             raise CheckpointError(
@@ -102,6 +106,7 @@ def open_regular(path: str, name: str) -> int:
             else f"cannot be read: {error}"
         )
         raise CheckpointError(f"{where} {reason}") from None
+    # A descriptor that is already open cannot be exchanged for a link any more.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(
@@ -119,9 +124,11 @@ class _LocalRangeFile(RangeFile):
     def read_into(self, begin: int, target: memoryview) -> None:
         while len(target):
             try:
+                # preadv takes at most 2 GiB at a time.
                 count = os.preadv(self.descriptor, [target[: 1 << 30]], begin)
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+            # Reading behind the end gives nothing; without this the loop would not end.
             if count == 0:
                 raise CheckpointError(
                     f"{self.path} is cut short: it ends at byte {begin}, more was expected"
@@ -147,6 +154,7 @@ class LocalFolder(Folder):
         if not os.path.isdir(self.path):
             return []
         try:
+            # A stranger's folder may have any number of files: the list is bounded.
             return sorted(itertools.islice(_all_files(self.path), FOLDER_NAMES))
         except FileNotFoundError:
             return []  # removed meanwhile
@@ -163,6 +171,7 @@ class LocalFolder(Folder):
     def read(self, name: str, limit: int) -> bytes:
         file = _LocalRangeFile(self.path, name)
         try:
+            # The limit comes before memory is taken for a file of any size.
             if file.bytes > limit:
                 raise CheckpointError(
                     f"{file.path} has {file.bytes} bytes, at most {limit} are read"
@@ -177,6 +186,7 @@ class LocalFolder(Folder):
         return _LocalRangeFile(self.path, name)
 
     def signs_of_crash(self) -> bool:
+        # A temporary directory that lies alongside is what an interrupted save leaves.
         return bool(temporaries_of(self.path))
 
 
@@ -192,9 +202,12 @@ class LocalTransaction(Transaction):
 
     def begin(self, save_id: str, overwrite: bool) -> None:
         parent = os.path.dirname(os.path.abspath(self.path))
+        # First what a crash left: it may be as large as the checkpoint to be written.
         os.makedirs(parent, exist_ok=True)
         sweep(self.path)
         self._check_target(overwrite)
+        # Without an exchange, files are moved one by one into the folder of before,
+        # where two saves' files must not have the same names.
         if os.path.isfile(os.path.join(self.path, MANIFEST)) and not os.path.islink(
             self.path
         ):
@@ -211,6 +224,7 @@ class LocalTransaction(Transaction):
             raise
         self.temporary = _temporary(self.path, save_id)
 
+    # The other ranks write into the folder that rank 0 made and locked.
     def join(self, save_id: str, mark: str) -> None:
         self.mark = mark
         self.temporary = _temporary(self.path, save_id)
@@ -231,6 +245,8 @@ class LocalTransaction(Transaction):
             raise CheckpointError(
                 f"{self.path} exists already; choose another path or pass overwrite=True"
             )
+        # A checkpoint, or half of one, may be replaced; a folder of anything else may
+        # be a mistyped path.
         if (
             os.path.isdir(self.path)
             and not os.path.exists(f"{self.path}/{MANIFEST}")
@@ -254,15 +270,19 @@ class LocalTransaction(Transaction):
         return LocalFolder(self.temporary)
 
     def commit(self, manifest: bytes) -> None:
+        # The manifest is written last: a folder with one is whole.
         sink = self.create(MANIFEST, "xxh3")
         sink.write(manifest)
         sink.close()
+        # Names of new files are durable when their directories are; every directory
+        # above a file counts.
         directories = {self.temporary}
         for name in _all_files(self.temporary):
             while name := os.path.dirname(name):
                 directories.add(os.path.join(self.temporary, name))
         for where in sorted(directories):
             fsync_directory(where)
+        # Names with a mark move file by file; otherwise the folder is renamed as one.
         if self.mark:
             replaced = self._move_into_place(manifest)
         else:
@@ -284,22 +304,29 @@ class LocalTransaction(Transaction):
             replaced = None
         self._unlock()
         if replaced:
+            _keep_others_files(replaced, self.path)
             remove_tree(replaced)
 
     def _rename_into_place(self) -> str | None:
         """Put the new checkpoint at its path; return the path of the one it replaced,
         to be removed."""
+        # Other jobs may create or remove the target between two steps; each step is
+        # tried anew with what is then there.
         while True:
             try:
                 rename_new(self.temporary, self.path)
                 return None
             except FileExistsError:
                 pass
+            # One system call exchanges both folders, so that the path is never without
+            # a checkpoint.
             try:
                 if rename_exchange(self.temporary, self.path):
                     return self.temporary
             except FileNotFoundError:
                 continue  # another job removed the target in between
+            # No exchange here, and no whole checkpoint of ours at the path (see begin):
+            # it is moved away first.
             away = _temporary(self.path, new_save_id())
             os.rename(self.path, away)
             os.rename(self.temporary, self.path)
@@ -312,7 +339,10 @@ class LocalTransaction(Transaction):
         Raises:
             CheckpointError: a file is gone; the path holds what it held before.
         """
+        # Cleaners of file systems remove old files of temporary directories; the check
+        # of written files was before the rename.
         lost = _missing_of(self.path, manifest)
+        # Another job has replaced this save meanwhile: its files are not ours.
         if not lost or self._is_another_save(manifest):
             return
         try:
@@ -339,6 +369,7 @@ class LocalTransaction(Transaction):
         """Put what was replaced back to the path; this save becomes the temporary
         again, which is removed."""
         is_there = os.path.lexists(self.path)
+        # The exchange is undone by another one.
         if replaced == self.temporary and is_there:
             rename_exchange(self.temporary, self.path)
             return
@@ -358,9 +389,11 @@ class LocalTransaction(Transaction):
         except FileNotFoundError:
             return self._rename_into_place()  # as above
         try:
+            # A link could lead anywhere on the file system.
             extra = os.path.join(self.path, "extra")
             if os.path.islink(extra):
                 os.unlink(extra)  # nothing is written through it
+            # The manifest stays behind until all other files are in place and durable.
             names = sorted(
                 name for name in _all_files(self.temporary) if name != MANIFEST
             )
@@ -371,6 +404,7 @@ class LocalTransaction(Transaction):
                 os.rename(
                     os.path.join(self.temporary, name), os.path.join(self.path, name)
                 )
+            # Names of moved files before the manifest that lists them.
             for where in (extra, self.path):
                 if os.path.isdir(where):
                     fsync_directory(where)
@@ -384,6 +418,8 @@ class LocalTransaction(Transaction):
                 os.path.join(self.temporary, MANIFEST),
                 os.path.join(self.path, MANIFEST),
             )
+            # Looked at again, because a file may have gone while the manifest was
+            # renamed; the old manifest and its files are all still there.
             if lost := _missing_of(self.path, manifest):
                 with open(
                     os.path.join(self.temporary, MANIFEST), "xb", buffering=0
@@ -397,6 +433,8 @@ class LocalTransaction(Transaction):
                     f"{_gone(self.path, lost)}; the checkpoint of before stays"
                 )
             fsync_directory(self.path)
+            # From here on the old save's files are named by no manifest. Files of other
+            # names are the user's and stay.
             for name in LocalFolder(self.path).names():
                 if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(
                     name.split("/")[0]
@@ -430,6 +468,7 @@ def _lock_against_others(path: str) -> int:
         CheckpointError: another job holds it and does not go on.
     """
     began = time.monotonic()
+    # The lock is given up when the process ends, however it ends.
     while (lock := try_lock(path)) is None:
         if time.monotonic() - began > _OTHERS_SECONDS:
             raise CheckpointError(
@@ -438,6 +477,22 @@ def _lock_against_others(path: str) -> int:
             )
         time.sleep(0.05)
     return lock
+
+
+def _keep_others_files(replaced: str, path: str) -> None:
+    """Move files that are no part of a checkpoint, such as notes, from the folder of a
+    replaced one into the folder at its path. A replaced link leads to another folder,
+    which keeps its files."""
+    if os.path.islink(replaced) or not os.path.isdir(replaced):
+        return
+    for name in os.listdir(replaced):
+        if name != MANIFEST and not _OWN_FILE.fullmatch(name):
+            try:
+                os.rename(os.path.join(replaced, name), os.path.join(path, name))
+            except OSError as error:
+                logger.warning(
+                    "%s/%s is lost with what was replaced: %s", path, name, error
+                )
 
 
 def _missing_of(path: str, manifest: bytes) -> list[str]:
@@ -490,10 +545,13 @@ def remove_local(path: str) -> None:
         return
     if not os.path.lexists(path):
         return
+    # A mistyped path must not cost anything else.
     if not os.path.exists(os.path.join(path, MANIFEST)):
         raise CheckpointError(
             f"{path} is not a torch-smp checkpoint and is not removed"
         )
+    # The new name is one that the next save's sweep removes, should this end in
+    # between.
     away = _temporary(os.path.abspath(path), new_save_id())
     os.rename(path, away)
     fsync_directory(os.path.dirname(away))

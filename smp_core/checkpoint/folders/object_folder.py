@@ -32,6 +32,7 @@ def _open_fs(address: str) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{address} cannot be opened: {error}") from None
+    # fsspec keeps listings in the process; another rank or job may have written since.
     fs.invalidate_cache()
     return fs, path.rstrip("/")
 
@@ -40,6 +41,8 @@ def _open_fs(address: str) -> tuple[Any, str]:
 def _reading(path: str) -> Iterator[None]:
     """Turn what a store's own library raises into a StoreError, but for a file that is
     not there."""
+    # Callers decide by these two errors: a missing file is an answer, a store that
+    # fails is none. Libraries of stores raise whatever types they like.
     try:
         yield
     except (FileNotFoundError, CheckpointError):
@@ -63,6 +66,7 @@ class _ObjectRangeFile(RangeFile):
     def read_into(self, begin: int, target: memoryview) -> None:
         with _reading(self.path):
             data = self.fs.cat_file(self.path, start=begin, end=begin + len(target))
+        # A shorter object gives fewer bytes and no error.
         if len(data) != len(target):
             raise CheckpointError(
                 f"{self.path} is cut short: it ends at byte {begin + len(data)}, more was expected"
@@ -88,6 +92,7 @@ class ObjectFolder(Folder):
         try:
             with _reading(self.path):
                 found = self.fs.find(self.path)
+        # A prefix without objects does not exist on a store.
         except FileNotFoundError:
             return []
         return sorted(
@@ -97,6 +102,7 @@ class ObjectFolder(Folder):
         )
 
     def listing(self) -> dict[str, int] | None:
+        # The listing follows a write of this process.
         self.fs.invalidate_cache()
         with _reading(self.path):
             found = self.fs.find(self.path, detail=True)
@@ -116,6 +122,7 @@ class ObjectFolder(Folder):
 
     def read(self, name: str, limit: int) -> bytes:
         path, size = f"{self.path}/{name}", self.size(name)
+        # The limit comes before the download.
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes, at most {limit} are read")
         with _reading(path):
@@ -132,6 +139,7 @@ class ObjectTransaction(Transaction):
         self.address = address.rstrip("/")
         self.fs, self.path = _open_fs(address)
         self.mark = ""
+        # The manifest that was sent: `abort` compares it with what the store has.
         self.sent: bytes | None = None
         self.before: bytes | None = None  # the manifest that is replaced
         self.replaced: list[str] = []
@@ -147,6 +155,7 @@ class ObjectTransaction(Transaction):
             # Only what really lies in the folder: names lead nowhere else.
             self.before, listed = _manifest_of(folder, self.address)
             self.replaced = sorted(listed & set(names))
+        # Without a manifest that names them, only names of ours are known.
         foreign = [
             name for name in names if name != MANIFEST and not name.startswith(_OWN)
         ]
@@ -155,6 +164,8 @@ class ObjectTransaction(Transaction):
                 f"{self.address} holds something that is not a torch-smp checkpoint ({foreign[0]}, ...); it is not "
                 "overwritten. Choose another path, or remove it first"
             )
+        # What no manifest names is of an interrupted save, or of one that is being
+        # written.
         self._sweep(
             [name for name in names if name != MANIFEST and name not in self.replaced]
         )
@@ -168,13 +179,15 @@ class ObjectTransaction(Transaction):
         for name in names:
             try:
                 changed = self.fs.modified(f"{self.path}/{name}").timestamp()
+            # A store that does not tell times keeps what it has.
             except (NotImplementedError, AttributeError, KeyError, OSError):
                 continue
+            # Younger objects may belong to a save of another job that is still running.
             if time.time() - changed > _STALE_SECONDS:
                 logger.warning(
                     "removing %s/%s, which an interrupted save left", self.address, name
                 )
-                self.fs.rm_file(f"{self.path}/{name}")
+                self._remove(name)
 
     def file_name(self, stem: str, suffix: str) -> str:
         return f"{stem}-{self.mark}{suffix}"
@@ -182,6 +195,7 @@ class ObjectTransaction(Transaction):
     def create(self, name: str, algorithm: str) -> Sink:
         if "/" in name:
             self.fs.makedirs(f"{self.path}/{name.rsplit('/', 1)[0]}", exist_ok=True)
+        # A store's objects are durable when their upload has ended.
         return Sink(
             self.fs.open(f"{self.path}/{name}", "wb"), name, algorithm, sync=False
         )
@@ -191,20 +205,20 @@ class ObjectTransaction(Transaction):
 
     def commit(self, manifest: bytes) -> None:
         self.sent = manifest
+        # One put is atomic: readers see the old manifest or the new one.
         self.fs.pipe_file(f"{self.path}/{MANIFEST}", manifest)
         self._look_after_commit(manifest)
         # From here on it is the checkpoint, whatever happens to what it replaces.
         self.mark = ""
         for name in self.replaced:
-            try:
-                self.fs.rm_file(f"{self.path}/{name}")
-            except Exception as error:  # stores raise what they like
-                logger.warning(
-                    "%s/%s of the replaced checkpoint could not be removed: %s",
-                    self.address,
-                    name,
-                    error,
-                )
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """Remove a file that is of no use; one that stays costs room, and no save."""
+        try:
+            self.fs.rm_file(f"{self.path}/{name}")
+        except Exception as error:  # stores raise what they like
+            logger.warning("%s/%s could not be removed: %s", self.address, name, error)
 
     def _look_after_commit(self, manifest: bytes) -> None:
         """Look once more at what was committed, and put the manifest of before back if
@@ -215,6 +229,7 @@ class ObjectTransaction(Transaction):
         """
         try:
             listed = ObjectFolder(self.address).listing() or {}
+        # Not known to be wrong: the commit stands.
         except (StoreError, FileNotFoundError) as error:
             logger.warning(
                 "%s was saved, and could not be looked at afterwards: %s",
@@ -227,6 +242,7 @@ class ObjectTransaction(Transaction):
         )
         if not lost:
             return
+        # Without a checkpoint of before, the address is empty again.
         if self.before is None:
             self.fs.rm_file(f"{self.path}/{MANIFEST}")
         else:
@@ -237,8 +253,10 @@ class ObjectTransaction(Transaction):
         )
 
     def abort(self) -> None:
+        # Before `begin` nothing was written; after the commit nothing is taken back.
         if not self.mark or self._may_be_committed():
             return
+        # The mark is in every name of this save and in no other's.
         for name in ObjectFolder(self.address).names():
             if self.mark in name:
                 self.fs.rm_file(f"{self.path}/{name}")
@@ -248,6 +266,7 @@ class ObjectTransaction(Transaction):
         its files stay."""
         if self.sent is None:
             return False
+        # Only the very bytes that were sent show that the put arrived.
         try:
             return bool(self.fs.cat_file(f"{self.path}/{MANIFEST}") == self.sent)
         except FileNotFoundError:
@@ -290,6 +309,8 @@ def remove_objects(address: str) -> None:
         raise CheckpointError(
             f"{address} is not a torch-smp checkpoint and is not removed"
         )
+    # The manifest goes first: what is left of a removal that ends here is no
+    # checkpoint.
     fs.rm_file(f"{path}/{MANIFEST}")
     fs.rm(path, recursive=True)
 

@@ -23,7 +23,8 @@ from smp_core.checkpoint.layout import (
     new_digest,
 )
 
-# Of which each has a digest of its own, which is checked while tensors are read.
+# Each block of so many bytes has a digest of its own, which is checked while tensors
+# are read.
 BLOCK_BYTES = 4 << 20
 BLOCK_DIGITS = 16  # hexadecimal, of XXH3-64
 # Large enough for the disk, small enough that a piece is still in cache when it is
@@ -59,6 +60,7 @@ class Sink:
     def blocks(self) -> str:
         """The digests of all blocks, one behind the other; the last one may be shorter
         than BLOCK_BYTES."""
+        # A block that is just complete is in the list already.
         last = [self._block.hexdigest()] if self.bytes % BLOCK_BYTES else []
         return "".join(self._blocks + last)
 
@@ -66,6 +68,7 @@ class Sink:
         """Write all of a bytes-like object."""
         view = memoryview(data).cast("B")
         while len(view):
+            # Pieces end where blocks end, so that each piece belongs to one block.
             piece = view[: BLOCK_BYTES - self.bytes % BLOCK_BYTES]
             view = view[len(piece) :]
             self.digest.update(piece)
@@ -74,6 +77,7 @@ class Sink:
             if self.bytes % BLOCK_BYTES == 0:
                 self._blocks.append(self._block.hexdigest())
                 self._block.reset()
+            # A raw file may take fewer bytes than it is given.
             while len(piece):
                 written = self.raw.write(piece)
                 piece = piece[len(piece) if written is None else written :]
@@ -88,6 +92,7 @@ class Sink:
     def close(self) -> FileRecord:
         """Make the file durable, close it, and return its record."""
         try:
+            # Flushed to the disk before the record exists that a manifest would list.
             if self.sync:
                 self.raw.flush()
                 os.fsync(self.raw.fileno())
@@ -146,7 +151,7 @@ class Folder(ABC):
         of a foreign one."""
 
     def listing(self) -> dict[str, int] | None:
-        """Return the size of every file, where one request tells them all; None
+        """Return the size of every file, where one request lists them all; None
         elsewhere."""
         return None
 

@@ -27,7 +27,12 @@ from torch import Tensor
 from smp_core.checkpoint.dtypes import torch_dtype
 from smp_core.checkpoint.folders.addresses import local_path
 from smp_core.checkpoint.folders.leftovers import scratch_path
-from smp_core.checkpoint.foreign.dcp_folder import read_dcp_folder, write_dcp_folder
+from smp_core.checkpoint.foreign.dcp_folder import (
+    loaded,
+    read_dcp_folder,
+    write_dcp_folder,
+)
+from smp_core.checkpoint.foreign.export_names import MODEL_KEYS
 from smp_core.checkpoint.foreign.torch_file import check_torch_content, check_torch_file
 from smp_core.checkpoint.full_state import discard, lazy_tensor, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
@@ -85,7 +90,8 @@ def import_checkpoint(
         CheckpointError: not a known kind, damaged, or only readable by running code
             from it.
     """
-    # Read it, whatever kind it is.
+    # Each reader returns the state, with lazy tensors where it can, and small files to
+    # keep along.
     address = local_path(source)
     kind = foreign_kind(address, _names(address))
     readers: dict[str, Callable[[], tuple[dict[str, Any], dict[str, bytes | str]]]] = {
@@ -110,6 +116,7 @@ def import_checkpoint(
         state, extra_files = readers[kind]()
     # What is known of it goes into the manifest.
     metadata: dict[str, Any] = {"imported_from": kind}
+    # A prefix belongs to the model's names only, so the model's key is looked for.
     key = next(
         (key for key in ("state_dict", "model") if isinstance(state.get(key), dict)),
         None,
@@ -124,6 +131,7 @@ def import_checkpoint(
     step = state.get("global_step")
     if isinstance(step, int):
         metadata["step"] = step
+    # A conversion is one process, whatever torch.distributed runs around it.
     options = SaveOptions(metadata, extra_files, overwrite, "xxh3")
     write_staged(
         out, lambda: stage(state, None, 0, allow_pickle), options, Ranks.alone()
@@ -158,6 +166,7 @@ def _read_huggingface(
     folder: Path, ties: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, bytes | str]]:
     index = folder / "model.safetensors.index.json"
+    # The index of a folder of several files; one file has none.
     if index.is_file():
         content = Fields(
             read_json(_regular(index, JSON_BYTES).read_bytes(), str(index)), str(index)
@@ -174,6 +183,7 @@ def _read_huggingface(
             )
         _regular(folder / name)
         try:
+            # Headers only: values are read when they are written.
             with safe_open(folder / name, framework="pt") as file:
                 facts = file.metadata() or {}
                 for key in file.keys():  # noqa: SIM118  (not a dict)
@@ -183,10 +193,14 @@ def _read_huggingface(
                         tuple(view.get_shape()),
                         dtype,
                         _loader(folder / name, key),
+                        # Every name is its own tie, so that a name which shares it
+                        # below is saved as an alias.
                         tie=key,
                     )
         except Exception as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+        # Transformers leaves a tied tensor out and mentions it in the file's metadata,
+        # among other facts.
         mentioned.update(
             {
                 dropped: kept
@@ -199,8 +213,13 @@ def _read_huggingface(
             raise CheckpointError(
                 f"ties: there is no tensor {kept!r}; there are e.g. {', '.join(list(model)[:3])}"
             )
+        if dropped in ties and dropped in model:
+            raise CheckpointError(
+                f"ties: {folder} has a tensor {dropped!r} of its own, whose values would be lost; a tie is for a name "
+                "that the files leave out"
+            )
         if dropped != "format":
-            model[dropped] = model[kept]
+            model.setdefault(dropped, model[kept])
     return {"state_dict": model}, _companions(folder)
 
 
@@ -210,6 +229,8 @@ def _companions(folder: Path) -> dict[str, bytes | str]:
     found: dict[str, bytes | str] = {}
     for file in sorted(folder.iterdir()):
         if (
+            # The index of safetensors files would describe files that are not there any
+            # more.
             file.suffix not in _COMPANIONS
             or file.name.endswith(".index.json")
             or not is_plain(file.name)
@@ -234,6 +255,8 @@ def _regular(file: Path, limit: int | None = None) -> Path:
     """
     try:
         there = file.resolve(strict=True)
+        # Both are resolved, so that ".." and links in the folder's own path do not
+        # matter.
         folder = file.parent.resolve()
         status = there.stat()
     except (OSError, RuntimeError) as error:
@@ -258,6 +281,8 @@ def _regular(file: Path, limit: int | None = None) -> Path:
 def _loader(path: Path, key: str) -> Callable[[], Tensor]:
     def load() -> Tensor:
         with safe_open(path, framework="pt") as file:
+            # torch reads the file through a mapping of memory; only this tensor is
+            # copied.
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
@@ -272,9 +297,14 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
             check_torch_content(path, str(path))
     try:
         content = torch.load(
-            path, map_location="cpu", mmap=True, weights_only=not allow_pickle
+            # Mapped into memory: tensors take none until they are written.
+            path,
+            map_location="cpu",
+            mmap=True,
+            weights_only=not allow_pickle,
         )
     except pickle.UnpicklingError as error:
+        # torch's message is long; its last sentence names the class.
         first = str(error).split(". ")[-1].strip().splitlines()[0]
         raise CheckpointError(
             f"{path} holds values that only unrestricted unpickling can read ({first}); pass allow_pickle=True "
@@ -286,6 +316,7 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict")
+    # A state dict by itself is a model.
     if all(isinstance(value, Tensor) for value in content.values()):
         return {"state_dict": content}
     return content
@@ -294,6 +325,7 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
 def _read_lightning_folder(folder: Path, allow_pickle: bool) -> dict[str, Any]:
     sharded = read_dcp_folder(folder)
     content = _torch_load(folder / "meta.pt", allow_pickle)
+    # Lightning numbers optimizers; ours are a list in that order.
     numbers = sorted(
         int(match[1])
         for key in sharded
@@ -320,6 +352,7 @@ def _read_accelerate(folder: Path) -> dict[str, Any]:
     state = read_dcp_folder(folder / models[0])
     for name in optimizers:
         state |= read_dcp_folder(folder / name)
+    # A scheduler, random states and the like are not tensors of a known layout.
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in parts)
     if others:
         logger.warning(
@@ -365,6 +398,7 @@ def export_checkpoint(
         raise CheckpointError(
             f"{target} exists already; choose another path or pass overwrite=True (--overwrite)"
         )
+    # All digests are compared before anything is written, unless `verify` says less.
     opened = open_checkpoint(path)
     check_files(opened, verify)
     opened.check_bytes = verify == "sizes"
@@ -378,10 +412,13 @@ def export_checkpoint(
         if kind == "dcp":
             write_dcp_folder(temporary, state)
         else:
-            key = next((key for key in ("state_dict", "model") if key in state), None)
+            # Both programs need the model and the optimizers apart from each other.
+            wished = opened.manifest.metadata.get("model_key")
+            keys = MODEL_KEYS if wished is None else (wished,)
+            key = next((key for key in keys if key in state), None)
             if key is None:
                 raise CheckpointError(
-                    f"{opened.address} has no state_dict or model; at its top: {', '.join(state)}"
+                    f"{opened.address} has no {' or '.join(keys)}; at its top: {', '.join(state)}"
                 )
             optimizers = state.pop("optimizer_states", None) or [
                 o for o in [state.pop("optimizer", None)] if o
@@ -389,7 +426,12 @@ def export_checkpoint(
             if kind == "lightning":
                 _write_lightning(temporary, state, key, optimizers)
             else:
-                _write_accelerate(temporary, state[key], optimizers)
+                _write_accelerate(temporary, state.pop(key), optimizers)
+                if state:
+                    logger.warning(
+                        "not exported (no tensors of the model or optimizer): %s",
+                        ", ".join(map(str, state)),
+                    )
         put_in_place(temporary, target)
     finally:
         discard(temporary)
@@ -398,12 +440,13 @@ def export_checkpoint(
 def _write_lightning(
     folder: Path, state: dict[str, Any], key: str, optimizers: list[Any]
 ) -> None:
+    # Lightning has tensors in DCP's files and everything else in meta.pt.
     sharded = {
         "state_dict": state.pop(key),
         **{f"optimizer_{i}": entry for i, entry in enumerate(optimizers)},
     }
     write_dcp_folder(folder, sharded)
-    torch.save(_loaded(state), folder / "meta.pt")
+    torch.save(loaded(state), folder / "meta.pt")
 
 
 def _write_accelerate(folder: Path, model: Any, optimizers: list[Any]) -> None:
@@ -411,13 +454,3 @@ def _write_accelerate(folder: Path, model: Any, optimizers: list[Any]) -> None:
     write_dcp_folder(folder / "pytorch_model_fsdp_0", {"model": model})
     for number, entry in enumerate(optimizers):
         write_dcp_folder(folder / f"optimizer_{number}", {"optimizer": entry})
-
-
-def _loaded(state: Any) -> Any:
-    if isinstance(state, LazyTensor):
-        return state.load()
-    if isinstance(state, dict):
-        return type(state)((key, _loaded(value)) for key, value in state.items())
-    if isinstance(state, (list, tuple)):
-        return type(state)(_loaded(value) for value in state)
-    return state

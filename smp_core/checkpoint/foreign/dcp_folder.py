@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from smp_core.checkpoint.foreign.dcp_metadata import read_dcp_metadata
 from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.ranks import failures_in_words
 from smp_core.checkpoint.save_plan import LazyTensor
 
 
@@ -78,6 +79,7 @@ def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
     metadata = reader.read_metadata()
     flat: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
+        # Tensors stay on the disk until they are written.
         if isinstance(stored, TensorStorageMetadata):
             flat[name] = LazyTensor(
                 tuple(stored.size),
@@ -86,12 +88,14 @@ def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
             )
         elif isinstance(stored, BytesStorageMetadata):
             flat[name] = None
+    # All other values are read now: they are small, and the nest needs them.
     values = {
         name: None for name, value in flat.items() if not isinstance(value, LazyTensor)
     }
     _load(values, reader)
     flat.update(values)
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    # Flat names back to the nest that they were flattened from.
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         _put(root, tuple(paths.get(name, (name,))), value)
@@ -100,6 +104,7 @@ def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _loader(reader: _SafeReader, name: str, stored: TensorStorageMetadata) -> Any:
     def load() -> torch.Tensor:
+        # DCP loads into tensors that are given to it.
         target = {name: torch.empty(stored.size, dtype=stored.properties.dtype)}
         _load(target, reader)
         return target[name]
@@ -124,19 +129,21 @@ def _alone(path: str | os.PathLike[str]) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{path}: {cause}") from error
+        (text,) = failures_in_words(error).values()  # of one process
+        raise CheckpointError(f"{path}: {text}") from error
 
 
 def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
     """Set a value at a path, making dicts for string keys and lists for integers, as
     DCP flattens them."""
     node = root
+    # The next key decides whether a list or a dict belongs here.
     for key, following in zip(path, (*path[1:], None), strict=True):
         fresh: Any = value
         if following is not None:
             fresh = [] if isinstance(following, int) else {}
         if isinstance(node, list):
+            # Places of a list may come in any order.
             node.extend([None] * (key + 1 - len(node)))
             if following is None or node[key] is None:
                 node[key] = fresh
@@ -165,6 +172,36 @@ def write_dcp_folder(path: str | os.PathLike[str], state: dict[str, Any]) -> Non
         state: nested dicts and lists with :class:`LazyTensor` or tensors.
     """
     os.mkdir(path)
+    # One file, as one process writes it.
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
     with _alone(path):
-        dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(), no_dist=True)
+        dcp.save(
+            _as_dcp_looks(state),
+            storage_writer=writer,
+            planner=_LazySavePlanner(),
+            no_dist=True,
+        )
+
+
+def _as_dcp_looks(state: Any) -> Any:
+    """Return a state whose lazy tensors are read where DCP pickles a value as one: in
+    tuples, and in lists, which it looks into for tensors and dicts only."""
+    if isinstance(state, dict):
+        return {key: _as_dcp_looks(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [
+            _as_dcp_looks(item) if isinstance(item, (dict, list)) else loaded(item)
+            for item in state
+        ]
+    return loaded(state) if isinstance(state, tuple) else state
+
+
+def loaded(state: Any) -> Any:
+    """Return a state with all lazy tensors read."""
+    if isinstance(state, LazyTensor):
+        return state.load()
+    if isinstance(state, dict):
+        return type(state)((key, loaded(value)) for key, value in state.items())
+    if isinstance(state, (list, tuple)):
+        return type(state)(loaded(value) for value in state)
+    return state

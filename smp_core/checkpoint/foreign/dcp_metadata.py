@@ -72,16 +72,20 @@ class _Reader:
     def metadata(self, facts: Any) -> Metadata:
         top = self.state(facts, f"{_MODULE}.Metadata")
         entries = self.a(dict, top.get("state_dict_metadata"))
+        # Where the bytes are: (name, offset) -> file and range, each checked against
+        # the file.
         stored = {
             self.index(key): self.storage(value)
             for key, value in self.a(dict, top.get("storage_data")).items()
         }
         result: dict[str, Any] = {}
         for name, entry in entries.items():
+            # Values other than tensors; their bytes are looked up when they are read.
             if self.is_made(entry, f"{_MODULE}.BytesStorageMetadata"):
                 result[self.a(str, name)] = BytesStorageMetadata()
             else:
                 result[self.a(str, name)] = self.tensor(name, entry, stored)
+        # DCP's path of each flattened name, for the nest.
         paths = top.get("planner_data")
         known = {
             name: self.path(paths[name], len(entries))
@@ -106,12 +110,14 @@ class _Reader:
                     self.shape(facts["offsets"]), self.shape(facts["sizes"])
                 )
             )
+        # Otherwise parts would keep what memory held before.
         if math.prod(shape) and not tiles(
             [(c.offsets, c.sizes) for c in chunks if math.prod(c.sizes)], shape
         ):
             raise CheckpointError(
                 f"{self.where}: the slices of {name} do not cover it, or overlap"
             )
+        # A slice's bytes have to be there in full; DCP would read what follows them.
         for chunk in chunks:
             info = stored.get(MetadataIndex(name, chunk.offsets))
             if info is None or math.prod(chunk.sizes) * dtype.itemsize > info.length:
@@ -134,6 +140,7 @@ class _Reader:
         name = state["relative_path"]
         offset = self.a(int, state["offset"])
         length = self.a(int, state["length"])
+        # A name with a separator could lead to any file of the machine.
         if not is_plain(name):
             raise CheckpointError(
                 f"{self.where} names the file {name!r}, which is not in the folder: not trusted"
@@ -148,10 +155,12 @@ class _Reader:
             raise CheckpointError(
                 f"{self.where}: an entry lies outside of {name}; is that file cut short?"
             )
+        # Only plain numbers and a plain name reach torch's class.
         return _StorageInfo(name, offset, length)
 
     def size(self, name: str) -> int:
         file = self.folder / name
+        # A link could lead out of the folder.
         if file.is_symlink() or not file.is_file():
             raise CheckpointError(f"{file} is missing, or no regular file: not read")
         return file.stat().st_size
@@ -160,6 +169,7 @@ class _Reader:
         """Return where a value stands in the state: keys, and places in lists, which
         are not longer than all values."""
         path = self.a(tuple, fact)
+        # Numbers are places in lists, which would be made as long as they say.
         fits = all(
             type(key) is str or (type(key) is int and 0 <= key < entries)
             for key in path

@@ -46,9 +46,6 @@ def export_names(
     The model is at ``metadata["model_key"]``, else at ``state_dict``, ``model`` or
     ``module``, else it is every tensor outside of optimizer states.
 
-    The model is what stands under ``metadata["model_key"]``, else under ``state_dict``,
-    ``model`` or ``module``, else every tensor outside of optimizer states.
-
     Args:
         opened: the checkpoint.
         strip_prefix: taken off the front of names; None: ``metadata["module_prefix"]``,
@@ -61,6 +58,7 @@ def export_names(
     index, metadata = opened.index, opened.manifest.metadata
     paths = {name: path for path, name in index.by_path().items()}
     optimizer = [name for name, path in paths.items() if optimizer_part(path)]
+    # An optimizer without tensors (SGD) is found by its key.
     optimizer_keys = list(
         dict.fromkeys(str(paths[name][0]) for name in optimizer)
     ) or _optimizer_like(opened)
@@ -87,8 +85,10 @@ def export_names(
         raise CheckpointError(
             f"{opened.address} holds no model tensors; its top-level keys are {sorted(map(str, top))}"
         )
+    # Without a wish, a prefix that fits nothing is no error: some names may have none.
     prefix = metadata.get("module_prefix", "") if strip_prefix is None else strip_prefix
     outside = _without_prefix(chosen, prefix, must_fit=strip_prefix is not None)
+    # Tied names: the first that the file keeps, the others refer to it.
     kept = {name: text for text, name in outside.items() if name not in index.aliases}
     ties = {
         text: kept[index.aliases[name]]
@@ -109,6 +109,7 @@ def _without_prefix(
 ) -> dict[str, str]:
     if not prefix:
         return names
+    # Tensors of another module alongside the model keep their names.
     fitting = [text for text in names if text.startswith(prefix)]
     if must_fit and not fitting:
         raise CheckpointError(

@@ -59,6 +59,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
+        # genops only splits the pickle into operations and their arguments.
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
             if name == "STOP":
@@ -76,6 +77,7 @@ class _Machine:
         raise CheckpointError("it has no end")
 
     def mark(self, _: Any) -> None:
+        # A mark keeps what is below it; what follows is counted from here.
         self.marks.append(self.stack)
         self.stack = []
 
@@ -95,6 +97,7 @@ class _Machine:
         if isinstance(target, list):
             target.extend(items)
         elif isinstance(target, set):
+            # Members are hashed, so they have to be quick to hash, like keys.
             target.update(_key(item) for item in items)
         elif isinstance(target, Made):
             target.entries.extend(items)
@@ -126,6 +129,7 @@ class _Machine:
     def make(self, count: int) -> None:
         arguments = [self.stack.pop() for _ in range(count)][::-1]
         by = self.stack.pop()
+        # Anything else would be a call of what a call returned.
         if not isinstance(by, Global) or not isinstance(arguments[0], tuple):
             raise CheckpointError("it calls something that it did not import")
         self.stack.append(
@@ -135,6 +139,7 @@ class _Machine:
     def build(self, _: Any) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        # Attributes of what the pickle imported would be changed for the whole process.
         if not isinstance(target, Made):
             raise CheckpointError(
                 f"it changes {target if isinstance(target, Global) else type(target).__name__}"
@@ -144,6 +149,7 @@ class _Machine:
 
 def _key(key: Any, depth: int = _KEY_DEPTH) -> Any:
     """Return a key of a dict, if it is quick to hash."""
+    # Tuples inside tuples are hashed again and again: nesting is bounded.
     if isinstance(key, (tuple, frozenset)):
         if depth == 0 or len(key) > 64:
             raise CheckpointError("it has a key that is nested too deep")
@@ -157,6 +163,7 @@ def _key(key: Any, depth: int = _KEY_DEPTH) -> Any:
 
 
 _IGNORED = {"PROTO", "FRAME"}
+# Operations whose argument is the value itself.
 _PUSHES_ARGUMENT = {
     *(
         "INT",
@@ -234,4 +241,5 @@ def read_inert(data: bytes, where: str) -> Any:
             read here.
     """
     with only_checkpoint_errors(where):
+        # Whatever goes wrong on the way is a damaged file.
         return _Machine().run(data)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from smp_core.checkpoint.dtypes import dtype_name, safetensors_dtype
 from smp_core.checkpoint.folders.file_system import fsync_directory
 from smp_core.checkpoint.folders.storage import Sink
 from smp_core.checkpoint.foreign.export_names import ExportNames
@@ -99,20 +100,26 @@ def write_safetensors_folder(
         names of the files made.
 
     Raises:
-        CheckpointError: optimizer states are asked for and there are none; a damaged
-            checkpoint.
+        CheckpointError: optimizer states are asked for and there are none; a dtype that
+            safetensors has no name for; a damaged checkpoint.
     """
     folder.mkdir()
-    # Which tensors go into which file; the index comes first.
+    # Which tensors go into which file; the index needs no values and comes first.
     files = _plan(
         opened, "model", names.model, options.cast, options.shard_bytes, names.ties
     )
     _write_index(folder, "model", files)
     if options.optimizer:
-        if not names.optimizer:
+        # Everything of the optimizers that is not a tensor: groups, steps, names. One
+        # that keeps no tensors (SGD without momentum) has it all the same.
+        tree = {
+            key: subtree(opened.tree, ("state", key)) for key in names.optimizer_keys
+        }
+        if not any(tree.values()):
             raise CheckpointError(
                 f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out"
             )
+        # Optimizer states keep their names and dtypes.
         states = _plan(
             opened,
             "optimizer",
@@ -122,17 +129,14 @@ def write_safetensors_folder(
             {},
         )
         _write_index(folder, "optimizer", states)
-        tree = {
-            key: subtree(opened.tree, ("state", key)) for key in names.optimizer_keys
-        }
         (folder / "optimizer.json").write_text(json.dumps(tree, indent=1))
-        files = files + states
+        files = files + (states if names.optimizer else [])
     total = sum(entry.bytes for file in files for entry in file.entries)
     # The files, side by side.
     with (
         options.progress(total)
         if options.progress
-        else contextlib.nullcontext(_ignore) as advance
+        else contextlib.nullcontext(lambda _: None) as advance
     ):
         with ThreadPoolExecutor(options.workers) as pool:
             futures = [
@@ -143,6 +147,7 @@ def write_safetensors_folder(
                 for future in futures:
                     future.result()
             except BaseException:
+                # Files that were not begun are given up; those in progress end first.
                 pool.shutdown(cancel_futures=True)
                 raise
     # Files that the checkpoint keeps along.
@@ -154,10 +159,6 @@ def write_safetensors_folder(
         (folder / name).write_bytes(opened.checked(stored))
     fsync_directory(folder)
     return sorted(os.listdir(folder))
-
-
-def _ignore(count: int) -> None:
-    return None
 
 
 def _plan(
@@ -178,7 +179,14 @@ def _plan(
             if cast is not None and record.dtype.is_floating_point
             else record.dtype
         )
+        if safetensors_dtype(dtype) is None:
+            raise CheckpointError(
+                f"{outside} is {dtype_name(dtype)}, which safetensors files have no name for: others would read its "
+                "bytes as integers; give another dtype (--dtype), or write a .ckpt or .pt file"
+            )
         entry = Entry(outside, record.shape, dtype)
+        # In the order of the names, as Transformers divides a model; a file has one
+        # tensor at least.
         if groups[-1] and filled + entry.bytes > shard_bytes:
             groups.append([])
             filled = 0
@@ -194,6 +202,7 @@ def _plan(
         # Keeps every entry aligned.
         group = sorted(group, key=lambda pair: -pair[0].dtype.itemsize)
         here = {entry.key for entry, _ in group}
+        # A tied name is mentioned in the file that has its tensor.
         tied = {dropped: kept for dropped, kept in ties.items() if kept in here}
         of_file = [entry for entry, _ in group]
         sources = [name for _, name in group]
@@ -210,6 +219,7 @@ def _write_file(
                 yield source.unsharded(name).to(entry.dtype)
                 advance(entry.bytes)
 
+    # "x": a name that is there already is an error, not overwritten.
     with open(folder / file.name, "xb", buffering=0) as raw:
         write_tensor_file(
             Sink(raw, file.name, "xxh3"), file.entries, values(), file.metadata

@@ -76,10 +76,14 @@ class TorchFile:
         self.leaves: list[Any] = []
         self._placeholders: list[Tensor] = []
         self._known: dict[Any, Tensor] = {}
+        # Room for every tensor, tied ones once; the skeleton has no bytes of its own
+        # yet.
         skeleton = map_tensors(content, self._room)
         with open(path, "xb") as file, torch.serialization.skip_data():
             torch.save(skeleton, file)
         self._entries = self._data_entries()
+        # torch numbers storages in the order in which it meets them, which is that of
+        # our walk. Other sizes mean that it met tensors that the walk did not.
         sizes = [entry.file_size for entry in self._entries]
         if sizes != [
             placeholder.untyped_storage().nbytes() for placeholder in self._placeholders
@@ -87,10 +91,12 @@ class TorchFile:
             raise CheckpointError(
                 "a value that is no dict, list or tuple holds tensors: it cannot be streamed"
             )
+        # Unbuffered: bytes go to known positions.
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  (closed in close)
         self._checksums: dict[str, int] = {}
 
     def _room(self, leaf: Tensor | LazyTensor) -> Tensor:
+        # Tensors that share memory share the room, as in torch.save.
         key: Any = id(leaf)
         if isinstance(leaf, LazyTensor):
             key = key if leaf.tie is None else ("tie", leaf.tie)
@@ -104,6 +110,7 @@ class TorchFile:
         return self._known[key]
 
     def _data_entries(self) -> list[zipfile.ZipInfo]:
+        # Entries of other names are the pickle and torch's own facts.
         with zipfile.ZipFile(self.path) as archive:
             found = {
                 int(entry.filename.rsplit("/", 1)[1]): entry
@@ -120,6 +127,7 @@ class TorchFile:
             CheckpointError: it does not have the shape and dtype that room was left
                 for.
         """
+        # Another shape or dtype would run over the next entry.
         room = self._placeholders[number]
         if (tensor.shape, tensor.dtype) != (room.shape, room.dtype):
             raise CheckpointError(
@@ -140,6 +148,8 @@ class TorchFile:
     def close(self) -> None:
         """Correct the checksums and make the file durable."""
         descriptor = self._file.fileno()
+        # A checksum stands in up to three places: the entry's header, a descriptor
+        # behind its data, and the directory at the end.
         for entry in self._entries:
             checksum = struct.pack("<I", self._checksums.get(entry.filename, 0))
             self._write_at(entry.header_offset + _CRC_IN_LOCAL_HEADER, checksum)
@@ -147,6 +157,7 @@ class TorchFile:
                 after = _data_start(descriptor, entry) + entry.file_size
                 signed = os.pread(descriptor, 4, after) == b"PK\x07\x08"
                 self._write_at(after + (4 if signed else 0), checksum)
+        # The directory is a list of headers of different lengths.
         position, size = self._directory_start, os.fstat(descriptor).st_size
         while position + _CENTRAL_HEADER.size <= size:
             header = _CENTRAL_HEADER.unpack(
@@ -173,6 +184,8 @@ def _is_data(entry: zipfile.ZipInfo) -> bool:
 
 
 def _data_start(descriptor: int, entry: zipfile.ZipInfo) -> int:
+    # The lengths of name and extra field differ between header and directory, so the
+    # header itself is read.
     header = _LOCAL_HEADER.unpack(
         os.pread(descriptor, _LOCAL_HEADER.size, entry.header_offset)
     )
@@ -232,6 +245,7 @@ def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
     step = -1
     if not os.path.isfile(path):
         return step, 0.0
+    # Whatever the file contains, a step that cannot be found is no error.
     with (
         contextlib.suppress(CheckpointError),
         only_checkpoint_errors(""),
@@ -245,6 +259,7 @@ def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
             ),
             None,
         )
+        # The pickle's size is bounded before it is read.
         if entry is not None and entry.file_size <= _PICKLE_BYTES:
             content = read_inert(archive.read(entry), os.fspath(path))
             found = content.get("global_step") if isinstance(content, dict) else None
@@ -267,6 +282,7 @@ def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> 
     """
     with only_checkpoint_errors(where), zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
+        # A compressed entry can expand to any size.
         if any(
             entry.compress_type != zipfile.ZIP_STORED
             or entry.file_size != entry.compress_size
@@ -275,6 +291,7 @@ def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> 
             raise CheckpointError(
                 f"{where} has compressed entries, which torch.save does not write: not read"
             )
+        # Names without the archive's own folder before them.
         sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
         pickled = [
             entry for entry in entries if entry.filename.partition("/")[2] == "data.pkl"
@@ -287,6 +304,8 @@ def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> 
             raise CheckpointError(
                 f"{where} is damaged: it is not what torch.save writes"
             )
+        # Everything that torch.load would allocate is named in the pickle: storages,
+        # and bytearrays made from a number.
         for node in _nodes(read_inert(archive.read(pickled[0]), where)):
             if isinstance(node, Persistent):
                 _check_storage(node.identity, sizes, where)
@@ -299,7 +318,8 @@ def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> 
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Yield every stand-in of what a pickle says, once."""
+    """Yield every stand-in that :func:`read_inert` made of a pickle, once."""
+    # Without recursion: a pickle may nest as deep as it likes, and refer to itself.
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -319,6 +339,7 @@ def _nodes(root: Any) -> Iterator[Any]:
 
 
 def _check_storage(identity: Any, sizes: Mapping[str, int], where: str) -> None:
+    # torch's persistent id of a storage: (kind, class, key, device, elements).
     kind, storage, key, _, count = identity
     itemsize = _ITEM_BYTES.get(storage.name, 0) if isinstance(storage, Global) else 0
     if (

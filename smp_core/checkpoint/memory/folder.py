@@ -5,13 +5,13 @@ and how files come into it.
         torch-smp-<uid>/             mode 0700
             <run>/                   of one run; locked by the ranks that train
                 owner                the process that took the lock, for messages
-                rank-00003-0/        a part: the slices of one rank, in the format of a checkpoint; two by turns
+                rank-00003-0/        a part: the slices of one rank, in a checkpoint's format; two, used alternately
                     tensors          written in place
                     index.json, rest.json, rest.pt
                     manifest.json    the commit: removed first, written last
 
-Anybody may write to /dev/shm, so that a folder or file there is used only if it belongs
-to this user and nobody else may touch it; links are not followed.
+Every user may write to /dev/shm, so that a folder or file there is used only if it
+belongs to this user and is closed to others; links are not followed.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def run_name(root: str, by: str) -> str:
         root: the folder; or what else names the run.
         by: what trains.
     """
+    # Base names are for people; two folders of one base name differ by the digest.
     path = root if is_address(root) else os.path.abspath(root)
     name = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(path))[:40]
     return "-".join(
@@ -90,6 +91,7 @@ def _top() -> str:
 
 
 def _is_ours(path: str, kind: int = stat.S_IFREG) -> bool:
+    # lstat looks at a link itself, not at what it points to.
     status = os.lstat(path)
     return (
         stat.S_IFMT(status.st_mode) == kind
@@ -103,10 +105,12 @@ def _private(path: str) -> str:
     is such a directory.
 
     Raises:
-        CheckpointError: it is somebody else's, a link, or open to others; or cannot be
+        CheckpointError: it is another user's, a link, or open to others; or cannot be
             made.
     """
     try:
+        # Permissions are set while the folder is made: there is no instant in which
+        # others could open it.
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status, ours = os.lstat(path), _is_ours(path, stat.S_IFDIR)
@@ -142,6 +146,7 @@ class NodeMemory:
 
     def __init__(self, run: str) -> None:
         self.path = os.path.join(_private(_top()), run)
+        # A second run of this process must not be excluded by its own first one.
         self.give_back()
         _private(self.path)
 
@@ -159,7 +164,11 @@ class NodeMemory:
             CheckpointError: another job that runs has it.
         """
         deadline = time.monotonic() + patience
+        # Exclusive succeeds only where no process of any job has the folder; shared
+        # locks of one job's ranks go together.
         while not self._lock(fcntl.LOCK_EX if first else fcntl.LOCK_SH):
+            # An owner of the same pid and start time is alive, and waiting for it is in
+            # vain. Otherwise its ranks are about to notice its end.
             pid, started, command = self._owner()
             if (started and started == _started(pid)) or time.monotonic() > deadline:
                 raise CheckpointError(
@@ -167,6 +176,7 @@ class NodeMemory:
                     f"at a time can have a name: wait for its end, or {advice}"
                 )
             time.sleep(0.2)
+        # The owner's line is for messages; the lock decides.
         if first:
             owner = f"{os.getpid()} {_started(os.getpid())} {' '.join(sys.argv)[:200]}"
             _write(os.path.join(self.path, _OWNER), owner.encode())
@@ -192,6 +202,7 @@ class NodeMemory:
                 )
             except FileNotFoundError:
                 continue  # of a run that has just ended, and removed its folder
+            # The lock is the kernel's and ends with the process, however that ends.
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -199,6 +210,8 @@ class NodeMemory:
                 return False
             except OSError:
                 pass  # no locks on this file system
+            # The folder may have been removed and made anew between open and lock: then
+            # the lock is on one that no path leads to.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
                     _held[self.path] = descriptor
@@ -214,6 +227,8 @@ class NodeMemory:
 
     @property
     def key(self) -> str:
+        # Processes of one machine can have different /dev/shm (containers), and
+        # machines can have equal inodes, so both are part of the key.
         """The identity of the folder: equal for the ranks of a node."""
         status = os.lstat(self.path)
         return f"{host_id()}-{status.st_dev}-{status.st_ino}"
@@ -231,6 +246,7 @@ class NodeMemory:
     def parts(self) -> list[str]:
         """List the parts; those that are not this user's alone are named in a warning
         and left out."""
+        # Another user's file in a part could be exchanged while it is read.
         names = sorted(filter(_PART.fullmatch, os.listdir(self.path)))
         found = []
         for name in names:
@@ -245,12 +261,14 @@ class NodeMemory:
 
     def uncommit(self, part: str) -> None:
         """Remove all of a part but its tensors, the manifest first."""
+        # The manifest goes first, so that a part is never committed with files missing.
         names = os.listdir(self.at(part)) if os.path.isdir(self.at(part)) else []
         for name in sorted(names, key=lambda name: name != MANIFEST):
             if name != TENSORS:
                 os.unlink(self.at(part, name))
 
     def write(self, part: str, name: str, data: bytes) -> None:
+        # Written aside and renamed: a process that ends here leaves no half file.
         """Write a small file, which appears as a whole."""
         _private(self.at(part))
         temporary = self.at(part, f".{name}-{os.getpid()}")
@@ -265,8 +283,11 @@ class NodeMemory:
         Raises:
             CheckpointError: there is not enough memory; says what to type.
         """
+        # The old part is freed before the new one is reserved: memory is bounded by
+        # two.
         self.remove([part])
         path = os.path.join(_private(self.at(part)), TENSORS)
+        # Usually there is room; only a rank that lacks it takes a turn at removing.
         with contextlib.suppress(OSError):
             return _reserve(path, size)
         with _turn():  # one rank after another: what the one before has freed may do
@@ -297,6 +318,8 @@ class NodeMemory:
 
     def remove(self, parts: Collection[str]) -> None:
         """Remove parts, as far as they are there; their manifests first."""
+        # All manifests before any large file: a removal that ends in between leaves
+        # nothing that looks whole.
         for part in parts:
             self.uncommit(part)
         for part in parts:
@@ -307,6 +330,8 @@ class NodeMemory:
 def _write(path: str, data: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+    # O_EXCL and O_NOFOLLOW: a file or link that another process puts here is not
+    # written through.
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
     ) as file:
@@ -334,6 +359,7 @@ def _as_tensor(descriptor: int, size: int, access: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(descriptor, size, prot=access)
     with warnings.catch_warnings():
+        # torch warns of read-only memory; readers copy from it and never write.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -343,9 +369,12 @@ def _started(pid: int | str) -> str:
     ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # The command's name may contain spaces and parentheses; what follows the
+            # last ")" does not.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return ""
+    # Zombies and dead processes hold nothing any more.
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -376,7 +405,7 @@ def _of_ended_jobs() -> Iterator[str]:
     folders = [
         entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)
     ]
-    for path in sorted(folders, key=os.path.getmtime):
+    for path in sorted(folders, key=_changed):
         lock = None
         with contextlib.suppress(FileNotFoundError):
             lock = try_lock(path)
@@ -385,6 +414,14 @@ def _of_ended_jobs() -> Iterator[str]:
                 yield path
             finally:
                 release(lock)
+
+
+def _changed(path: str) -> float:
+    # A job that ends at this instant removes its folder.
+    try:
+        return os.path.getmtime(path)
+    except FileNotFoundError:
+        return 0.0
 
 
 @contextlib.contextmanager
@@ -413,8 +450,8 @@ def _free_the_oldest() -> bool:
             path,
             size_of(path),
         )
-        remove_tree(path)
-        return True
+        if remove_tree(path):
+            return True
     return False
 
 

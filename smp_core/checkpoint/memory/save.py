@@ -1,13 +1,18 @@
 """The saves into shared memory: staged alongside training, committed by all ranks
 together, kept on two nodes.
 
-A rank's part is a checkpoint folder of its own slices (memory_folder.py). Ranks do not
-share the writing of replicas, as they do on disk: a replica on another node costs
-nothing and survives the node. In the thread of a save: (1) copy what was not copied at
-once; (2) the index and digests, whose records go to all ranks; (3) what is the same for
-all ranks, from rank 0; (4) where no rank of another node has the same slices, a copy to
-the next node; (5) manifests, which are the commit. Only then may the state before be
-written over, so that at every instant one state is complete.
+A rank's part is a checkpoint folder of its own slices (folder.py). Ranks do not share
+the writing of replicas, as they do on disk: a replica on another node costs nothing and
+survives the node. The thread of a save
+
+1. copies what was not copied at once;
+2. makes the index and digests, whose records go to all ranks;
+3. takes from rank 0 what is the same for all ranks;
+4. sends a copy to the next node where no rank of another node has the same slices;
+5. writes manifests, which are the commit.
+
+Only then may the state before be written over, so that at every instant one state is
+complete.
 """
 
 from __future__ import annotations
@@ -56,9 +61,11 @@ REST_PT = "rest.pt"
 # equal tensors.
 LAYOUTS = "layouts"
 _ALGORITHM = "xxh3"
-# Of each rank's part: written in less time than it would take beside training.
+# Parts of up to this size are written at once: a thread beside training would take
+# longer.
 _SMALL_BYTES = 1 << 20
-# Of a copy to another node: a message of training waits for one piece at most.
+# A copy to another node goes in pieces, so that a message of training waits for one at
+# most.
 _PIECE_BYTES = 1 << 20
 
 
@@ -104,6 +111,7 @@ class MemorySaver:
         self._folder = folder
         self._ranks = ranks
         self._on_disk = on_disk
+        # The copy goes around a ring of nodes, between ranks of the same place on them.
         self._node_of = {
             rank: number for number, node in enumerate(nodes) for rank in node
         }
@@ -132,14 +140,16 @@ class MemorySaver:
             CheckpointError: on all ranks: the save before this one failed; or this one
                 did, which is waited for if it is the run's first, or small.
         """
+        # The files are two, so at most one save may be in flight.
         self.wait()
         waits = self._waits
         self.slots.turn()
-        for rank in {self._ranks.rank, self._before}:
-            self._folder.uncommit(part_name(rank, self.slots.number))
         staged: Staged | None = None
         problem: Exception | None = None
         try:
+            # A manifest must not describe bytes that are about to be written over.
+            for rank in {self._ranks.rank, self._before}:
+                self._folder.uncommit(part_name(rank, self.slots.number))
             staged = stage(state, per_rank, self._ranks.rank, False, self.slots)
         except Exception as error:  # told to the other ranks by the thread
             problem = error
@@ -213,6 +223,7 @@ class MemorySaver:
         what, rank = f"step {step} was not kept in memory", self._ranks.rank
 
         # This rank's tensors and index.
+        # Raised here, inside the exchange, the error reaches all ranks.
         def prepare() -> tuple[bytes, Prepared]:
             if problem is not None:
                 raise problem
@@ -226,12 +237,15 @@ class MemorySaver:
             }
             return index, Prepared(files, staged.own, changed)
 
+        # One exchange of records also shows the other ranks that this one has all its
+        # bytes.
         (index, _), parts = self._ranks.together(what, prepare, lambda it: it[1])
         changed = [
             f"{name} on rank {number}"
             for number, part in enumerate(parts)
             for name in part.changed
         ]
+        # Half of an optimizer's step may be in such a copy: it is of no one instant.
         if changed:
             why = f"{len(changed)} tensors changed between two optimizer steps, e.g. {changed[0]}"
             self._give_up(
@@ -240,6 +254,8 @@ class MemorySaver:
             )
             return
         assert staged is not None
+        # A small state is written before the next step would be; a thread beside
+        # training costs more than waiting.
         self._waits = max(part.files[TENSORS].bytes for part in parts) <= _SMALL_BYTES
 
         # What is the same for all ranks.
@@ -269,6 +285,7 @@ class MemorySaver:
                 )
                 self._folder.write(part, MANIFEST, own.to_bytes())
 
+        # All copies are in place on all ranks; only now are manifests written.
         self._ranks.together(what, commit)
 
     def _shared(
@@ -278,12 +295,15 @@ class MemorySaver:
         rest; why not, if the disk's trouble is to blame: the next state may be numbered
         again. On rank 0."""
         try:
+            # The sequence number orders this state among the checkpoints on disk.
             sequence, on_disk = self._on_disk()
         except StoreError as error:
             return str(error)
         # What is the same for all ranks: the rest of the state.
         assert staged.rest is not None
         rest = merge_rest(staged.rest, [part.own for part in parts])
+        # Replicas write equal indexes, so that digests tell which ranks hold equal
+        # slices.
         files = {REST: json.dumps({"format": FORMAT, "tree": rest.tree}).encode()}
         if rest.plain:
             buffer = io.BytesIO()
@@ -310,6 +330,7 @@ class MemorySaver:
     def _only_on_their_node(self, layouts: Sequence[str]) -> set[int]:
         """Return the ranks whose slices no rank of another node has; none where there
         is one node."""
+        # Ranks of equal layout on two nodes are each other's copy already.
         nodes: dict[str, set[int]] = {}
         for rank, layout in enumerate(layouts):
             nodes.setdefault(layout, set()).add(self._node_of[rank])
@@ -335,9 +356,11 @@ class MemorySaver:
         size = parts[before].files[TENSORS].bytes
 
         def room() -> list[Tensor]:
+            # The rank before has a replica on another node and sends nothing.
             if before not in lonely:
                 return []
             slot = self._copies.get(number)
+            # Rooms of copies are kept from save to save, like the slots of this rank.
             if slot is None or len(slot.memory) != size:
                 slot = self._copies[number] = Slot(
                     self._folder.allocate(part_name(before, number), size)
@@ -359,7 +382,7 @@ class MemorySaver:
         return {before: bytes(bytes_view(taken[0]))} if taken else {}
 
     def _give_up(self, step: int, why: str) -> None:
-        """Keep the state before instead, and say so. On all ranks."""
+        """Keep the state before instead, with a warning. On all ranks."""
         # Back: the next save writes over this one, not over the newest that is whole.
         self.slots.turn()
         if self._ranks.rank == 0:
@@ -407,6 +430,8 @@ def exchange_copies(
         time.sleep(seconds)
         began = time.monotonic()
         works = []
+        # Both directions at once: ranks in a ring that only sent would wait for each
+        # other.
         if step < len(out):
             works.append(dist.isend(out[step], to, group=group))
         if step < len(coming):

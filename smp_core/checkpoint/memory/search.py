@@ -64,7 +64,7 @@ class Found:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of a part, of which all tell the same of the save."""
+        """The manifest of one part; facts about the save are the same in all."""
         return self.manifests[0]
 
     @property
@@ -81,7 +81,7 @@ class Found:
 def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
     """Find the newest state that is complete over all nodes and undamaged. Collective;
     the same on all ranks."""
-    # What each node has.
+    # What each node has: one rank of it lists its folder for all the others.
     keys = ranks.gather(folder.key)
     leads = keys.index(folder.key) == ranks.rank
     what = "states in memory were not looked at"
@@ -97,15 +97,18 @@ def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
     # The newest of which every rank's part is on some node; again without parts that
     # turn out damaged.
     while True:
+        # Saves of another world size do not fit these ranks.
         of_world = [each for each in held.values() if each.world_size == ranks.size]
         ages = sorted(
             {(each.sequence, each.step or 0, each.id) for each in of_world},
             reverse=True,
         )
+        # A generator: older saves are only planned if the newer ones have gaps.
         plans = (_plan(save, keys, held, ranks.size) for _, _, save in ages)
         found = next((plan for plan in plans if plan is not None), None)
         if found is None:
             return None
+        # Each part is read by one rank, which checks its digests: a GiB is hashed once.
         mine = {
             found.places[rank][1]
             for rank, reader in enumerate(found.readers)
@@ -116,6 +119,7 @@ def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
         bad = list(itertools.chain.from_iterable(damaged))
         if not bad:
             return found
+        # Every rank removes the same parts, so that all try the same save next.
         for place in bad:
             held.pop(place, None)
 
@@ -124,6 +128,7 @@ def _manifests(folder: NodeMemory) -> dict[str, Manifest]:
     found = {}
     for name in filter(folder.is_committed, folder.parts()):
         try:
+            # Whatever a file contains, a problem with it excludes that part alone.
             manifest = open_checkpoint(folder.at(name)).manifest
             layouts = manifest.metadata.get(LAYOUTS)
             if (
@@ -161,6 +166,7 @@ def _plan(
     readers: list[int] = []
     for rank in range(world):
         fitting = [
+            # Equal digests of the index mean equal slices.
             place
             for place, each in of_save.items()
             if each.files[each.index].digest == layouts[rank]
@@ -196,10 +202,12 @@ def bring_back(
     manifest = found.manifests[rank]
     is_there = found.places[rank] == (folder.key, own)
 
+    # Only one rank of a node removes; the others would find files gone.
     def tidy(kept: set[str]) -> None:
         if leads:
             folder.remove([name for name in folder.parts() if name not in kept])
 
+    # Room first: what is of no use goes before parts of other ranks come.
     ranks.together(
         what, lambda: tidy({name for key, name in found.places if key == folder.key})
     )
@@ -208,6 +216,7 @@ def bring_back(
     layouts = manifest.metadata[LAYOUTS]
     first = {digest: layouts.index(digest) for digest in layouts}
 
+    # Indexes of all layouts go to every rank, the rest of the state from rank 0's part.
     def small() -> dict[tuple[str, str], bytes]:
         files: dict[tuple[str, str], bytes] = {}
         for digest, owner in first.items():
@@ -229,6 +238,8 @@ def bring_back(
         return None if is_there else folder.allocate(own, manifest.files[TENSORS].bytes)
 
     room, _ = ranks.together(what, make_room)
+    # The same order on all ranks, and one transfer at a time: no two ranks wait for
+    # each other.
     for receiver in found.sent:
         reader = found.readers[receiver]
         if reader == rank:
@@ -244,6 +255,7 @@ def bring_back(
             return
         if found.readers[rank] == rank:
             room.copy_(folder.map(found.places[rank][1]))
+        # Compared once more: the bytes came over the network or from another part.
         if record_of(bytes_view(room)) != manifest.files[TENSORS]:
             raise CheckpointError(f"the part of rank {rank} was damaged on its way")
         for (digest, name), content in files.items():
@@ -257,6 +269,7 @@ def bring_back(
         for each, key in enumerate(found.keys)
         if key == folder.key
     }
+    # Parts that were only read for others go now.
     ranks.together(what, lambda: tidy(set(here.values())))
 
     # One index of all parts: this rank's own first, then one on this node where there
@@ -285,6 +298,7 @@ class MemoryCheckpoint(OpenCheckpoint):
 
     def __init__(self, path: str, parts: dict[str, tuple[Manifest, bytes]]) -> None:
         own, (manifest, _) = next(iter(parts.items()))
+        # Names in the index have the part's folder before them.
         files = {f"{own}/{name}": record for name, record in manifest.files.items()}
         for name, (each, _) in parts.items():
             files[f"{name}/{TENSORS}"] = each.files[TENSORS]
@@ -315,11 +329,14 @@ def _merged(parts: Mapping[str, bytes], where: str) -> Index:
     tensors: dict[str, TensorRecord] = {}
     chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
     for part, content in parts.items():
+        # The first part that has a slice gives it: this rank's own, then one on this
+        # node.
         for name, tensor in Index.from_json(
             read_json(content, where), where
         ).tensors.items():
             tensors.setdefault(name, tensor)
             for chunk in tensor.chunks:
+                # Empty slices say nothing, unless the tensor itself is empty.
                 if math.prod(chunk.shape) or not tensor.numel:
                     place = chunks.setdefault(name, {})
                     place.setdefault(

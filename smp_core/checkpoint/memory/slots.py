@@ -1,5 +1,5 @@
-"""The host memory of states that outlive their process: each rank's slices, staged into
-two shared files by turns.
+"""The host memory of states that outlive their process: each rank's slices, staged
+alternately into two shared files.
 
 A state is staged straight into its file, so that the memory tier holds two copies of a
 rank's shards and no third one. Measured on one core, 256 MiB: 0.05 s of processor time
@@ -55,9 +55,10 @@ class Slot:
                 self.memory.data_ptr(), len(self.memory), 0
             )
         )
+        # The call answers with an error's number instead of raising it.
         self.is_pinned = not refused
         if refused:
-            # The driver's error is told to the next kernel, whichever it is.
+            # The driver reports its error with the next kernel, whichever that is.
             with contextlib.suppress(RuntimeError):
                 torch.zeros((), device=device)
             why = f"CUDA error {refused}): copies of states take longer and hold up the device"
@@ -93,6 +94,7 @@ class SharedSlots(HostBuffers):
 
     def __init__(self, folder: NodeMemory, rank: int) -> None:
         super().__init__()
+        # Every name begins with "": all tensors may wait, until a face says which.
         self.later: tuple[str, ...] = ("",)
         self.number = 0
         self._folder = folder
@@ -123,6 +125,8 @@ class SharedSlots(HostBuffers):
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copy what may change before the optimizer steps; :meth:`copy_rest` copies
         what may not."""
+        # Replicated tensors are small and copied at once: code outside the optimizer
+        # may change them.
         waiting = {
             name: tensor
             for name, tensor in tensors.items()
@@ -136,6 +140,7 @@ class SharedSlots(HostBuffers):
         return super().fill(tensors)
 
     def _hosts(self, sources: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+        # Another layout: the ranges change, and views of the old ones with them.
         if self._hosts_of is not self.layout:
             self._hosts_of, self._ranges = self.layout, _ranges(sources)
             for slot in self._slots.values():
@@ -149,6 +154,7 @@ class SharedSlots(HostBuffers):
             part_name(self._rank, other)
         ):
             self._make_room(other, size, sources)
+        # Views are made once for each file, not at each save.
         slot = self._slots[self.number]
         if not slot.views:
             for place, source in sources.items():
@@ -164,6 +170,7 @@ class SharedSlots(HostBuffers):
         slot = self._slots.get(number)
         if slot is not None and len(slot.memory) == size:
             return
+        # A registered address must not be given back to the system.
         if slot is not None:
             self._slots.pop(number).unpin()
         self._slots[number] = Slot(
@@ -190,13 +197,18 @@ class SharedSlots(HostBuffers):
     ) -> None:
         now: list[tuple[Tensor, Tensor]] = []
         self._later = []
+        # Slices of sharded tensors wait for copy_rest, all others are copied before
+        # training goes on.
         for place, source in sources.items():
             (self._later if place[0] in self._sharded else now).append(
                 (hosts[place], source)
             )
+        # The counts tell later whether a tensor changed between now and copy_rest.
         self._versions = {
             name: tensor._version for name, tensor in self._sharded.items()
         }
+        # On an accelerator, copy_rest has to come behind what training has issued so
+        # far, which this event marks.
         behind = [
             source.device
             for _, source in self._later
@@ -219,10 +231,13 @@ class SharedSlots(HostBuffers):
         """
         if self._staged_at is not None:
             beside = torch.Stream(self._later[0][1].device)
-            # Of this thread: it does not wait for what training is given next.
+            # The stream is this thread's own: it does not wait for what training issues
+            # next.
             torch.accelerator.set_stream(beside)
             beside.wait_event(self._staged_at)
         copy_to_hosts(self._later)
+        # A change after the copy of its tensor counts as well: copies have no exact
+        # end.
         changed = [
             name
             for name, tensor in self._sharded.items()
@@ -235,6 +250,8 @@ class SharedSlots(HostBuffers):
         """Return the index (docs/checkpoint-format.md) of what was staged; that of the
         save before where nothing has changed. It is the same for both files, and on
         ranks that hold the same slices."""
+        # Names and layouts rarely change; the index of a large model takes long to
+        # make.
         if (
             self._indexed is not None
             and self._indexed[0] is self.layout
@@ -250,6 +267,7 @@ class SharedSlots(HostBuffers):
             chunks = []
             for item in tensor.items:
                 host = tensor.slices[item.index.offset]
+                # Places in the shared file, as the manifest's readers see them.
                 begin = host.data_ptr() - base if host.numel() else 0
                 place = tuple(item.index.offset or ()), tuple(host.shape)
                 chunks.append(
@@ -277,6 +295,7 @@ def _ranges(sources: Mapping[Place, Tensor]) -> dict[Place, tuple[int, int]]:
     file."""
     ranges, end = {}, 0
     for place, source in sources.items():
+        # Aligned, so that a slice can be viewed in its own dtype and copied fast.
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = begin + source.numel() * source.element_size()
         ranges[place] = (begin, end)

@@ -14,10 +14,9 @@ What it promises:
    ends well frees it, and a second job of the same name is refused before it trains.
 
 A face makes one :class:`MemoryTier` for a run, asks it at the start for the newest
-state of memory and disk, gives it the state every so many steps, and closes it. What it
-is made of: memory_folder.py (the folder and its owner), memory_slots.py (the copy to
-host memory), memory_save.py (the commit, the copy on the next node), memory_search.py
-(the way back).
+state of memory and disk, gives it the state every so many steps, and closes it. Its
+parts are folder.py (the folder and its owner), slots.py (the copy to host memory),
+save.py (the commit, the copy on the next node) and search.py (the way back).
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class MemoryTier:
         is_begun: whether it is decided where the run begins.
 
     Raises:
-        CheckpointError: the folder in memory cannot be made, is somebody else's, or
+        CheckpointError: the folder in memory cannot be made, is another user's, or
             another job that runs has it; on all ranks.
     """
 
@@ -97,17 +96,21 @@ class MemoryTier:
         by: str = "",
         inside: str = "",
     ) -> None:
+        # A run before this one in the same process may still write to the same files.
         wait_for_writers()
         self.every = every
         group: dist.ProcessGroup | None = None
         patience = _PATIENCE
         if dist.is_initialized() and dist.get_world_size() > 1:
             limit = collective_timeout()
+            # Waiting for longer than the ranks' own timeout would end in that.
             patience = (
                 _PATIENCE
                 if limit is None
                 else min(_PATIENCE, 0.5 * limit.total_seconds())
             )
+            # A group of its own: its collectives run in a thread, alongside those of
+            # training.
             group = dist.new_group(
                 backend="gloo", timeout=limit, group_desc="smp memory tier"
             )
@@ -131,6 +134,8 @@ class MemoryTier:
             _ANOTHER.get(by, "save to another folder")
             + ", or leave memory_every_n_steps out"
         )
+        # The first rank of each node takes the folder alone before any other joins it,
+        # so a job that is refused leaves no lock behind.
         try:
             self._ranks.together(
                 what,
@@ -147,6 +152,7 @@ class MemoryTier:
         except CheckpointError:
             self.folder.give_back()
             raise
+        # What ended jobs keep costs memory, so each start names it.
         self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
         for path, size in left_by_ended_jobs() if self._leads else ():
             advice = f"start that again to go on with it, or rm -r {path}; it is removed where its memory is needed"
@@ -161,6 +167,7 @@ class MemoryTier:
         on all ranks."""
         found = find(self.folder, self._ranks)
         kept_with = None if found is None else found.manifest.metadata.get(_DEGREES)
+        # Degrees decide which slices a rank has; after a change the parts fit no rank.
         if found is None or kept_with == self._degrees:
             return found
         if self._ranks.rank == 0:
@@ -174,6 +181,7 @@ class MemoryTier:
         return None
 
     def _on_disk(self) -> tuple[int, dict[str, Any]]:
+        # A number above all on disk, and what lay there: see `newest`.
         return next_sequence(self._at("memory")), {
             _SEEN: manifests_in(self._saves_to, self._inside)
         }
@@ -202,6 +210,8 @@ class MemoryTier:
         """
         found = self.find()
         what = "the newest checkpoint was not found"
+        # Most restarts end here: listing the disk's manifests is enough, and nothing is
+        # read from it.
         if (
             found is not None
             and in_folder
@@ -227,12 +237,14 @@ class MemoryTier:
         """Return whether no checkpoint on disk is newer than a state; on rank 0."""
         seen = found.manifest.metadata.get(_SEEN)
         there = manifests_in(self._saves_to, self._inside)
+        # Nothing new is on disk since the state was kept, so the state is newer.
         if (
             there is not None
             and isinstance(seen, dict)
             and all(seen.get(name) == it for name, it in there.items())
         ):
             return True
+        # The disk has something else; ages decide.
         try:
             names = find_checkpoints(self._saves_to, inside=self._inside)
         except NoSuchFolder:
@@ -246,6 +258,7 @@ class MemoryTier:
         Raises:
             CheckpointError: it cannot be brought there; on all ranks.
         """
+        # From here on ranks may save: none of them may find another beginning.
         self.is_begun = True
         checkpoint, self._saver.slots.number = bring_back(
             found, self.folder, self._ranks
@@ -261,6 +274,7 @@ class MemoryTier:
         self.is_begun = True
 
         def free() -> None:
+            # The first rank of each node clears that node's folder.
             parts = self.folder.parts() if self._leads else []
             if any(map(self.folder.is_committed, parts)) and self._ranks.rank == 0:
                 logger.warning(
@@ -283,6 +297,8 @@ class MemoryTier:
 
     def is_due(self, step: int) -> bool:
         """Return whether a state is to be kept after an optimizer step."""
+        # Steps may be skipped (a set-back, a step counted elsewhere), so multiples are
+        # compared instead of a remainder.
         return step // self.every > self._saved_step // self.every
 
     def set_back(self, step: int) -> None:
@@ -312,6 +328,7 @@ class MemoryTier:
         Raises:
             CheckpointError: it, or the one before, could not be kept; on all ranks.
         """
+        # Noted before the save, so that one that fails is not tried again at once.
         self._saved_step = step
         self._saver.slots.later = tuple(later)
         self._saver.save(state, step, {**metadata, _DEGREES: self._degrees}, per_rank)
@@ -324,13 +341,14 @@ class MemoryTier:
     # The end
 
     def close(self, ended_well: bool) -> None:
-        """Remove the folder if the run ended well; otherwise say that it stays.
+        """Remove the folder if the run ended well; otherwise warn that it stays.
         Collective if it ended well."""
         if ended_well:
             try:
                 self._saver.wait()
             except CheckpointError as error:
                 logger.warning("%s", error)
+            # All ranks are through with their saves before any folder is removed.
             self._ranks.gather(None)
         is_idle = self._saver.close()
         if self._leads and ended_well:
@@ -356,10 +374,12 @@ def _is_newer(
     nothing is known of its save."""
     if path is None:
         return True
+    # No promise about a foreign file can be read, so it is preferred.
     if not is_checkpoint(path):
         return False
     manifest = open_checkpoint(path).manifest
     age = found.manifest.age
+    # Sequence numbers, then steps; equal ages are the same state, and memory is faster.
     return (
         age[:2] >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)
     )

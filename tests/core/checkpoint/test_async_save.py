@@ -21,6 +21,7 @@ from smp_core.checkpoint import (
     CheckpointError,
     async_save,
     is_checkpoint,
+    read_manifest,
     read_rest,
     read_tensors,
 )
@@ -84,6 +85,19 @@ class Gate:
             original(sink, data)
 
         monkeypatch.setattr(storage.Sink, "write", write)
+
+
+def test_metadata_is_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, saver = Gate(monkeypatch), AsyncCheckpointer()
+    metadata = {"step": 1, "place": {"sample": 7}}
+    saver.save(tmp_path / "a", {"w": torch.ones(2)}, metadata=metadata)
+    metadata["place"]["sample"] = 8  # type: ignore[index]
+    gate.open.set()
+    saver.close()
+    found = read_manifest(tmp_path / "a").metadata
+    assert found == {"step": 1, "place": {"sample": 7}}
 
 
 def test_a_removal_waits_for_the_save_in_flight(

@@ -125,6 +125,8 @@ def test_a_hugging_face_folder_comes_in_with_its_ties_and_files(tmp_path: Path) 
     assert made == ["config.json", "model.safetensors"]
     with pytest.raises(CheckpointError, match="there is no tensor 'nothing'"):
         import_checkpoint(source, tmp_path / "x", ties={"a": "nothing"})
+    with pytest.raises(CheckpointError, match="a tensor 'half' of its own"):
+        import_checkpoint(source, tmp_path / "x", ties={"half": "wide.weight"})
 
 
 def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
@@ -135,6 +137,8 @@ def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
             "param_groups": [{"lr": 0.1, "params": ["a.b"]}],
         },
         "list": [torch.ones(2), {"x": torch.zeros(1)}],
+        # DCP looks into neither of them, unless a list has a tensor itself.
+        "nests": {"tuple": (torch.ones(1), {"x": 2}), "lists": [[torch.zeros(1)], [3]]},
         "rest": {"epoch": 3, "betas": (0.9, 0.99)},
     }
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -148,6 +152,8 @@ def test_a_dcp_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
     dcp.load(target, checkpoint_id=tmp_path / "again", no_dist=True)
     assert differences(target["model"], values(3)) == []
     assert target["rest"]["epoch"] == 3
+    import_checkpoint(tmp_path / "again", tmp_path / "back")
+    assert differences(everything(tmp_path / "back"), state) == []
 
 
 def sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -273,6 +279,17 @@ def accelerate_saves_and_loads(
 def test_accelerates_folder_comes_in_and_accelerate_loads_ours(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     assert run_ranks(accelerate_round_trip, 2, str(tmp_path)) == [[], []]
+
+
+def test_an_export_finds_the_model_by_its_key_and_names_what_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"net": values(1), "rest": {"epoch": 3}}
+    save_checkpoint(tmp_path / "a", state, metadata={"model_key": "net"})
+    export_checkpoint(tmp_path / "a", tmp_path / "out", "accelerate")
+    assert "not exported (no tensors of the model or optimizer): rest" in caplog.text
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert differences(everything(tmp_path / "back"), {"model": values(1)}) == []
 
 
 def test_what_cannot_be_imported_is_refused_with_a_reason(tmp_path: Path) -> None:

@@ -147,6 +147,31 @@ def test_a_cast_touches_floating_point_weights_only(
     )
 
 
+def test_an_optimizer_without_tensors_is_exported_with_its_groups(
+    tmp_path: Path,
+) -> None:
+    groups = [{"params": ["w"], "lr": 0.5}]
+    state = {"state_dict": {"w": torch.ones(2)}, "optimizer": {"param_groups": groups}}
+    save_checkpoint(tmp_path / "a", state)
+    made = consolidate(tmp_path / "a", tmp_path / "out", optimizer=True)
+    assert made == ["model.safetensors", "optimizer.json"]
+    found = json.loads((tmp_path / "out" / "optimizer.json").read_text())
+    assert found == {"optimizer": {"param_groups": groups}}
+
+
+def test_a_dtype_that_others_would_read_as_integers_is_not_exported(
+    tmp_path: Path,
+) -> None:
+    weight = torch.ones(2, 3).to(torch.float8_e4m3fnuz)
+    save_checkpoint(tmp_path / "a", {"state_dict": {"w": weight}})
+    with pytest.raises(
+        CheckpointError, match="w is float8_e4m3fnuz, which safetensors"
+    ):
+        consolidate(tmp_path / "a", tmp_path / "out")
+    consolidate(tmp_path / "a", tmp_path / "out", dtype="fp32")
+    assert read_folder(tmp_path / "out", "model")["w"].dtype == torch.float32
+
+
 def test_a_prefix_comes_off_as_recorded_or_as_asked(tmp_path: Path) -> None:
     state = {
         "state_dict": {
@@ -218,6 +243,8 @@ def test_a_numbered_optimizer_state_loads_into_torchs_optimizer() -> None:
             for g in plain["param_groups"]
         ],
     }
+    # A value that an optimizer keeps for none of its parameters.
+    plain["state"]["shared"] = named["state"]["shared"] = {"count": 3}
     assert differences(numbered_optimizer_state(named), plain) == []
 
 
@@ -238,6 +265,7 @@ def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(
     ("arguments", "message"),
     [
         ({"dtype": "float33"}, "dtype='float33' is not a torch dtype"),
+        ({"dtype": "int8"}, "dtype=int8 would cut off"),
         ({"workers": 0}, "workers=0 must be 1 or more"),
         (
             {"max_shard_size": "big"},

@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor, Partial
 
 from smp_core.checkpoint import (
     CheckpointError,
+    full_state_dict,
     load_checkpoint,
     read_index,
     read_rest,
     read_tensors,
+    reader,
     save_checkpoint,
 )
 from tests.core.checkpoint.states import (
@@ -187,6 +189,75 @@ def test_names_that_would_collide_stay_apart(tmp_path: Path) -> None:
     assert differences(found, state) == []
 
 
+def test_values_beside_a_tensor_are_found_by_keys_of_any_kind(tmp_path: Path) -> None:
+    # Beside a tensor each value is looked up by its path, not replaced with its dict.
+    saved = {"w": torch.ones(2), (1, ("a",)): 5, None: 3, 1.5: 2, True: 7}
+    template = dict.fromkeys(saved, 0) | {"w": torch.zeros(2)}
+    save_checkpoint(tmp_path / "a", {"state": saved})
+    load_checkpoint(tmp_path / "a", {"state": template})
+    assert differences(template, saved) == []
+
+
+def test_values_beside_a_tensor_in_a_tuple_are_loaded_too(tmp_path: Path) -> None:
+    saved = {"pair": (torch.ones(2), 5, ("x", torch.zeros(1)))}
+    save_checkpoint(tmp_path / "a", {"state": saved})
+    first = torch.zeros(2)
+    template = {"pair": (first, 0, ("", torch.ones(1)))}
+    load_checkpoint(tmp_path / "a", {"state": template})
+    assert differences(template, saved) == []
+    assert template["pair"][0] is first, "tensors are filled in place"
+
+
+def test_a_number_stays_where_a_tensor_was_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint(tmp_path / "a", {"state": {"step": torch.ones(()), "w": zeros()}})
+    template = {"state": {"step": 7, "w": zeros()}}
+    load_checkpoint(tmp_path / "a", template, strict=False)
+    assert template["state"]["step"] == 7
+    assert "in the checkpoint only, not used: state.step" in caplog.text
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as packages for quantised weights have them;
+    ``unwraps``: operations give plain tensors."""
+
+    unwraps = True
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        inner = [each.inner if isinstance(each, cls) else each for each in args]
+        result = function(*inner, **(kwargs or {}))
+        stays = not cls.unwraps and isinstance(result, torch.Tensor)
+        return cls(result) if stays else result
+
+
+class Opaque(Wrapper):
+    unwraps = False
+
+
+def test_tensors_that_wrap_others_are_not_taken_for_ties(tmp_path: Path) -> None:
+    # All of them are at address 0.
+    state = {"a": Wrapper(torch.ones(3)), "b": Wrapper(torch.zeros(3))}
+    save_checkpoint(tmp_path / "a", state)
+    expected = {"a": torch.ones(3), "b": torch.zeros(3)}
+    assert differences(read_tensors(tmp_path / "a"), expected) == []
+    assert differences(full_state_dict(state), expected) == []
+    with pytest.raises(CheckpointError, match=r"a Opaque of shape \[3\] has no bytes"):
+        save_checkpoint(tmp_path / "b", {"a": Opaque(torch.ones(3))})
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
@@ -309,6 +380,17 @@ def save_partial_sum(path: str) -> str:
 
 def save_sharded(path: str) -> None:
     save_checkpoint(path, sharded_state(2, seed=1))
+
+
+def test_ctrl_c_while_tensors_are_read_stays_what_it_is(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader.SmpStorageReader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint(saved, {"state_dict": zeros()})
 
 
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:

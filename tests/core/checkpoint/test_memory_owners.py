@@ -17,7 +17,7 @@ import pytest
 from smp_core.checkpoint import CheckpointError
 from smp_core.checkpoint.folders.file_system import remove_tree
 from smp_core.checkpoint.memory import tier as memory_tier
-from smp_core.checkpoint.memory.folder import NodeMemory
+from smp_core.checkpoint.memory.folder import NodeMemory, left_by_ended_jobs
 from smp_core.cli import doctor
 from tests.core.checkpoint.kill_trials import fork
 from tests.core.checkpoint.memory_states import (
@@ -188,6 +188,26 @@ def test_what_ended_jobs_left_is_removed_where_its_memory_is_needed(
     )
     assert found_in(alone, by="old") == 2 and found_in(alone, by="alive") == 2
     new.close(ended_well=True)
+
+
+def test_a_job_that_ends_at_this_instant_hinders_no_other(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for by in ("ends", "stays"):
+        kept_until(alone, 1, by=by).close(ended_well=False)
+    (ends,) = alone.glob("torch-smp-*/disk-ends-*")
+    (stays,) = alone.glob("torch-smp-*/disk-stays-*")
+    scandir = os.scandir
+
+    def listed_and_removed(path: Any) -> Any:
+        entries = list(scandir(path))
+        if Path(path) == ends.parent:
+            monkeypatch.setattr(os, "scandir", scandir)
+            remove_tree(str(ends))
+        return entries
+
+    monkeypatch.setattr(os, "scandir", listed_and_removed)
+    assert [path for path, _ in left_by_ended_jobs()] == [str(stays)]
 
 
 def test_the_doctor_names_what_ended_jobs_left(alone: Path) -> None:

@@ -109,6 +109,23 @@ def test_a_crash_before_the_manifest_leaves_the_old_one(
     assert find_checkpoints(ROOT) == ["last"]
 
 
+def test_leftovers_that_cannot_be_removed_cost_no_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/bucket/run/last/tensors-of-another-save", b"half")
+    monkeypatch.setattr(object_folder, "_STALE_SECONDS", -1.0)
+
+    def refused(self: Any, path: str) -> None:
+        raise PermissionError("deleting is not allowed")
+
+    monkeypatch.setattr(type(store), "rm_file", refused)
+    for seed in (1, 2):
+        save_checkpoint(f"{ROOT}/last", state(seed))
+        assert differences(loaded(f"{ROOT}/last"), state(seed)) == []
+    assert "tensors-of-another-save could not be removed: deleting" in caplog.text
+
+
 def test_a_root_of_steps_works_like_a_local_one(tmp_path: Path) -> None:
     for step in range(4):
         save_step(ROOT, step, state(step), keep_last=2)

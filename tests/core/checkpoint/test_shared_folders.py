@@ -162,6 +162,42 @@ def test_what_nobody_has_written_to_for_long_is_swept(tmp_path: Path) -> None:
     assert temporaries(tmp_path) == [".partial-of-my-own"]
 
 
+def test_files_of_the_user_outlive_the_checkpoint_that_they_lie_in(
+    tmp_path: Path,
+) -> None:
+    save_checkpoint(tmp_path / "a", small(1), extra_files={"config.json": "{}"})
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    (tmp_path / "a" / "plots").mkdir()
+    (tmp_path / "a" / "plots" / "loss.svg").write_text("mine too")
+    save_checkpoint(tmp_path / "a", small(2))
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "a" / "plots" / "loss.svg").read_text() == "mine too"
+    assert not (tmp_path / "a" / "extra").exists(), "of the checkpoint before"
+    assert differences(loaded(tmp_path / "a"), small(2)) == []
+    assert verify_checkpoint(tmp_path / "a", deep=True) == []
+
+
+def test_leftovers_that_cannot_be_removed_cost_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user's file, in a folder where each may remove only their own."""
+    other = tmp_path / f".partial-out.pt-{local_folder.new_save_id()}"
+    other.write_bytes(b"half")
+    os.utime(other, (0, 0))
+    unlink = os.unlink
+
+    def refused(path: Any, **options: Any) -> None:
+        if str(path) == str(other):
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    save_checkpoint(tmp_path / "a", small(1))
+    assert differences(loaded(tmp_path / "a"), small(1)) == []
+    assert temporaries(tmp_path) == [other.name]
+    assert f"{other} could not be removed" in caplog.text
+
+
 def test_half_a_checkpoint_of_ours_is_replaced_by_a_whole_one(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", small(1))
     (tmp_path / "a" / "manifest.json").unlink()

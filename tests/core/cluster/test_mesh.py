@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp_core.cluster.agreement import agreed
 from smp_core.cluster.layout import PARTITION, Axis
 from smp_core.cluster.links import LINKS_VARIABLE
 from smp_core.config import SmpConfig
@@ -382,6 +383,25 @@ def test_a_model_that_differs_between_ranks_is_an_error_on_all_of_them(
         or f"the first parameter or buffer that differs is {first}" in found[0]
     ), found[0]
     assert ("on the meta device" in found[0]) == (case == "meta")
+
+
+def decide_ones_own() -> str:
+    def decide() -> bool:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory")
+        return True
+
+    try:
+        agreed(SmpConfig(), decide)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_a_rank_that_cannot_decide_is_an_error_on_all_of_them() -> None:
+    # The others would wait for it until their timeout.
+    said = "RuntimeError: no memory"
+    assert run_ranks(decide_ones_own, 2) == [f"ValueError: rank 1: {said}", said]
 
 
 def with_the_mesh_of_another_degree() -> str:

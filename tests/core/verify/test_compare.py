@@ -107,6 +107,12 @@ def one_gradient(ranks: list[Record]) -> None:
     gradients["second.weight"] = gradients["second.weight"] + 1.0
 
 
+def nan_gradient(ranks: list[Record]) -> None:
+    gradients = ranks[0].gradients
+    assert gradients is not None
+    gradients["second.weight"] = gradients["second.weight"] * float("nan")
+
+
 def no_gradient(ranks: list[Record]) -> None:
     gradients = ranks[0].gradients
     assert gradients is not None
@@ -187,6 +193,12 @@ def noise_in_the_loss(ranks: list[Record]) -> None:
             "wrong divisor: all gradients are 2 times",
         ),
         (one_gradient, "gradients", "second.weight", "lost hook"),
+        (
+            nan_gradient,
+            "gradients",
+            "second.weight",
+            "lost hook: gradients of second.weight",
+        ),
         (no_gradient, "gradients", "second.weight", "frozen part or lost hook"),
         (freeze, "gradients", "first.weight", "frozen part"),
         (double_updates, "weights", "", "learning rate: all updates are 2 times"),
