@@ -63,11 +63,15 @@ class SplitModel:
             without_values: nothing can be tried out; blocks are taken to compute the
                 same with a part of their tokens.
         """
+        # Pipeline stages hand on split tokens, so that the stacks need not learn it.
         for stack in self.stacks if in_stages or without_values else ():
             stack.know(without_values)
+        # The block's forward may have become one that recomputes; ours stands around
+        # that.
         for each in self.blocks:
             each.original, each.block.forward = each.block.forward, each
             each.unsplit = None if without_values else each.unsplit
+        # Comparing needs values.
         for module in self.compared if not without_values else ():
             module.original = module.module.forward
             module.module.forward = module
@@ -80,6 +84,7 @@ class SplitModel:
 
     def describe(self) -> str:
         """Return one line for people."""
+        # How many layers have each role.
         counts: dict[str, int] = {}
         for split in self.splits:
             counts[split.role] = counts.get(split.role, 0) + 1
@@ -120,6 +125,8 @@ class WholeGradients:
     def take_the_first_ranks(self) -> None:
         """Let every rank have those of the first. Collective over the axis; all ranks
         have gradients of the same."""
+        # One message for all parameters, in the order of the optimizer, which is that
+        # of every rank.
         gradients = [
             tensor.grad for tensor in self._stepped() if tensor.grad is not None
         ]
@@ -127,6 +134,7 @@ class WholeGradients:
         if not locals_:
             return
         flat = torch.cat([each.reshape(-1) for each in locals_]).to(self._device)
+        # The sum of one rank's values and zeros is a broadcast that every backend has.
         if self._axis.rank != 0:
             flat.zero_()
         total = self._axis.all_reduce(flat)

@@ -135,6 +135,8 @@ class UnsplitTrial:
         inside = [
             module for module in self.module.modules() if module is not self.module
         ]
+        # Units of FSDP2 gather their own parameters; drawn ones cannot be shown in
+        # their place.
         is_wide = not any(isinstance(module, FSDPModule) for module in inside)
         stored = next(
             (p.dtype for p in self.module.parameters() if p.is_floating_point()),
@@ -142,11 +144,17 @@ class UnsplitTrial:
         )
         dtype = hidden.dtype if hidden.is_floating_point() else stored
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # The present call's length of sequences, for layers that leave padding out; put
+        # back at the end.
         length = self.axis.length
         self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         try:
+            # Full precision first, then the model's own where the forward cannot run in
+            # it.
             for each in dict.fromkeys((wide, dtype)) if is_wide else (None,):
                 split, whole = self._both(args, kwargs, hidden, own_dim, each)
+                # An error in one of the two runs only is a finding; in both, this dtype
+                # does not fit.
                 if not (split.error and whole.error):
                     # Another seed, for what draws random numbers.
                     again = functools.partial(
@@ -183,6 +191,7 @@ class UnsplitTrial:
         # Phase 1: as it is split.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             shown = {} if dtype is None else drawing.drawn_weights(dtype)
+            # The unsplit run is given the same numbers, with parts put together.
             given, whole_given = self._given(
                 args, kwargs, own_dim, drawing, hidden, dtype
             )
@@ -191,10 +200,12 @@ class UnsplitTrial:
         # Phase 2: as it was before.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             for module in self.module.modules():
+                # Forwards and attributes of before the split.
                 vars(module).update(self.unsplit.before.get(module, {}))
             forward = self.unsplit.before.get(self.module, {}).get(
                 "forward", self.forward
             )
+            # The same seed: a forward that draws numbers draws the same ones twice.
             torch.manual_seed(seed)
             whole = self._played(forward, whole_given, shown, self._with_whole_weights)
         return split, whole
@@ -216,8 +227,11 @@ class UnsplitTrial:
             if not tensor.is_floating_point():
                 return tensor
             dim = own_dim(tensor)
+            # Hidden states and all that gradients come to: drawn, and alike on all
+            # ranks.
             if dim is None and (tensor is hidden or tensor.requires_grad):
                 return drawing.drawn_alike(tensor, dtype)
+            # Masks and positions have a meaning that random numbers would not have.
             kept = tensor.detach().to(dtype or tensor.dtype)
             if dim is not None:
                 own[id(kept)] = dim
@@ -240,11 +254,14 @@ class UnsplitTrial:
         stand_in: Callable[[nn.Module, Forward, _Run], Forward],
     ) -> _Run:
         run = _Run()
+        # Each split layer notes its call; in the unsplit run it also computes with its
+        # whole weight.
         for module in self._splits:
             if module is not self.module:
                 vars(module)["forward"] = stand_in(module, module.forward, run)
         args, kwargs = given
         try:
+            # Drawn weights in place, and FP8 layers as plain ones.
             with contextlib.ExitStack() as stack:
                 for module, tensors in shown.items():
                     stack.enter_context(showing(module, tensors))
@@ -283,6 +300,8 @@ class UnsplitTrial:
             self._note(run, module, args)
             own: dict[str, Any] = module._parameters
             parts = {name: p for name, p in own.items() if isinstance(p, DTensor)}
+            # One layer's weight is whole at a time, so that the trial needs little
+            # memory.
             with showing(
                 module, {name: part.full_tensor() for name, part in parts.items()}
             ):
@@ -298,14 +317,19 @@ class UnsplitTrial:
         Args:
             again: runs both with other random numbers.
         """
+        # The unsplit module itself cannot be run like this: nothing can be said about
+        # the split one.
         if whole.error:
             self._warn(f"where it raises {whole.error}")
             return {}
+        # Outputs alongside the hidden states that are 1/T of the unsplit ones are of
+        # this rank's heads.
         own = {
             n: dim
             for n, dim in enumerate(self._dims(split, whole))
             if n and dim is not None
         }
+        # The ranks agree on the largest place, so that all raise or none does.
         place = self._agreed(self._first_difference(split, whole, own))
         if not place:
             return {n - 1: dim for n, dim in own.items()}
@@ -345,6 +369,7 @@ class UnsplitTrial:
             own: numbers of what is returned in parts -> dimensions; None: the run is
                 unsplit too.
         """
+        # The place of what is returned: one behind all calls.
         last = len(seen.called) + 1
 
         def part(tensor: Tensor, dim: int | None) -> Tensor:
@@ -370,6 +395,7 @@ class UnsplitTrial:
         for n, (tensor, of) in enumerate(
             zip(seen.returned, whole.returned, strict=True)
         ):
+            # Parts are compared with this rank's part, all else with the whole.
             dim = (own or {}).get(n)
             # Of shared heads.
             is_other_size = n > 0 and dim is None and tensor.shape != of.shape
@@ -383,6 +409,8 @@ class UnsplitTrial:
         called = split.called[:place]
         names = [self._splits[module].name for module in called]
         if place <= len(split.called):
+            # Only the layers since the last row layer can be at fault: before it, all
+            # was found equal.
             rows = [
                 n
                 for n, module in enumerate(called[:-1])
@@ -469,6 +497,7 @@ def units_of(
     """Return the names of the modules that are compared: blocks that hold both column
     and row layers, or experts; elsewhere the smallest module around a layer that does,
     or the model (``""``)."""
+    # Roles whose layers leave part of the features, or of the sum, on each rank.
     partial = [
         split for split in splits if split.role in (*_BEFORE_ROWS, "row", "experts")
     ]
@@ -481,12 +510,14 @@ def units_of(
             for split in partial
             if not name or split.name.startswith(f"{name}.")
         }
+        # A module is complete if what it splits is also added up again inside it.
         return "experts" in roles or (
             "row" in roles and not roles.isdisjoint(_BEFORE_ROWS)
         )
 
     complete = [name for name in blocks if is_complete(name)]
     found = dict.fromkeys(complete)
+    # Layers outside of blocks: the smallest complete module around each.
     for split in partial:
         if not holds(complete, split.name):
             parts = split.name.split(".")
@@ -513,6 +544,7 @@ def _split_dim(part: Tensor, whole: Tensor, degree: int) -> int | None:
     of other shapes, or of one."""
     if part.ndim != whole.ndim:
         return None
+    # Exactly one dimension may differ, by the factor T.
     other = [dim for dim in range(part.ndim) if part.shape[dim] != whole.shape[dim]]
     is_part = len(other) == 1 and part.shape[other[0]] * degree == whole.shape[other[0]]
     return other[0] if is_part else None
@@ -528,6 +560,7 @@ def _differs(seen: Tensor, expected: Tensor) -> bool:
     # Limits by dtype, against each row's largest value and the largest of all.
     is_low = expected.dtype not in (torch.float64, torch.float32)
     relative, of_largest, spared = (3e-2, 3e-2, 10) if is_low else (1e-4, 1e-6, 1000)
+    # Infinities of masks compare as equal numbers; rows are tokens.
     seen, expected = (
         each.nan_to_num(1.0, 2.0, -2.0).flatten(0, -2) for each in (seen, expected)
     )
@@ -537,5 +570,6 @@ def _differs(seen: Tensor, expected: Tensor) -> bool:
         relative * expected.abs().amax(-1, keepdim=True)
         + of_largest * expected.abs().max()
     )
+    # A few rows may differ: a router may choose another expert by a rounding.
     apart = ((seen - expected).abs() > bound).any(-1)
     return int(apart.sum()) > len(apart) // spared
