@@ -153,6 +153,8 @@ def enabled(split: SplitBatch | None) -> Iterator[None]:
     if split is None:
         yield
         return
+    # Nested blocks (a recomputation in backward) only exchange the batch: the names are
+    # replaced already.
     before, _STATE.split = _STATE.split, split
     try:
         with contextlib.ExitStack() as around:
@@ -192,8 +194,10 @@ def positions(tokens: Tensor) -> Tensor:
     split = _STATE.split
     if split is None:
         return torch.arange(tokens.shape[1], device=tokens.device)[None]
+    # Without positions of the batch: places in the sequence.
     if split.position_ids is None:
         split.position_ids = split.plan.positions(split.rank)[None]
+    # Another length is another tensor than the batch's tokens.
     if split.position_ids.shape[1] != tokens.shape[1]:
         raise ValueError(
             f"{tokens.shape[1]} tokens, but this rank has {split.position_ids.shape[1]} of the split batch"
@@ -213,6 +217,7 @@ def weighted_mean(loss: Tensor) -> Tensor:
     split = _STATE.split
     if split is None:
         return loss
+    # A step that weights its loss itself is not weighted again (:func:`part_of_mean`).
     split.weighted = True
     return _part(loss, split)
 
@@ -254,10 +259,12 @@ def _torchs_attention_replaced() -> Iterator[None]:
 
     The fast path of nn.TransformerEncoder, which calls neither, is off inside.
     """
+    # Looking through all modules takes time: once, and when there are more of them.
     global _modules_seen
     if _modules_seen != len(sys.modules):
         _modules_seen = len(sys.modules)
         _known[:] = _references_to_torchs_attention()
+    # Only names that still refer to torch's own function are replaced.
     before = [names.get(name) for names, name in _known]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     for (names, name), value in zip(_known, before, strict=True):
@@ -280,6 +287,7 @@ def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
     found = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
+        # This module keeps torch's functions for its own use.
         if names is globals():
             continue
         for name, value in list(names.items()):
@@ -313,6 +321,7 @@ def _attend(
     [B, H, L, D]."""
     split = _STATE.split
     assert split is not None
+    # A mask of a rank's own tokens says nothing of keys on other ranks.
     if attn_mask is not None:
         raise ValueError(
             "attn_mask: context parallelism keeps no mask of whole sequences; causality, documents and padding follow "

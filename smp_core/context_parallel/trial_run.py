@@ -89,6 +89,8 @@ def run(
     """
     ran = Ran()
 
+    # Notes what each module returns, or adds an error to it: of -1, 0 or 1 roundings,
+    # in turn.
     def note(inside: nn.Module, _: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if type(first) is not Tensor or not first.is_floating_point():
@@ -121,6 +123,7 @@ def run(
 def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
     """Run a block without gradients, compilation and traces: buffers and plain
     attributes of modules are restored."""
+    # Bytes of a trial belong to no step.
     outside = contextlib.nullcontext() if meter is None else meter.outside_steps()
     buffers = [
         (each, name, buffer, buffer.clone())
@@ -132,10 +135,13 @@ def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), outside:
             yield
     finally:
+        # Attributes that the run has added go, and the others get their value back.
         for each, before in attributes:
             for name in _plain(each).keys() - before.keys():
                 delattr(each, name)
             vars(each).update(before)
+        # A forward may have put another tensor in the buffer's place, or changed it in
+        # place.
         for each, name, buffer, value in buffers:
             setattr(each, name, buffer)
             with torch.no_grad():
@@ -187,6 +193,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         if output.is_floating_point():
             yield f"output {name}".strip() if name else "its output", output
         return
+    # Transformers' outputs are mappings as well as dataclasses.
     if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
         output = vars(output)
     if isinstance(output, Mapping):
@@ -209,9 +216,11 @@ def _by_token(tensor: Tensor, tokens: int) -> Tensor | None:
         ),
         None,
     )
+    # Tokens of all rows may be flattened into one dimension.
     if dim is None and shape and shape[0] and shape[0] % tokens == 0:
         tensor, dim = tensor.unflatten(0, (-1, tokens)), 1
     if dim is None or not tensor.numel():
         return None
+    # Two numbers for a token are enough to find the first module that differs.
     by_token = tensor.movedim(dim, 0).reshape(tokens, -1).double()
     return torch.stack([by_token.mean(1), by_token.square().mean(1).sqrt()], 1)
