@@ -278,9 +278,11 @@ class Activations(Recipe):
 
     @classmethod
     def _require_known(cls, fields: Mapping[str, Any]) -> None:
+        # Globs in the place of fields are most likely meant for `checkpoint`.
         if fields and not any(
             read.nearest_name(str(name), cls.readers(), cutoff=0.7) for name in fields
         ):
+            # Only a mapping that `checkpoint` would take is one.
             try:
                 globs = _CHECKPOINTING(cls.KNOB, fields)
             except ValueError:

@@ -35,6 +35,7 @@ def places_of_buffers(
         blocks: their names, in the order they run in.
     """
     before = {module for module, *_ in early}
+    # A buffer works where its module does: in a block, before them, or elsewhere.
     inside = {
         module: number
         for number, name in enumerate(blocks)

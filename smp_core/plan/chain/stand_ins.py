@@ -57,6 +57,7 @@ def _stand_in(
 ) -> StandIn:
     # Only what gives what it is expected to: a subclass may take something else than
     # tokens or features.
+    # A module may be known by its shapes alone; all else is played on the meta device.
     if taken is not None and isinstance(output, Tensor):
         if isinstance(module, nn.Embedding) and output.shape == (
             *taken.shape,
