@@ -299,7 +299,7 @@ def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
 def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call ``F.multi_head_attention_forward``, which calls torch's attention only if no
     weights are asked for."""
-    if kwargs.get("need_weights", True):
+    if _STATE.split is not None and kwargs.get("need_weights", True):
         raise ValueError(
             "nn.MultiheadAttention with need_weights=True returns the weights of whole sequences, which no rank has; "
             "write need_weights=False"
@@ -320,7 +320,18 @@ def _attend(
     """Attend as ``F.scaled_dot_product_attention`` does, with queries, keys and values
     [B, H, L, D]."""
     split = _STATE.split
-    assert split is not None
+    # A module that was first imported inside of :func:`enabled` keeps this function.
+    if split is None:
+        return _TORCHS_ATTENTION(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     # A mask of a rank's own tokens says nothing of keys on other ranks.
     if attn_mask is not None:
         raise ValueError(
