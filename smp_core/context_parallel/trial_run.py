@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
+from smp_core.plan.chain import buffers_restored
 
 _DROPOUTS = (
     "dropout",
@@ -125,14 +126,14 @@ def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
     attributes of modules are restored."""
     # Bytes of a trial belong to no step.
     outside = contextlib.nullcontext() if meter is None else meter.outside_steps()
-    buffers = [
-        (each, name, buffer, buffer.clone())
-        for each in module.modules()
-        for name, buffer in _buffers(each)
-    ]
     attributes = [(each, _plain(each)) for each in module.modules()]
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), outside:
+        with (
+            buffers_restored(module),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            outside,
+        ):
             yield
     finally:
         # Attributes that the run has added go, and the others get their value back.
@@ -140,18 +141,8 @@ def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
             for name in _plain(each).keys() - before.keys():
                 delattr(each, name)
             vars(each).update(before)
-        # A forward may have put another tensor in the buffer's place, or changed it in
-        # place.
-        for each, name, buffer, value in buffers:
-            setattr(each, name, buffer)
-            with torch.no_grad():
-                buffer.copy_(value)
         # Autocast keeps weights that it cast, here without gradients.
         torch.clear_autocast_cache()
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import SITES
+from smp_core.plan.chain import buffers_restored
 from smp_core.tensor_parallel.layers import (
     Forward,
     SummingForward,
@@ -611,12 +612,12 @@ class TokenTrial:
         # What a forward may leave behind: attributes (counters, caches) and values of
         # buffers.
         attributes = {module: dict(vars(module)) for module in self.block.modules()}
-        buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
         forked = torch.random.fork_rng(
             [device] if device.type != "cpu" else [], device_type=_kind_of(device)
         )
         with (
             forked,
+            buffers_restored(self.block),
             torch.inference_mode(False),
             torch.autocast(device.type, enabled=False)
             if is_wide
@@ -651,9 +652,6 @@ class TokenTrial:
                 for module, before in attributes.items():
                     vars(module).clear()
                     vars(module).update(before)
-                with torch.no_grad():
-                    for buffer, value in buffers:
-                        buffer.copy_(value)
 
 
 def require_equal_parts(tokens: int, degree: int) -> None:

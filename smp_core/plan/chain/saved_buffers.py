@@ -47,13 +47,17 @@ def places_of_buffers(
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the values of buffers, which forwards inside may change (statistics)."""
+    """Restore all buffers, which forwards inside may change in place (statistics) or
+    replace (``self.steps = self.steps + 1``), also where one of them fails."""
     before = [
         (module, name, buffer, buffer.clone())
-        for _, module, name, buffer in _saved(model)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
     ]
-    yield
-    with torch.no_grad():
-        for module, name, buffer, value in before:
-            buffer.copy_(value)
-            setattr(module, name, buffer)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                buffer.copy_(value)
+                setattr(module, name, buffer)
