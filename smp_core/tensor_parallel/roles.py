@@ -373,9 +373,11 @@ def _require_fitting(split: Split) -> None:
             not isinstance(module, nn.Embedding)
             or module.max_norm is not None
             or module.sparse
+            or module.scale_grad_by_freq
         ):
             raise ValueError(
-                f"{where} is no plain embedding without max_norm and sparse; write 'replicate' for it"
+                f"{where} is no plain embedding without max_norm, sparse and scale_grad_by_freq; write 'replicate' "
+                "for it"
             )
     elif split.role in ("column", "column_gather", "row", "row_split"):
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):

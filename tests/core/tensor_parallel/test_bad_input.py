@@ -59,6 +59,11 @@ def falcon(**changes: Any) -> nn.Module:
         (Unplanned, {"up": "column"}, r"up \(Conv1d\) is no linear layer.*'replicate'"),
         (Unplanned, {"words": "vocabulary"}, r"max_norm.*'replicate'"),
         (
+            lambda: nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True)),
+            {"0": "vocabulary"},
+            "scale_grad_by_freq; write 'replicate'",
+        ),
+        (
             lambda: transformers.BartForConditionalGeneration(
                 transformers.BartConfig(
                     vocab_size=8,
