@@ -11,7 +11,9 @@ Shape letters: N tokens, V words, T ranks.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         place_N = targets - axis.rank * own_words
         is_own_N = (place_N >= 0) & (place_N < own_words) & kept_N
         place_N = place_N.clamp(0, own_words - 1)
-        of_target_N = shifted.gather(1, place_N[:, None])[:, 0] * is_own_N
+        of_target_N = shifted.gather(1, place_N[:, None])[:, 0].where(is_own_N, 0)
         all_own_N = shifted.sum(-1)
         # In place: the shifted logits are needed no more.
         exponentials = shifted.exp_()
@@ -59,9 +61,10 @@ class _CrossEntropy(torch.autograd.Function):
             torch.stack([exponentials.sum(-1), of_target_N, all_own_N])
         )
         log_N = denominator_N.log()
-        loss_N = (1 - smoothing) * (log_N - target_N) + smoothing * (
-            log_N - all_N / words
-        )
+        loss_N = (1 - smoothing) * (log_N - target_N)
+        # A word that is ruled out has a logit of minus infinity, and 0 times that is nan.
+        if smoothing:
+            loss_N = loss_N + smoothing * (log_N - all_N / words)
         # Probabilities are all that backward needs of the logits.
         ctx.save_for_backward(
             exponentials.div_(denominator_N[:, None]), place_N, is_own_N, kept_N
@@ -142,7 +145,7 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     if whole_loss not in (ForCausalLMLoss, ForMaskedLMLoss):
         return False
     # The model has to hand its logits to the function, and not use them before.
-    if "self.loss_function(" not in inspect.getsource(type(model).forward):
+    if not _hands_on_all_logits(type(model).forward):
         return False
     model.loss_function = _loss_function(
         whole_loss, axis, shifts=whole_loss is ForCausalLMLoss
@@ -171,6 +174,20 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
 
     model.register_forward_pre_hook(announce, with_kwargs=True)
     model.register_forward_hook(finish, always_call=True)
+    return True
+
+
+def _hands_on_all_logits(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward's code gives its logits to the loss function, without
+    choosing some of them by their places: on a rank with a part of the vocabulary these
+    are other words'."""
+    source = textwrap.dedent(inspect.getsource(forward))
+    if "self.loss_function(" not in source:
+        return False
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            if "logits" in node.value.id:
+                return False
     return True
 
 
