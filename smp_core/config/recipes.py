@@ -438,7 +438,7 @@ class Checkpoint(Recipe):
             interrupted save lies beside it) or "sizes" (no bytes of tensors).
         allow_batch_change: Whether a run may resume with another number of samples per
             optimizer step than it was saved with, where accumulation cannot be adapted
-            to keep it. True, or False (default: a larger group is an error).
+            to keep it. True, or False (default: it is an error).
         preemption_grace_s: Seconds between a notice of the job's end (SIGTERM, SIGUSR1)
             and that end, in which all ranks save a checkpoint at the same step and
             leave. A number >= 0; default 30.0, as torchrun, Kubernetes and SLURM give.

@@ -215,22 +215,11 @@ def _hybrid_shard_degree(
             'this block; pass it: SmpConfig.from_smp_parameters(..., sharding_strategy="FULL_SHARD") for '
             'shard_degree="world", "HYBRID_SHARD" for shard_degree="node", "NO_SHARD" for shard_degree=1'
         )
+    note = "plain replicas, nothing is sharded" if degree == 1 else ""
+    shards: int | str = degree
     if degree == 0 and strategy is not None:
-        to.set(
-            option,
-            value,
-            "shard_degree",
-            _SHARDING_STRATEGIES[strategy][0],
-            f"FSDP's {strategy}",
-        )
-    else:
-        to.set(
-            option,
-            value,
-            "shard_degree",
-            degree,
-            "plain replicas, nothing is sharded" if degree == 1 else "",
-        )
+        shards, note = _SHARDING_STRATEGIES[strategy][0], f"FSDP's {strategy}"
+    to.set(option, value, "shard_degree", shards, note)
 
 
 def _offload_activations(
@@ -353,26 +342,12 @@ def _stages_of(options: Mapping[str, Any]) -> int:
 def _schedule(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
+    schedule, note = _SCHEDULES[read.word(*_SCHEDULES)(option, value)]
     # Without stages a schedule says nothing.
-    kind = read.word("interleaved", "simple")(option, value)
     if _stages_of(options) == 1:
         to.without_effect(option, value, _STAGES)
-    elif kind == "simple":
-        to.set(
-            option,
-            value,
-            "pipeline.schedule",
-            "gpipe",
-            "all forwards before all backwards",
-        )
     else:
-        to.set(
-            option,
-            value,
-            "pipeline.schedule",
-            "1f1b",
-            "SMP's interleaved takes backwards between forwards",
-        )
+        to.set(option, value, "pipeline.schedule", schedule, note)
 
 
 def _deepspeed_json(
@@ -574,6 +549,11 @@ _DEGREE = read.integer(1)
 # SMP's and DeepSpeed's pages write 5e8.
 _ELEMENTS = read.number(1.0, include_lowest=True)
 _MOE_BALANCING = read.word("aux_loss", "none", "sinkhorn", "balanced")
+# SMP's schedule -> ours, and what is said of it.
+_SCHEDULES = {
+    "interleaved": ("1f1b", "SMP's interleaved takes backwards between forwards"),
+    "simple": ("gpipe", "all forwards before all backwards"),
+}
 _FP8_FIELDS: dict[str, tuple[str, read.Reader]] = {
     "fp8_amax_history_len": ("amax_history_len", _DEGREE),
     "fp8_amax_compute_algo": ("amax_compute_algo", read.word("max", "most_recent")),
@@ -586,6 +566,7 @@ _UNTRACED = "the model is not traced"
 _NO_DDP = "no DistributedDataParallel is made: units, not buckets, are reduced"
 _STAGES = "pipeline stages are arranged by the knob `pipeline`"
 _UNIT = "parameters are gathered and gradients reduced unit by unit; the knob `units` sizes them"
+_NO_SMDDP = _no_effect(read.integer(0), "SMDDP's collectives are not used")
 
 # Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand
 # once. Beside those of the block, what people write into it: arguments of SMP's calls,
@@ -622,7 +603,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     "bf16": _half_precision("bfloat16"),
     "shard_optimizer_state": _shard_optimizer_state,
     "prescaled_batch": _no_effect(_boolean, "tensor ranks always read the same batch"),
-    "skip_tracing": _no_effect(_boolean, "the model is not traced"),
+    "skip_tracing": _no_effect(_boolean, _UNTRACED),
     "delayed_parameter_initialization": _knob("delayed_init", _boolean),
     # Sharding.
     "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),
@@ -639,12 +620,8 @@ SMP_OPTIONS: dict[str, Handler] = {
         read.word("auto", "nccl", "smddp"),
         "the trainer picks the backend: SmpShardedStrategy(process_group_backend=...)",
     ),
-    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _no_effect(
-        read.integer(0), "SMDDP's collectives are not used"
-    ),
-    "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _no_effect(
-        read.integer(0), "SMDDP's collectives are not used"
-    ),
+    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _NO_SMDDP,
+    "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _NO_SMDDP,
     "_sharded_data_parallelism_config": _deepspeed_json,
     "_fp32_grad_accumulation": _no_effect(
         _boolean,

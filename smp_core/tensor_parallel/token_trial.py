@@ -149,8 +149,10 @@ class TokenTrial:
         args, kwargs = without_caches(args, kwargs)
         # Drawn weights replace the block's own, but not where units of FSDP2 are inside
         # (they gather their own) or FP8 layers (they keep amaxes).
+        inside = [module for module in self.block.modules() if module is not self.block]
         is_wide = not any(
-            isinstance(m, FSDPModule) or hasattr(m, SITES) for m in self._inside()
+            isinstance(module, FSDPModule) or hasattr(module, SITES)
+            for module in inside
         )
         hidden = hidden_among(args, kwargs)
         self._device, self._is_trained = hidden.device, hidden.requires_grad
@@ -179,9 +181,6 @@ class TokenTrial:
         # From here on, the forwards inside the block do what was found.
         self.tokens.split = not why
         return Found(why, self._own_outputs)
-
-    def _inside(self) -> list[nn.Module]:
-        return [module for module in self.block.modules() if module is not self.block]
 
     def _compared(
         self,
@@ -471,15 +470,11 @@ class TokenTrial:
         targets = [first, *(each for each in others if each.requires_grad)]
         # The hidden states' weights are drawn for all tokens, so that both runs have
         # the same loss.
-        weights = [
-            self._random(
-                first.shape if not split else self._whole_shape(first),
-                first.dtype,
-                first.device,
-                1,
-            )
-        ]
-        weights[0] = self._own_tokens(weights[0]) if split else weights[0]
+        shape = list(first.shape)
+        if split:
+            shape[-2] *= self.axis.degree
+        of_hidden = self._random(shape, first.dtype, first.device, 1)
+        weights = [self._own_tokens(of_hidden) if split else of_hidden]
         weights += [
             self._random(each.shape, each.dtype, each.device, 2 + n)
             for n, each in enumerate(targets[1:])
@@ -491,9 +486,6 @@ class TokenTrial:
         seen.unknown = _unknown_leaves(loss, leaves)
         seen.gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))  # type: ignore[arg-type]
         return seen
-
-    def _whole_shape(self, part: Tensor) -> list[int]:
-        return [*part.shape[:-2], part.shape[-2] * self.axis.degree, part.shape[-1]]
 
     def _random(
         self, shape: Any, dtype: torch.dtype, device: torch.device, seed: int
@@ -612,8 +604,9 @@ class TokenTrial:
         # What a forward may leave behind: attributes (counters, caches) and values of
         # buffers.
         attributes = {module: dict(vars(module)) for module in self.block.modules()}
+        on_cpu = device.type == "cpu"
         forked = torch.random.fork_rng(
-            [device] if device.type != "cpu" else [], device_type=_kind_of(device)
+            [] if on_cpu else [device], device_type="cuda" if on_cpu else device.type
         )
         with (
             forked,
@@ -666,10 +659,6 @@ def require_equal_parts(tokens: int, degree: int) -> None:
             f"ranks; pad batches to a multiple of {degree} (pad_to_multiple_of={degree} of the tokenizer or the "
             "collator), or write tensor_parallel={'sequence_parallel': false}"
         )
-
-
-def _kind_of(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
 
 
 def _floating(nest: Any) -> list[Tensor]:
