@@ -211,7 +211,7 @@ def differentiate(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = q.shape[2] // k.shape[2]
-    # The reduction of one group of heads runs behind the attention of the next.
+    # The reduction of one group of heads overlaps with the attention of the next.
     on_its_way: tuple[slice, Callable[[], Pair]] | None = None
 
     def take(which: slice, wait: Callable[[], Pair]) -> None:

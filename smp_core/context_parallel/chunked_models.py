@@ -348,7 +348,7 @@ def use_chunked_loss(
             return whole_forward(*args, **kwargs)
         with _in_its_place(places, stand_in):
             outputs = whole_forward(*args, **kwargs)
-        # Without a loss nobody has used the pending logits, so they are computed.
+        # Without a loss the pending logits are still unused, so they are computed.
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         has_loss = isinstance(loss, Tensor)
         if not has_loss and torch.is_grad_enabled() and not warned:

@@ -180,7 +180,7 @@ class Messages:
         """
         self._key, self._call = key, call
         self._posted.clear()
-        # What is posted in a first call is kept: if it fails, nobody takes it.
+        # Receives of a first call are kept: if it fails, they are never waited for.
         self._is_first_call = not any(each == call for each, _ in self._agreed)
 
     def is_new(self, chunk: int) -> bool:

@@ -72,7 +72,8 @@ def run(
                     given[step.chunk - 1, step.micro_batch], step.peer
                 )
         elif step.act == "send":
-            # The forward has failed; the next stage is told in the place of a shape.
+            # The forward has failed; the next stage gets a failure in the place of a
+            # shape.
             if step.is_forward and place not in given:
                 messages.send_failure(step.peer)
             elif step.is_forward:

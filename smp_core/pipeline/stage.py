@@ -319,7 +319,7 @@ class Stage:
     ) -> Callable[..., Any]:
         forward, weight = module.forward, next(module.parameters())
 
-        # One element, expanded: memory is not taken for values that nobody reads.
+        # One element, expanded: values that are never read take no memory.
         def zeros(
             shape: tuple[int, ...],
             device: torch.device,

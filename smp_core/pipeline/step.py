@@ -287,8 +287,8 @@ class Pipeline:
             Exception: what ``make`` raised; on other stages a ValueError or
                 RuntimeError of its text.
         """
-        # The last stage makes the value; an error travels in its place, so that nobody
-        # waits.
+        # The last stage makes the value; an error is sent in its place, so that no
+        # stage waits.
         carried: list[Any] = [None]
         problem: Exception | None = None
 

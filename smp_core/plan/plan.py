@@ -388,7 +388,7 @@ def keeps_parameters(knobs: SmpConfig) -> bool:
     backward pass. Needs ``reshard_after_forward`` as it takes effect: one that frees
     parameters was asked for together with "gradients", or is how a model came; one that
     was asked for by ranks and turned out to keep an unsharded copy frees it too."""
-    # Only where nothing is freed, and nobody asked for shards between micro-batches.
+    # Only where nothing is freed, and shards between micro-batches were not asked for.
     kept = knobs.reshard_after_forward is False and knobs.asked(
         "reshard_after_forward"
     ) in ("auto", False)

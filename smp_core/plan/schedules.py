@@ -109,7 +109,7 @@ def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
     for each other, also where each has to wait for its sends. Then receives are begun a
     computation earlier where that goes the other way (:func:`_begun_ahead`).
     """
-    # Played in rounds: who is ready computes, and messages follow.
+    # Played in rounds: stages that are ready compute, and messages follow.
     stages = len(orders)
     lists: list[list[Step]] = [[] for _ in orders]
     left = [list(reversed(order)) for order in orders]

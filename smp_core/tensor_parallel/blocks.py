@@ -391,7 +391,7 @@ class BlockForward:
         # Without gradients uneven tokens are padded.
         if torch.is_grad_enabled():
             require_equal_parts(hidden.shape[-2], self.stack.axis.degree)
-        # The length tells those who join tokens how much is padding.
+        # The length gives the number of tokens before padding, which joining cuts off.
         self.stack.axis.begin(hidden)
         return split_tokens(hidden, self.stack.axis)
 

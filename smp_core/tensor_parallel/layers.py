@@ -237,7 +237,7 @@ class RowForward:
             )
         else:
             total = self._own_forward(hidden, weight, bias)
-        # The bias is added once, behind the sum; each rank adds it to other tokens, so
+        # The bias is added once, after the sum; each rank adds it to other tokens, so
         # its gradient is added up.
         if bias is None:
             return total

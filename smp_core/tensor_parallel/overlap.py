@@ -261,8 +261,8 @@ class ColumnInputs:
         return entered
 
     def _enter_with_products(self, tensor: Tensor) -> Tensor:
-        # A second input of one module's layers must not replace products that nobody
-        # has used.
+        # A second input of one module's layers must not replace products that are still
+        # unused.
         self.require_all_read()
         weights = dict(_gathered(self.in_pieces))
         factors = [

@@ -100,7 +100,7 @@ def _chain_of(
         cuts = _Cuts(first, *link)
         with cuts.made(), running_the_example(module, refusal), _Noting(cuts):
             outputs = module(*args, **kwargs)
-        # Before, in each of, and behind the blocks.
+        # Before, in each of, and after the blocks.
         segments = cuts.segments(outputs)
         if cuts.early & cuts.visited:
             raise ValueError(
@@ -370,7 +370,7 @@ class _Calls:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        # Behind the first block, modules are no concern of a stand-in.
+        # Modules that are called later need no stand-in.
         if not self.order:
             taken = next(
                 (
@@ -471,7 +471,7 @@ class _Cuts:
             for _, tensor in iterate_tensors(taken)
             if isinstance(tensor, nn.Parameter)
         }
-        # What was made before the first block must not be reached from behind the last.
+        # What was made before the first block must not be reached from after the last.
         if self._entering is None:
             self.early |= {
                 tensor.grad_fn
