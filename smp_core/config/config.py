@@ -227,7 +227,7 @@ class SmpConfig:
         planner: What shard_degree="auto" plans with. Fields of Planner
             ({"memory_headroom": 0.2}). Default Planner().
         checkpoint: How checkpoints are written and resumed. "sharded", "full" (one
-            ordinary file), "async" (written behind training), or fields of Checkpoint
+            ordinary file), "async" (written while training goes on), or fields of Checkpoint
             ({"async_save": true, "verify": "digests"}). Default Checkpoint(): sharded
             folders, while training waits.
 

@@ -1,5 +1,5 @@
-"""Which of several attention kernels is the fastest for calls of one kind: measured
-once on the device, then known.
+"""FastestKernel: several attention kernels are measured once for each kind of call, and
+the fastest is used from then on.
 
 Kernels differ by tens of percent, and which one wins depends on the device, the lengths
 and the heads. The first call of a kind runs every kernel that takes it, forward and

@@ -67,7 +67,7 @@ class SplitBatch:
             this, averaged over ranks, is the mean over all targets.
         weight: this rank's targets / ``tokens_per_rank``: the factor from a mean over
             its targets to its part of the mean over all targets.
-        count_targets: sets the two above, where nobody has counted; collective over all
+        count_targets: sets the two above, if they are not counted yet; collective over all
             ranks that train on the batch.
         divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as
             Transformers' causal models do.

@@ -118,7 +118,7 @@ _INSTEAD = "write context_parallel_degree=1 for it"
 
 def _require_chunks_of_documents(name: str) -> None:
     """Refuse a Transformers whose chunks go across the borders of packed documents:
-    attention here begins them anew."""
+    attention here begins them again."""
     from transformers import masking_utils
 
     # Transformers 5.

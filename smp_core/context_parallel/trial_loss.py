@@ -1,6 +1,6 @@
-"""What a step's loss takes of a model's outputs, seen in the first backward pass: the
-rest of a trial (:mod:`smp_core.context_parallel.trial`), where a step computes its loss
-itself.
+"""The last part of a trial (:mod:`smp_core.context_parallel.trial`), for steps that
+compute their loss themselves: in the first backward pass, gradients of the model's
+outputs show which of them the loss uses.
 
 A loss over parts of the tokens is a mean of terms, one for each target. Gradients of
 the outputs show what is not:

@@ -1,5 +1,5 @@
-"""One run of a trial (:mod:`smp_core.context_parallel.trial`), and what keeps a
-training as it was before it."""
+"""One run of a trial (:mod:`smp_core.context_parallel.trial`), after which the state of
+the training is as it was before."""
 
 from __future__ import annotations
 

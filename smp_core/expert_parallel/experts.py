@@ -223,8 +223,8 @@ def _dispatching(
             functools.partial(run, dtype=weights.dtype),
         )
         made_TH = made_TH.to(hidden.dtype)
-        # No view: FSDP2's hook on an output is lost where somebody adds to a view of it
-        # in place.
+        # No view: FSDP2's hook on an output is lost where code adds to a view of it in
+        # place.
         return made_TH if hidden.ndim == 2 else made_TH.view(hidden.shape).clone()
 
     return forward

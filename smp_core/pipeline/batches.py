@@ -1,4 +1,4 @@
-"""Batches in equal parts, and whether all stages begin the same one."""
+"""Batches cut into equal parts, and a check that all stages begin the same batch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ new (and of training, or not), each stage sends the next one shape and dtype of 
 activation ahead. So nothing of the user's code runs an extra time to find them out, and
 batches of another shape need no preparation. Sends are not waited for, receives when
 their content is needed. All stages send and receive in one order of the whole pipeline,
-so that nobody waits in a circle, also where a backend takes messages of a group one
+so that stages never wait in a circle, also where a backend takes messages of a group one
 after the other. Activations and gradients have a group each: a receive may be begun a
 computation before it is needed, and what goes the other way passes it.
 
@@ -294,7 +294,7 @@ class Messages:
         return pending
 
     def send_gradients(self, gradients: Gradients, stage: int) -> None:
-        """Send the gradients of activations; nobody waits for those that are None."""
+        """Send the gradients of activations; None is not sent, and not awaited."""
         for gradient in gradients:
             if gradient is not None:
                 self._send(gradient.contiguous(), stage, self._groups.backward)

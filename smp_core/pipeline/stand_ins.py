@@ -1,6 +1,6 @@
-"""What modules before the blocks give where another stage holds them: the shapes of
-their outputs, played on the meta device. The copies are made of the model as it came:
-FSDP2's modules cannot be copied, and split layers give parts."""
+"""Shapes of the outputs of modules before the blocks, on stages that do not hold them:
+copies run on the meta device. They are made before the model is converted: FSDP2's
+modules cannot be copied, and split layers return parts."""
 
 from __future__ import annotations
 

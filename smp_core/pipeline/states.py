@@ -1,4 +1,4 @@
-"""Optimizer states of all stages, for checkpoints that know nothing of stages."""
+"""Optimizer states of all stages, for checkpoints that do not depend on stages."""
 
 from __future__ import annotations
 

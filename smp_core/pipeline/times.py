@@ -48,7 +48,7 @@ class StageTimes:
 
     Attributes:
         last: the computations of the last batch, in order.
-        around: entered around every computation; for whoever measures more of it.
+        around: entered around every computation, to measure more of it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which modules are checkpointed, and how.
+"""The modules that are checkpointed, and the mode of each.
 
 A mode by itself is for the wrapped blocks of the model. ``{glob: mode}`` is for any
 modules: the model is walked from the root down, the first pattern (a class name, or a

@@ -151,7 +151,7 @@ def _begun_ahead(steps: list[Step]) -> list[Step]:
 
     Only before a computation that goes the other way. What is sent behind that one uses
     the other way's group, so activations among themselves, and gradients among
-    themselves, stay in the order in which nobody waits in a circle.
+    themselves, stay in the order in which no stages wait in a circle.
     """
     order: list[Step] = []
     computed = 0  # the place of the last computation

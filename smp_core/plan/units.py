@@ -15,7 +15,7 @@ settled here:
 - optional modules, which some ranks leave out in some micro-batches, are no units, nor
   is anything inside them: their parameters belong to the unit around them, a root if
   there is no other. FSDP2 gathers that one on all ranks, and reduces it when the pass
-  is over, whoever used what. ``units.optional="auto"`` finds the towers of a
+  is over, whichever rank used it. ``units.optional="auto"`` finds the towers of a
   Transformers model, which are called where a sample has an image or sound: its config
   has one of its own for text, and of the sub-models (each a ``PreTrainedModel``) those
   for text hold the model's input embeddings;

@@ -1,4 +1,4 @@
-"""Products of split layers in one with the message before or behind them
+"""Products of split layers that overlap with the messages around them
 (``tensor_parallel.overlap``).
 
 Where tokens are split, the input of column layers is gathered right before their
@@ -174,7 +174,7 @@ def column_products(
 class _Operands(torch.autograd.Function):
     """Keeps what a row layer's backward needs before its product is made: a block that
     is recomputed ends when the last tensor that is kept was seen again, and makes no
-    product whose output nobody wants."""
+    product whose output is not needed."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
 """Forwards of layers that are split over the tensor axis.
 
-No layer is written anew: its own forward is called with this rank's part of its weight
+No layer is reimplemented: its own forward is called with this rank's part of its weight
 in the place of the weight, and what stands around the call brings inputs and outputs
 into the state they have to be in (:mod:`smp_core.tensor_parallel.operators`). Scaled
 embeddings, Transformers' Conv1D and norms of any kind stay what they are. Nothing here

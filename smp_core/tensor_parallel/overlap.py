@@ -1,5 +1,5 @@
-"""The sum of a column layer's input gradients travels while the gradients of its
-weights are computed.
+"""Overlap in backward: the gradient of a column layer's input is summed over the ranks
+while the gradients of its weights are computed.
 
 Backward of a column layer makes two products: the gradient of its input, which has to
 be added up over the ranks before anything below can go on, and the gradient of its

@@ -1,5 +1,6 @@
-"""SplitModel: what of a model is split over tensor ranks, also in words; and
-WholeGradients, of what every rank holds whole, where sums travel in codes.
+"""SplitModel: the parts of a model that are split over tensor ranks, and their
+description. WholeGradients: gradients of replicated parameters, which have to be made
+equal where sums are sent as codes.
 
 A block of codes shares one scale, and blocks hold elements of several parameters: what
 is rounded off a norm's gradient depends on the split weights beside it, which differ

@@ -1,12 +1,11 @@
-"""Whether a block computes the same with a part of its tokens: tried out with the
-layers and ranks that train.
+"""A trial of one block: does it compute the same with a part of its tokens? It runs on
+the layers and ranks that train.
 
 The block runs twice, forward and backward, once with all tokens on every rank and once
-with each rank's own. With both come the same outputs, and the same gradients of
-everything that it reads, or its tokens stay whole. Attention that no plan names,
-convolutions, sums over tokens, positions that the block counts, batch norms show like
-this, wherever in its forward they stand; and so does whatever gets no or a wrong
-gradient.
+with each rank's own. If outputs, or gradients of anything that it reads, differ between
+the two, its tokens stay whole. Attention that no plan names, convolutions, sums over
+tokens, positions that the block counts and batch norms show like this, wherever in its
+forward they stand; and so does everything that gets no or a wrong gradient.
 
 Inputs and weights are drawn at random, alike on all ranks: fresh weights hide what they
 multiply by zero (gates of adaLN, LayerScale, last layers of residual branches). Drawn
@@ -15,7 +14,7 @@ units of FSDP2 inside, or with FP8 layers, which keep amaxes of backward, are co
 without gradients and with their own weights.
 
 Private names: ``_forward_hooks`` and ``_forward_pre_hooks``, which are hidden during
-the trial (a trial is no call that whoever hooked in wants to see) and which torch shows
+the trial (a trial is no call that a hook is meant to see) and which torch shows
 nowhere else, and ``Module._parameters`` (:mod:`smp_core.tensor_parallel.layers`).
 """
 
@@ -85,8 +84,8 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _Seen:
-    """One run: the hidden states returned, what came with them, gradients of leaves;
-    leaves that no one gave."""
+    """One run: the hidden states that were returned, the other outputs, the gradients
+    of all leaves, and how many leaves of the graph are not known."""
 
     hidden: Tensor
     others: list[Tensor]

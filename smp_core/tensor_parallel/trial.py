@@ -1,5 +1,5 @@
-"""Trials of split layers on one rank, without the others: whether a block computes the
-same where some of its layers are split, tried out rank by rank.
+"""Trials on one rank alone: does a block compute the same if some of its layers are
+split? Each rank's part is simulated, one after the other.
 
 Column layers return this rank's part of outputs that were drawn at random. What arrives
 at row layers has to be this rank's part of what arrives there in the whole block; these

@@ -1,5 +1,5 @@
-"""Whether each rank computes its part of what the unsplit module computes: tried out in
-the first forward.
+"""A trial of one module in its first forward: does each rank compute its part of what
+the unsplit module computes?
 
 A module runs twice on inputs and weights drawn at random
 (:mod:`smp_core.tensor_parallel.token_trial`), without gradients: as it is split, and as

@@ -501,7 +501,7 @@ class _Cuts:
             *(_reached([given]) for given in self._given),
             _reached(behind, self.visited),
         ]
-        # A head whose output nobody uses, a teacher: no gradient comes to them.
+        # An unused head, or a teacher: no gradient comes to them.
         # Those that gradients come to belong where they are reached; the others where
         # they were taken.
         trained = set().union(*reached)

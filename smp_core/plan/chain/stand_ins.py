@@ -1,5 +1,5 @@
-"""What stands on a pipeline stage for modules that work before the blocks, on another
-stage."""
+"""Stand-ins: what a pipeline stage computes instead of modules that run before the
+blocks and that another stage holds."""
 
 from __future__ import annotations
 
