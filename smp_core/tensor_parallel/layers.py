@@ -277,7 +277,9 @@ class EmbeddingForward:
     def __call__(self, words: Tensor) -> Tensor:
         # Words that were sampled may differ at any time.
         if not self.checked or not torch.is_grad_enabled():
-            self._require_one_batch(words)
+            # What ranks compute parts of has to be the same.
+            if not self.axis.holds_alike(words.reshape(-1).double()):
+                raise self.axis.other_batches()
             self.checked = True
         # Words of other ranks are clamped into this rank's rows, and their embeddings
         # set to zero.
@@ -293,17 +295,6 @@ class EmbeddingForward:
             found = self.original(own.clamp(0, weight.shape[0] - 1))
         # Each word's embedding comes from exactly one rank.
         return sum_outputs(found * is_own.unsqueeze(-1), self.axis)
-
-    def _require_one_batch(self, words: Tensor) -> None:
-        """Compare the first batch with the other ranks': what they compute parts of has
-        to be the same."""
-        if not self.axis.holds_alike(words.reshape(-1).double()):
-            raise ValueError(
-                "tensor ranks read different batches: those of tensor_parallel_degree="
-                f"{self.axis.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
-                "num_replicas=mesh.data_size and rank=mesh.data_rank; before generate(do_sample=True), "
-                "torch.manual_seed(mesh.data_rank)"
-            )
 
 
 @dataclass(eq=False)

@@ -114,6 +114,15 @@ class TensorAxis:
         mark = torch.stack([values @ place, place.sum()])
         return torch.equal(self.maximum(mark), -self.maximum(-mark))
 
+    def other_batches(self) -> ValueError:
+        """Return the error of ranks that were not given the same input."""
+        return ValueError(
+            "tensor ranks read different batches: those of tensor_parallel_degree="
+            f"{self.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
+            "num_replicas=mesh.data_size and rank=mesh.data_rank; before generate(do_sample=True), "
+            "torch.manual_seed(mesh.data_rank)"
+        )
+
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts side by side along a dimension."""
         return torch.cat(self.start_gather(part)().unbind(), dim)

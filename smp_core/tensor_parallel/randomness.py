@@ -102,25 +102,30 @@ class RandomForward:
         # Evaluation draws nothing. In training the generators are compared once.
         device = _device_of(args, kwargs)
         if not self.checked:
-            self._require_one_state(device)
+            require_one_state(self.axis, device)
             self.checked = True
         with own_random(self.axis, device):
             return self.original(*args, **kwargs)
 
-    def _require_one_state(self, device: torch.device) -> None:
-        """Compare generators once: what ranks compute alike, they have to drop
-        alike."""
-        state = torch.random.get_rng_state().double()
-        if device.type != "cpu":
-            state = torch.cat(
-                [state, torch.get_device_module(device).get_rng_state(device).double()]
-            )
-        if not self.axis.holds_alike(state.to(device)):
-            raise ValueError(
-                f"the random states of tensor ranks differ: those of tensor_parallel_degree={self.axis.degree} "
-                "neighbours have to be the same for dropout; write torch.manual_seed(seed + mesh.data_rank) after "
-                "the model is parallelized, or one seed for all ranks"
-            )
+
+def require_one_state(axis: TensorAxis, device: torch.device) -> None:
+    """Compare generators: what ranks compute alike, they have to drop alike. Collective
+    over the axis.
+
+    Raises:
+        ValueError: they differ; says how to seed.
+    """
+    state = torch.random.get_rng_state().double()
+    if device.type != "cpu":
+        state = torch.cat(
+            [state, torch.get_device_module(device).get_rng_state(device).double()]
+        )
+    if not axis.holds_alike(state.to(device)):
+        raise ValueError(
+            f"the random states of tensor ranks differ: those of tensor_parallel_degree={axis.degree} "
+            "neighbours have to be the same for dropout; write torch.manual_seed(seed + mesh.data_rank) after "
+            "the model is parallelized, or one seed for all ranks"
+        )
 
 
 @contextlib.contextmanager

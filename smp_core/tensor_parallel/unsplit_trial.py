@@ -42,6 +42,7 @@ from smp_core.tensor_parallel.layers import (
     showing,
 )
 from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.randomness import require_one_state
 from smp_core.tensor_parallel.roles import Split, holds, numbers_of_heads
 from smp_core.tensor_parallel.token_trial import TokenTrial
 from smp_core.torch_facts import without_caches
@@ -49,6 +50,9 @@ from smp_core.torch_facts import without_caches
 logger = logging.getLogger("smp")
 
 OwnDim = Callable[[Tensor], "int | None"]
+
+_OTHER_INPUT = 0.03
+"""Ranks whose inputs differ by this share of their size read other batches."""
 
 
 @dataclass(eq=False)
@@ -132,6 +136,7 @@ class UnsplitTrial:
         hidden = _hidden_of(args, kwargs)
         if hidden is None or not self._splits:
             return {}
+        self._require_one_input(hidden)
         inside = [
             module for module in self.module.modules() if module is not self.module
         ]
@@ -165,6 +170,26 @@ class UnsplitTrial:
         finally:
             self.axis.length = length
         return {}
+
+    def _require_one_input(self, hidden: Tensor) -> None:
+        """Check that all ranks were given the same: what each computes is a part of the
+        same output. Collective over the axis.
+
+        Raises:
+            ValueError: other batches, or other random numbers before.
+        """
+        shape = torch.tensor(hidden.shape, device=hidden.device)
+        is_one = self.axis.holds_alike(shape.double())
+        if is_one:
+            own = hidden.detach().double()
+            mean = self.axis.all_reduce(own) / self.axis.degree
+            # Kernels that ranks choose by themselves round differently.
+            apart = (own - mean).norm() > _OTHER_INPUT * mean.norm()
+            is_one = not bool(self.axis.maximum(apart.float()))
+        if not is_one:
+            if self.axis.draws:
+                require_one_state(self.axis, hidden.device)
+            raise self.axis.other_batches()
 
     def _drawing(self) -> TokenTrial:
         return TokenTrial(
