@@ -74,8 +74,8 @@ class SequencePlan:
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
             raise ValueError(f"order={self.order!r}; allowed: 'zigzag', 'contiguous'")
-        # Padding to 2R, and not to R, also under "contiguous": plans of both orders fit
-        # one batch.
+        # A multiple of 2R under "contiguous" too, so that padding does not depend on
+        # the order.
         if self.length <= 0 or self.length % (2 * self.degree):
             raise ValueError(
                 f"a sequence of {self.length} tokens is not a multiple of 2 x {self.degree} ranks; pad it to "

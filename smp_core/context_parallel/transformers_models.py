@@ -121,7 +121,7 @@ def _require_chunks_of_documents(name: str) -> None:
     attention here begins them again."""
     from transformers import masking_utils
 
-    # Transformers 5.
+    # This function came with Transformers 5.
     if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         raise ValueError(
             f"{name} has layers of type {_CHUNKED!r}, whose chunks this Transformers counts across the documents of a "

@@ -121,7 +121,7 @@ def balance_routers(
             if knobs.router_balance == "rank"
             else "it has another form than most",
         )
-    # Biases.
+    # Biases count choices in hooks of the experts, which are registered here.
     rate = knobs.router_bias_update_rate
     biases = None if rate is None else Biases(model, plan, rate, sums, device)
     # Capacity, after biases have counted all choices.

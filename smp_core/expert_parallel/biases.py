@@ -92,7 +92,7 @@ class Biases:
         parts = everyones.split([len(count) for count in counts])
         for (router, _), count_E in zip(self._pairs, parts, strict=True):
             bias = _bias_of(router)
-            # Of whole numbers: the sign is that of mean - count, exactly.
+            # Computed in whole numbers: exactly the sign of mean - count.
             direction_E = (count_E.sum() - count_E * len(count_E)).sign()
             bias.add_(direction_E.to(bias).view(bias.shape), alpha=self.rate)
         # The next step counts from zero.

@@ -127,7 +127,7 @@ class TwoHopDispatch:
         # Phase 1: which tokens go to which node, and how many rows there will be on
         # both hops.
         wanted_NT = torch.stack([(node_TK == node).any(1) for node in range(nodes)])
-        # None is on no node.
+        # Choices without an expert are on no node.
         chosen_NE = _count(chosen_TK.reshape(-1), n_experts).view(nodes, on_node)
         ours = torch.cat([wanted_NT.sum(1, keepdim=True), chosen_NE], 1)
         theirs = self._across.equal_parts(ours.view(-1)).view(nodes, 1 + on_node)

@@ -56,7 +56,7 @@ def deal_experts(
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
     ranks = mesh.experts(degree, in_stages=plan.experts_in_stages)
-    # How tokens travel.
+    # How tokens are sent: by DeepEP, in two hops over nodes, or directly.
     dispatch: Dispatch
     if plan.knobs.collectives.expert_transport == "deep_ep":
         dispatch = DeepEpDispatch(ranks.all, meter)
@@ -71,7 +71,7 @@ def deal_experts(
         if plan.given is not None:
             _require_ranks(module, site, ranks.mesh["experts"])
             module.num_experts = site.experts
-            # Transformers', which sends tokens itself.
+            # Transformers' own forward, which sends tokens itself, is taken off.
             vars(module).pop("forward", None)
         else:
             _require_whole_tokens(module, site.name, mesh)

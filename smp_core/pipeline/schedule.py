@@ -82,7 +82,7 @@ def run(
                 messages.send_gradients(gradients.pop(place), step.peer)
         elif step.is_forward:
             source = (True, step.chunk - 1, step.micro_batch)
-            # On another stage.
+            # None for a receive means that the chunk before has failed on its stage.
             has_failed = source in arriving and arriving[source] is None
             arrived = arriving.pop(source, None)
             taken[place] = None if arrived is None else arrived.wait()

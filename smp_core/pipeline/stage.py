@@ -171,7 +171,7 @@ class Stage:
                 stand_in, module, played.get(stand_in.name), is_held=stage == 0
             )
             self._replace_forward(module, forward)
-        # The blocks themselves.
+        # The blocks, by their numbers: a call decides by these what it has to do.
         self._numbers = {
             model.get_submodule(name): number
             for number, name in enumerate(chain.blocks)

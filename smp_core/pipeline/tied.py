@@ -97,7 +97,7 @@ class TiedGradients:
             dist.all_reduce(sent, group=self._replicas)
         # This stage received none: whether the other one did shows in the sum.
         if stepped.grad is None:
-            # Only where this rank has none it asks, for which it waits for the device.
+            # Only a rank without a gradient asks, as the question waits for the device.
             if not is_received(sent[-1]):
                 return
             stepped.grad = torch.zeros_like(stepped, dtype=dtype)

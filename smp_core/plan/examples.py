@@ -103,13 +103,13 @@ def _fitting(module: Any, known: Mapping[str, Any], refusal: str) -> Example:
 def _candidates(module: Any, known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield examples: with the main input, with what a decoder takes beside it, with
     every input that is known."""
-    # PEFT's takes anything.
+    # PEFT's own forward takes anything, so the signature inside it counts.
     inner = module.get_base_model() if hasattr(module, "get_base_model") else module
     # Inputs that are known by name, in all their forms.
     takes = list(inspect.signature(inner.forward).parameters)
     main = module.main_input_name
     made = {name: list(_MAKERS[name](module)) for name in takes if name in _MAKERS}
-    # Whose samples may be more or fewer than those of our other inputs.
+    # The model's own example may have more or fewer samples than our other inputs.
     if main in known:
         made[main] = [known[main], *made.get(main, ())]
     if main in known or set(known) != {"input_ids"}:  # what a class says of its own

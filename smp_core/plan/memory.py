@@ -131,8 +131,8 @@ def estimate(
             states += part * max(parameter.dtype.itemsize, 4) * tensors
             partial_sums += (elements + unsharded) * reduced.itemsize
             continue
-        # With one state of the optimizer for each shard, and sums where they have a
-        # dtype of their own.
+        # Gradients and states are as large as shards; sums only count where their dtype
+        # is another one.
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
             states += optimizer.bytes_of(elements, stepped.itemsize)
@@ -429,7 +429,7 @@ def _gathered_bytes(plan: Plan) -> int:
         if is_root:
             root += count * size
         elif dealt > 1:  # gathered beside the layer that they are in
-            # Which have no parts of a copy.
+            # Experts have no parts of a copy that stays between forward and backward.
             experts, of_experts = max(experts, size), of_experts + count * size
         else:
             largest = max(largest, size)

@@ -107,8 +107,8 @@ def states_of(optimizer: Optimizer) -> OptimizerStates:
     """Return what this optimizer is going to keep. Its states are not looked at: before
     the first step there are none."""
     groups = optimizer.param_groups
-    # Of smp_core.optim.StepsTogether, a floor above.
-    # Ours say themselves what they keep.
+    # Optimizers of smp_core.optim, a floor above, give the number themselves. Looked up
+    # by name, so that this file need not import them.
     of_group = getattr(optimizer, "planned_states", None)
     if of_group is not None:
         return OptimizerStates(

@@ -182,7 +182,7 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
     before the first of these."""
     ordered: dict[nn.Module, None] = {}
 
-    # Those inside first, whatever order the model lists its modules in.
+    # Units inside come first, in whatever order the model lists its modules.
     def add(module: nn.Module) -> None:
         for inner in reversed(list(module.modules())):
             if inner in chosen and inner not in ordered and inner is not module:

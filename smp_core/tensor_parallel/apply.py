@@ -112,7 +112,7 @@ def apply_tensor_parallel(
     refuse_wrapped(model)
     let_anomalies_be_found()
     refuse_whole_states(model)
-    # The layers.
+    # Every layer gets its part of the weights, and a forward that uses it.
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel, inspected)
     refuse_hooks(model, splitting.blocks)
     splitting.random = settle_random(model, axis, bool(splitting.blocks))
@@ -228,7 +228,7 @@ class _Splitting:
         ):
             heads: Any = module.num_heads
             module.forward = OwnHeadsForward(module.forward, self.axis, argument, heads)
-        # Each layer, by its role.
+        # Parameters are replaced here; from now on a layer holds this rank's part.
         for split in self.splits:
             if split.is_column:
                 self._column(split)

@@ -121,7 +121,7 @@ class _Watched(Tensor):
         # The operation itself, on plain tensors.
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
-        # torch.autograd.Function's, FSDP2's units.
+        # torch.autograd.Function and FSDP2's units make such aliases; they are no use.
         if func is Tensor.view_as and isinstance(args[0], _Watched):
             made.__class__, made.given = cls, args[0].given
         # Asking for a shape or a dtype is no use of the numbers.

@@ -167,7 +167,7 @@ def _infer(
     attention: list[str] = []
     # Blocks are mostly alike: what one needed is tried first in the next.
     known: dict[Any, tuple[int, tuple[tuple[str, str], ...]] | None] = {}
-    # Of each block the groups of layers that pass their trial.
+    # In each block, the groups of layers that pass their trial are split.
     for block in blocks:
         groups = list(_groups(block))
         trial = Trial(block, degree)

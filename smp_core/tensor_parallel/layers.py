@@ -249,7 +249,7 @@ class RowForward:
     ) -> Tensor:
         shown: dict[str, Tensor | None] = {"weight": weight}
         if bias is not None:
-            # Transformers' Conv1D cannot do without.
+            # Transformers' Conv1D has no way to compute without a bias.
             shown["bias"] = (
                 None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
             )

@@ -234,7 +234,7 @@ def _of_known_model(
         "write globs over module names, for example "
         'tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
     )
-    # Models that are known.
+    # What no plan can be known for is refused first.
     if known is None:
         raise NoPlan(
             f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}"
@@ -364,7 +364,7 @@ def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]
 
 
 def _require_fitting(split: Split) -> None:
-    # Where PEFT has wrapped it.
+    # The layer inside, if PEFT has wrapped it.
     module: Any = getattr(split.module, "base_layer", split.module)
     kind = type(module).__name__
     where = f"tensor_parallel: {split.name} ({kind})"

@@ -72,7 +72,7 @@ class SplitModel:
         for each in self.blocks:
             each.original, each.block.forward = each.block.forward, each
             each.unsplit = None if without_values else each.unsplit
-        # Comparing needs values.
+        # Comparing with the unsplit model needs values.
         for module in self.compared if not without_values else ():
             module.original = module.module.forward
             module.module.forward = module

@@ -46,8 +46,8 @@ from smp_core.tensor_parallel.layers import (
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
 from smp_core.torch_facts import local_part, without_caches
 
-# Of values and gradients, relative to the largest of a token or tensor; and of the
-# largest gradient of all, which covers what is zero but for roundings.
+# Tolerances of values and gradients: relative to the largest of a token or tensor, and
+# to the largest gradient of all, which covers what is zero but for roundings.
 _TOLERANCE = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
 _LOW_PRECISION = (3e-2, 3e-2)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

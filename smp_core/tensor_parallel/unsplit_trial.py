@@ -422,7 +422,7 @@ class UnsplitTrial:
         ):
             # Parts are compared with this rank's part, all else with the whole.
             dim = (own or {}).get(n)
-            # Of shared heads.
+            # Where ranks share heads, a size is neither the whole nor 1/T of it.
             is_other_size = n > 0 and dim is None and tensor.shape != of.shape
             if not is_other_size and _differs(tensor, part(of, dim)):
                 return last

@@ -501,9 +501,8 @@ class _Cuts:
             *(_reached([given]) for given in self._given),
             _reached(behind, self.visited),
         ]
-        # An unused head, or a teacher: no gradient comes to them.
-        # Those that gradients come to belong where they are reached; the others where
-        # they were taken.
+        # An unused head, or a teacher: no gradient comes to them. Parameters with a
+        # gradient belong where it reaches them, the others where an operator took them.
         trained = set().union(*reached)
         return [
             found | (taken - trained)
