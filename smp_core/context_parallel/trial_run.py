@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
-from smp_core.plan.chain import buffers_restored
+from smp_core.plan.chain import state_restored
 
 _DROPOUTS = (
     "dropout",
@@ -51,10 +51,6 @@ _GENERATORS = (
         "cauchy_",
     ),
 )
-_PLAIN = (type(None), bool, int, float, str, Tensor)
-# Transformers' word for its hooks that collect outputs, which stay behind a run as
-# well: they would be added twice.
-_HOOKED = "_output_capturing_hooks_installed"
 
 
 @dataclass(eq=False)
@@ -126,32 +122,17 @@ def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
     attributes of modules are restored."""
     # Bytes of a trial belong to no step.
     outside = contextlib.nullcontext() if meter is None else meter.outside_steps()
-    attributes = [(each, _plain(each)) for each in module.modules()]
     try:
         with (
-            buffers_restored(module),
+            state_restored(module),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
             outside,
         ):
             yield
     finally:
-        # Attributes that the run has added go, and the others get their value back.
-        for each, before in attributes:
-            for name in _plain(each).keys() - before.keys():
-                delattr(each, name)
-            vars(each).update(before)
         # Autocast keeps weights that it cast, here without gradients.
         torch.clear_autocast_cache()
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes that a forward may count or cache in."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and name != _HOOKED
-    }
 
 
 def _accelerators() -> list[int]:

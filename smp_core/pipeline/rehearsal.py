@@ -28,10 +28,10 @@ from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.plan import Example, Stages, example_of, without_router_loss
 from smp_core.plan.chain import (
-    buffers_restored,
     is_played,
     refusal_of,
     running_the_example,
+    state_restored,
     with_fake_values,
 )
 from smp_core.torch_facts import caches_in, first_names
@@ -61,7 +61,7 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
     # are.
     with (
         with_fake_values(model, refusal),
-        buffers_restored(model),
+        state_restored(model),
         without_router_loss(model),
         torch.no_grad(),
     ):

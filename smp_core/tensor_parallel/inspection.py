@@ -24,7 +24,7 @@ from torch import nn
 
 from smp_core.cluster import of_all_ranks
 from smp_core.plan import example_of
-from smp_core.plan.chain import as_in_training, buffers_restored
+from smp_core.plan.chain import as_in_training, state_restored
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (
     NoPlan,
@@ -154,7 +154,7 @@ def infer_plan(
     Raises:
         ValueError: nothing to run it with, no layer that can be split.
     """
-    with _evaluating(model), buffers_restored(model):
+    with _evaluating(model), state_restored(model):
         return _infer(model, degree, sequence_parallel, whole)
 
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import SITES
-from smp_core.plan.chain import buffers_restored
+from smp_core.plan.chain import state_restored
 from smp_core.tensor_parallel.layers import (
     Forward,
     SummingForward,
@@ -609,7 +609,7 @@ class TokenTrial:
         )
         with (
             forked,
-            buffers_restored(self.block),
+            state_restored(self.block),
             torch.inference_mode(False),
             torch.autocast(device.type, enabled=False)
             if is_wide

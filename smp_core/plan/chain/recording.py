@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.checkpoint import iterate_tensors
 from smp_core.plan.chain.chain import Chain, Place, given_by, with_argument, with_output
 from smp_core.plan.chain.played import is_played, with_fake_values
-from smp_core.plan.chain.saved_buffers import buffers_restored, places_of_buffers
+from smp_core.plan.chain.saved_buffers import places_of_buffers, state_restored
 from smp_core.plan.chain.stand_ins import Early, find_stand_ins
 from smp_core.plan.checkpointed import checkpoints_itself
 from smp_core.plan.examples import HOW, example_of
@@ -65,7 +65,7 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
             root = _root(model, units, names_of_blocks, refusal)
             with (
                 with_fake_values(model, refusal),
-                buffers_restored(model),
+                state_restored(model),
                 without_router_loss(model),
             ):
                 return _chain_of(model, root, names_of_blocks, refusal)

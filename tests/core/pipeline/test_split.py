@@ -136,9 +136,12 @@ class Towers(Chain):
         )
         self.early = nn.BatchNorm1d(4)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.steps = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls + 1
+        self.steps += 1
+        self.cached = self.words(tokens)
         x = self.early(self.words(tokens).transpose(1, 2)).transpose(1, 2)
         x = x + sum(tower(x) for tower in self.towers)
         for block in self.blocks:
@@ -146,13 +149,14 @@ class Towers(Chain):
         return self.head(self.norm(x))
 
 
-def test_recording_that_tries_several_lists_of_blocks_leaves_buffers_alone() -> None:
+def test_recording_that_tries_several_lists_of_blocks_leaves_state_alone() -> None:
     model = Towers(8, 8)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     chain = with_chain(Shapes.of(model, SmpConfig()), model).chain
     assert chain is not None and chain.blocks == ("blocks.0", "blocks.1")
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
+    assert model.steps == 0 and not hasattr(model, "cached")
 
 
 def test_recording_changes_nothing() -> None:
