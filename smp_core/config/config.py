@@ -69,12 +69,14 @@ def _holds(recipe: type[Recipe]) -> Any:
 
 def _refuses_other_names(config: C) -> C:
     """Let keywords that are no knobs be refused as they are elsewhere."""
+    # The dataclass's own __init__ would answer an unknown keyword with a TypeError.
     made: Any = config.__init__  # type: ignore[misc]
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **knobs: Any) -> None:
         self.require_known(knobs)
         made(self, *args, **knobs)
+        # Which knobs were written decides what a planner may choose.
         object.__setattr__(self, "_given", frozenset(knobs))
 
     config.__init__ = init  # type: ignore[misc]
@@ -225,7 +227,7 @@ class SmpConfig:
         planner: What shard_degree="auto" plans with. Fields of Planner
             ({"memory_headroom": 0.2}). Default Planner().
         checkpoint: How checkpoints are written and resumed. "sharded", "full" (one
-            ordinary file), "async" (written behind training), or fields of Checkpoint
+            ordinary file), "async" (written while training goes on), or fields of Checkpoint
             ({"async_save": true, "verify": "digests"}). Default Checkpoint(): sharded
             folders, while training waits.
 
@@ -343,8 +345,10 @@ class SmpConfig:
     )
 
     def __post_init__(self) -> None:
+        # Every value is read strictly, and stored as what it means.
         for knob, reader in self.readers().items():
             object.__setattr__(self, knob, reader(knob, getattr(self, knob)))
+        # Each is fine by itself by now; all that is wrong together is said at once.
         wrong = list(contradictions(self))
         if wrong:
             raise ValueError("\n".join(wrong))
@@ -377,6 +381,7 @@ class SmpConfig:
         Raises:
             ValueError: unknown.
         """
+        # A field of a recipe counts only if the knob always has one.
         knob, _, inner = name.partition(".")
         if knob not in cls.readers() or (inner and name not in _fields_of(knob)):
             raise unknown_knob(name, cls.knobs())
@@ -447,6 +452,7 @@ class SmpConfig:
                 knob. A variable that does not look like one (another program's) is
                 named in a warning.
         """
+        # Variables win over the file that one of them names.
         values, origins = knobs_in_environment(
             os.environ if environ is None else environ, cls.readers()
         )
@@ -465,6 +471,7 @@ class SmpConfig:
         Raises:
             ValueError: as of `from_dict` and `from_env`.
         """
+        # What code says wins; variables that lose are named, not dropped in silence.
         values, origins = knobs_in_environment(
             os.environ if environ is None else environ, cls.readers()
         )
@@ -517,6 +524,8 @@ class SmpConfig:
             ValueError: an option is unknown (the nearest one is named), refused, or has
                 a value that is not allowed.
         """
+        # The log says what became of each option; the table of effective values where
+        # it came from.
         translation = translate_smp_parameters(
             parameters, sharding_strategy=sharding_strategy
         )
@@ -556,13 +565,17 @@ class SmpConfig:
         Raises:
             ValueError: unknown knob.
         """
+        # A knob with fields may be resolved as a whole: the reason is then each
+        # field's.
         reasons = {**self._reasons, **dict.fromkeys(self.settings_of(name), why)}
         knob, _, inner = name.partition(".")
         held = tuple(value) if isinstance(value, list) else value
+        # Recipes are frozen, and shared between copies: the changed one is a copy.
         if inner:
             recipe = copy.copy(getattr(self, knob))
             object.__setattr__(recipe, inner, held)
             held = recipe
+        # The first resolution keeps the configuration as it was asked for.
         resolved = copy.copy(self)
         for attribute, changed in (
             (knob, held),
@@ -577,6 +590,7 @@ class SmpConfig:
         """The knobs that were written, also at their defaults. Where all are
         (LightningCLI gives every argument, dataclasses.replace every field), those that
         are not at their defaults."""
+        # A tool that writes every argument has asked for none of them in particular.
         if len(self._given) < len(self.knobs()):
             return self._given
         return frozenset(
@@ -595,8 +609,10 @@ class SmpConfig:
                 each other.
         """
         self.require_known(knobs)
+        # Values are read as if they had been written in the first place.
         readers = self.readers()
         values = {knob: readers[knob](knob, value) for knob, value in knobs.items()}
+        # The configuration as asked changes, and is checked as a whole.
         asked = copy.copy(self._before or self)
         for knob, value in values.items():
             object.__setattr__(asked, knob, value)
@@ -605,8 +621,10 @@ class SmpConfig:
         wrong = list(contradictions(asked))
         if wrong:
             raise ValueError("\n".join(wrong))
+        # Nothing is resolved yet: what was asked for is all there is.
         if self._before is None:
             return asked
+        # What other knobs became stays, with the reasons; these are open again.
         changed = copy.copy(self)
         anew = {name for knob in knobs for name in self.settings_of(knob)}
         reasons = {name: why for name, why in self._reasons.items() if name not in anew}
@@ -637,6 +655,7 @@ class SmpConfig:
     def why(self, name: str) -> str:
         """Return why a knob, or a field of one, has the value in effect: "default", "as
         asked", where it was asked, or what resolved it."""
+        # Fields of one knob may have several reasons; defaults are no reason.
         reasons = list(
             dict.fromkeys(self._why(each) for each in self.settings_of(name))
         )
@@ -649,6 +668,7 @@ class SmpConfig:
         origin = self._origins.get(name) or (
             None if inner and is_default else self._origins.get(knob)
         )
+        # Resolved: why, and where it was asked for.
         if name in self._reasons:
             why = self._reasons[name]
             return f"{why} (asked by {origin})" if origin else why

@@ -54,6 +54,7 @@ _OF_DEEPSPEED = (
 )
 
 ARGUMENTS: dict[str, tuple[str, str]] = {
+    # Of DDP.
     "find_unused_parameters": (
         "DDP",
         "leave it out: parameters that no rank used need no flag",
@@ -80,6 +81,7 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
         "DDP",
         "write SmpShardedStrategy(process_group_backend=...), or kwargs_handlers=[InitProcessGroupKwargs(backend=...)]",
     ),
+    # Of FSDP, its plugins and policies.
     "sharding_strategy": (
         "FSDP",
         "write shard_degree='world' for FULL_SHARD, 'node' for HYBRID_SHARD, 1 for NO_SHARD; with "
@@ -127,12 +129,14 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     ),
     "param_init_fn": ("FSDP", "write init_fn=... of SmpShardedStrategy"),
     "fsdp_version": ("FSDP", "leave it out: it is FSDP2"),
+    # Of Lightning's ModelParallelStrategy.
     "data_parallel_size": ("ModelParallelStrategy", "write shard_degree=..."),
     "tensor_parallel_size": (
         "ModelParallelStrategy",
         "tensor_parallel_degree is the knob",
     ),
     "save_distributed_checkpoint": ("ModelParallelStrategy", _WHOLE_FILES),
+    # Of DeepSpeed.
     "stage": (
         "DeepSpeed",
         "write shard_degree='world' for 3, shard_degree=1 and optimizer_shard='world' for 1",

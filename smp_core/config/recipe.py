@@ -61,6 +61,7 @@ class Recipe:
     EXAMPLE: ClassVar[str]
 
     def __post_init__(self) -> None:
+        # Fields are read as strictly as knobs, under their dotted names.
         for name, reader in self.readers().items():
             object.__setattr__(
                 self, name, reader(f"{self.KNOB}.{name}", getattr(self, name))
@@ -68,6 +69,7 @@ class Recipe:
 
     def __repr__(self) -> str:
         """Show the fields that differ from their defaults."""
+        # What is at its default would hide what was chosen.
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = [
             f"{name}={value!r}"
@@ -108,6 +110,7 @@ class Recipe:
             ValueError: none of these, an unknown field (with the nearest one), or a bad
                 value of one.
         """
+        # From the most particular form to the most general one.
         if isinstance(value, cls):
             return value
         if cls.OPTIONAL and _is_off(value):
@@ -130,12 +133,15 @@ class Recipe:
                     f"{cls.KNOB}={value!r} is no JSON ({error}); write for example {example}"
                 ) from None
             return fields
+        # Switched on, with all defaults.
         if cls.OPTIONAL and _is_on(value):
             return {}
         # A word, or the value of the main field.
         word = "none" if value is None else text.lower()
         if word in cls.WORDS:
             return cls.WORDS[word]
+        # A value of the main field by itself; if it is none, the message below says
+        # what is.
         if cls.MAIN is not None:
             try:
                 return {cls.MAIN: cls.readers()[cls.MAIN](cls.KNOB, value)}
@@ -170,6 +176,7 @@ class Recipe:
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted names ("compression.gather") as knobs, with a mapping
     for those of one recipe."""
+    # Fields of one recipe are gathered in one mapping.
     knobs: dict[str, Any] = {}
     for name, value in settings.items():
         knob, _, field = name.partition(".")

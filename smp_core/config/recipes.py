@@ -278,9 +278,11 @@ class Activations(Recipe):
 
     @classmethod
     def _require_known(cls, fields: Mapping[str, Any]) -> None:
+        # Globs in the place of fields are most likely meant for `checkpoint`.
         if fields and not any(
             read.nearest_name(str(name), cls.readers(), cutoff=0.7) for name in fields
         ):
+            # Only a mapping that `checkpoint` would take is one.
             try:
                 globs = _CHECKPOINTING(cls.KNOB, fields)
             except ValueError:
@@ -436,7 +438,7 @@ class Checkpoint(Recipe):
             interrupted save lies beside it) or "sizes" (no bytes of tensors).
         allow_batch_change: Whether a run may resume with another number of samples per
             optimizer step than it was saved with, where accumulation cannot be adapted
-            to keep it. True, or False (default: a larger group is an error).
+            to keep it. True, or False (default: it is an error).
         preemption_grace_s: Seconds between a notice of the job's end (SIGTERM, SIGUSR1)
             and that end, in which all ranks save a checkpoint at the same step and
             leave. A number >= 0; default 30.0, as torchrun, Kubernetes and SLURM give.

@@ -39,6 +39,7 @@ def contradictions(asked: Any) -> Iterator[str]:
     """Yield what is wrong with knobs of a configuration (as asked for) that are fine by
     themselves and not together."""
     # Degrees.
+    # Degrees as words ("node") are known only with the cluster, and looked at there.
     degree = asked.shard_degree
     context = asked.context_parallel_degree
     kept = asked.reshard_after_forward
@@ -76,6 +77,7 @@ def _of_memory(asked: Any) -> Iterator[str]:
             "optimizer_shard='world' steps parts of parameters that are on the device, and state_offload='all' keeps "
             "them in host memory; write state_offload='optimizer', or optimizer_shard='shard'"
         )
+    # Both step float32 copies, which master_dtype=None would leave out.
     needs = {"optimizer_shard": "world", "state_offload": "optimizer"}
     for knob in [
         knob
@@ -101,6 +103,7 @@ def _of_memory(asked: Any) -> Iterator[str]:
 
 
 def _of_fp8(asked: Any) -> Iterator[str]:
+    # The same objects make docs/combinations.md.
     for clash in FP8_APART:
         what = None if asked.fp8 is None else clash.found(asked)
         if what is not None:
@@ -144,6 +147,7 @@ def _of_compression(asked: Compression) -> Iterator[str]:
             "compression.error_feedback=true adds back what codes of gradients round off; write compression="
             "{'reduce': 'int8'} or {'reduce': 'int4'} too"
         )
+    # They say how something is done that is not done at all.
     for field in ("gather_inside_nodes", "gather_after_steps", "gather_exclude"):
         if getattr(asked, field) and asked.gather is None:
             yield (
@@ -164,6 +168,8 @@ def unknown_knob(
         arguments: what else could have been meant where the name was written: the other
             arguments of a class.
     """
+    # From the most certain guess to the least: another strategy, SMP, a field, a
+    # similar name.
     if other := argument_of_another(name):
         return other
     if name in SMP_OPTIONS:
@@ -171,6 +177,7 @@ def unknown_knob(
             f"{name!r} is an option of SageMaker SMP, not a knob; build the configuration with "
             f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
         )
+    # A field that was written as if it were a knob.
     holders = [recipe.KNOB for recipe in RECIPES.values() if name in recipe.readers()]
     if holders:
         spelled = " or ".join(f"{knob}={{{name!r}: ...}}" for knob in holders)

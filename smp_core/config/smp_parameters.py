@@ -93,12 +93,15 @@ def translate_smp_parameters(
             that is not allowed.
     """
     # Whether it is such a block.
+    # The keys above the block are never options of it.
     for wrapper in ("smdistributed", "modelparallel", "parameters"):
         if wrapper in parameters:
             raise ValueError(
                 f"this is the whole `distribution` argument (it has the key {wrapper!r}); pass the block inside: "
                 'distribution["smdistributed"]["modelparallel"]["parameters"]'
             )
+    # Unknown names are refused before anything is translated, with the nearest known
+    # one.
     for option in parameters:
         if option not in SMP_OPTIONS:
             raise read.unknown_name(
@@ -109,6 +112,7 @@ def translate_smp_parameters(
             )
     translation = Translation()
     # FSDP's strategy comes beside it, and is translated as one more option.
+    # A copy: the caller's block stays as it was.
     options = dict(parameters)
     if sharding_strategy is not None:
         strategy = sharding_strategy.upper()
@@ -116,6 +120,7 @@ def translate_smp_parameters(
             raise read.refusal(
                 "sharding_strategy", sharding_strategy, ", ".join(_SHARDING_STRATEGIES)
             )
+        # With a strategy beside it, a degree of 0 means the strategy's.
         options = {"hybrid_shard_degree": 0, **options, _STRATEGY: strategy}
         if not _SHARDING_STRATEGIES[strategy][1]:
             translation.set(
@@ -125,6 +130,7 @@ def translate_smp_parameters(
     for option, value in options.items():
         if option != _STRATEGY:
             SMP_OPTIONS[option](option, value, options, translation)
+    # Nothing was said of sharding, which SMP takes as plain data parallelism.
     if "shard_degree" not in translation.settings:
         translation.lines.append(
             "neither sharded_data_parallel_degree nor hybrid_shard_degree: shard_degree stays 'auto', the smallest "
@@ -168,6 +174,7 @@ def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
 
 
 def _half_precision(dtype: str) -> Handler:
+    # Casts of the trainer and param_dtype have to agree.
     short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
     trainer = {
         "bf16": 'Trainer(precision="bf16-mixed")',
@@ -183,6 +190,7 @@ def _half_precision(dtype: str) -> Handler:
                 "master_dtype='float32', as SMP steps a float32 copy of the weights"
             )
             to.set(option, value, "param_dtype", dtype, f"{masters}; {flag}")
+            # SMP's optimizer steps float32 copies; here that is a knob of its own.
             to.settings["master_dtype"], to.origins["master_dtype"] = (
                 "float32",
                 f"SMP {option}={value!r}",
@@ -199,6 +207,7 @@ def _hybrid_shard_degree(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
     degree = read.integer(0)(option, value)
+    # 0 means: as FSDP was told in the script.
     strategy = options.get(_STRATEGY)
     if degree == 0 and strategy is None:
         raise ValueError(
@@ -206,27 +215,18 @@ def _hybrid_shard_degree(
             'this block; pass it: SmpConfig.from_smp_parameters(..., sharding_strategy="FULL_SHARD") for '
             'shard_degree="world", "HYBRID_SHARD" for shard_degree="node", "NO_SHARD" for shard_degree=1'
         )
+    note = "plain replicas, nothing is sharded" if degree == 1 else ""
+    shards: int | str = degree
     if degree == 0 and strategy is not None:
-        to.set(
-            option,
-            value,
-            "shard_degree",
-            _SHARDING_STRATEGIES[strategy][0],
-            f"FSDP's {strategy}",
-        )
-    else:
-        to.set(
-            option,
-            value,
-            "shard_degree",
-            degree,
-            "plain replicas, nothing is sharded" if degree == 1 else "",
-        )
+        shards, note = _SHARDING_STRATEGIES[strategy][0], f"FSDP's {strategy}"
+    to.set(option, value, "shard_degree", shards, note)
 
 
 def _offload_activations(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
+    # Here only inputs of checkpointed modules can be offloaded, so these are switched
+    # on with it.
     offload = _boolean(option, value)
     if offload:
         note = (
@@ -245,6 +245,7 @@ def _horizon(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
     blocks = read.integer(1)(option, value)
+    # v1 and v2 have a name each for the switch that the horizon belongs to.
     asked = [
         name
         for name in ("offload_activations", "sm_activation_offloading")
@@ -271,6 +272,8 @@ def _shard_optimizer_state(
         )
         return
     if (
+        # SMP shards optimizer states alone then, which is a degree of 1 with states
+        # over the world.
         "sharded_data_parallel_degree" not in options
         and "hybrid_shard_degree" not in options
     ):
@@ -287,6 +290,7 @@ def _shard_optimizer_state(
 def _gradient_clipping(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
+    # A number other than 0 asks for clipping, which belongs to the trainer.
     clip = read.number(0.0, include_lowest=True)(option, value)
     if clip:
         raise ValueError(
@@ -303,6 +307,7 @@ def _microbatches(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
     count = read.integer(1)(option, value)
+    # With stages it is the number of parts of a batch; without, gradient accumulation.
     if _stages_of(options) > 1:
         to.set(
             option,
@@ -337,25 +342,12 @@ def _stages_of(options: Mapping[str, Any]) -> int:
 def _schedule(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
-    kind = read.word("interleaved", "simple")(option, value)
+    schedule, note = _SCHEDULES[read.word(*_SCHEDULES)(option, value)]
+    # Without stages a schedule says nothing.
     if _stages_of(options) == 1:
         to.without_effect(option, value, _STAGES)
-    elif kind == "simple":
-        to.set(
-            option,
-            value,
-            "pipeline.schedule",
-            "gpipe",
-            "all forwards before all backwards",
-        )
     else:
-        to.set(
-            option,
-            value,
-            "pipeline.schedule",
-            "1f1b",
-            "SMP's interleaved takes backwards between forwards",
-        )
+        to.set(option, value, "pipeline.schedule", schedule, note)
 
 
 def _deepspeed_json(
@@ -376,6 +368,8 @@ def _placement(knob: str, value: Any) -> str:
 
 def _fp8(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     note = "FP8 products in the linear layers, as Transformer Engine's fp8_autocast"
+    # Fields of the recipe switch on what they belong to, so they are translated in its
+    # place.
     if not _boolean(option, value):
         to.without_effect(option, value, "products are in FP8 only with the knob `fp8`")
     elif any(name in options for name in _FP8_FIELDS):
@@ -400,6 +394,7 @@ def _fp8_field(
 def _loss_scale(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
+    # Dynamic scaling is what trainers do.
     if value is None or (option == "dynamic_loss_scale" and _boolean(option, value)):
         to.without_effect(
             option,
@@ -407,6 +402,7 @@ def _loss_scale(
             'the trainer scales losses by itself: Trainer(precision="16-mixed")',
         )
         return
+    # Any other scaling is an object that the trainer is given.
     scaler = {
         "static_loss_scale": f"init_scale={value}, growth_interval=2**31 - 1",
         "dynamic_loss_scale": "enabled=False",
@@ -438,6 +434,7 @@ def _passes(
 def _smp_moe(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
+    # SMP would change the router; here a model keeps its own.
     if _boolean(option, value) and "moe_load_balancing" not in options:
         to.warnings.append(
             "SMP routes tokens by 'sinkhorn' unless moe_load_balancing says otherwise; here the model's own router does"
@@ -452,6 +449,7 @@ def _smp_moe(
 def _moe_load_balancing(
     option: str, value: Any, options: Mapping[str, Any], to: Translation
 ) -> None:
+    # Only the auxiliary loss leaves the choice of experts to the router.
     kind = _MOE_BALANCING(option, value)
     if kind == "none":
         to.without_effect(
@@ -483,6 +481,7 @@ def _moe_coefficient(
     is_auxiliary = option == "moe_aux_loss_coeff"
     has_loss = (
         not is_auxiliary
+        # Without the option SMP balances by "sinkhorn", which has no loss.
         or _MOE_BALANCING(balancing, options.get(balancing, "sinkhorn")) == "aux_loss"
     )
     if number and has_loss:
@@ -532,6 +531,7 @@ def _words_of(what: str) -> read.Reader:
 
 
 def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> None:
+    # SMP clips where nothing was asked; moving here needs a word to the trainer.
     degree = to.settings.get("shard_degree")
     if (
         "sharded_data_parallel_degree" not in parameters
@@ -549,6 +549,11 @@ _DEGREE = read.integer(1)
 # SMP's and DeepSpeed's pages write 5e8.
 _ELEMENTS = read.number(1.0, include_lowest=True)
 _MOE_BALANCING = read.word("aux_loss", "none", "sinkhorn", "balanced")
+# SMP's schedule -> ours, and what is said of it.
+_SCHEDULES = {
+    "interleaved": ("1f1b", "SMP's interleaved takes backwards between forwards"),
+    "simple": ("gpipe", "all forwards before all backwards"),
+}
 _FP8_FIELDS: dict[str, tuple[str, read.Reader]] = {
     "fp8_amax_history_len": ("amax_history_len", _DEGREE),
     "fp8_amax_compute_algo": ("amax_compute_algo", read.word("max", "most_recent")),
@@ -561,11 +566,13 @@ _UNTRACED = "the model is not traced"
 _NO_DDP = "no DistributedDataParallel is made: units, not buckets, are reduced"
 _STAGES = "pipeline stages are arranged by the knob `pipeline`"
 _UNIT = "parameters are gathered and gradients reduced unit by unit; the knob `units` sizes them"
+_NO_SMDDP = _no_effect(read.integer(0), "SMDDP's collectives are not used")
 
 # Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand
 # once. Beside those of the block, what people write into it: arguments of SMP's calls,
 # of its example scripts and of the estimator's `mpi` dict.
 SMP_OPTIONS: dict[str, Handler] = {
+    # Version 1: stages and their schedule.
     "partitions": _knob("pipeline_parallel_degree", _DEGREE),
     "pipeline_parallel_degree": _knob("pipeline_parallel_degree", _DEGREE),
     "microbatches": _microbatches,
@@ -587,6 +594,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     ),
     "active_microbatches": _no_effect(_DEGREE, _STAGES),
     "deterministic_server": _no_effect(_boolean, _STAGES),
+    # Memory, other axes and precision.
     "offload_activations": _offload_activations,
     "activation_loading_horizon": _horizon,
     "tensor_parallel_degree": _knob("tensor_parallel_degree", _DEGREE),
@@ -595,8 +603,9 @@ SMP_OPTIONS: dict[str, Handler] = {
     "bf16": _half_precision("bfloat16"),
     "shard_optimizer_state": _shard_optimizer_state,
     "prescaled_batch": _no_effect(_boolean, "tensor ranks always read the same batch"),
-    "skip_tracing": _no_effect(_boolean, "the model is not traced"),
+    "skip_tracing": _no_effect(_boolean, _UNTRACED),
     "delayed_parameter_initialization": _knob("delayed_init", _boolean),
+    # Sharding.
     "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),
     "sdp_reduce_bucket_size": _no_effect(_ELEMENTS, _UNIT),
     "sdp_param_persistence_threshold": _no_effect(
@@ -606,16 +615,13 @@ SMP_OPTIONS: dict[str, Handler] = {
     "sdp_max_live_parameters": _no_effect(_ELEMENTS, _UNIT),
     "sdp_hierarchical_allgather": _knob("collectives.hierarchical", _boolean),
     "sdp_gradient_clipping": _gradient_clipping,
+    # Transport and accumulation.
     "ddp_dist_backend": _no_effect(
         read.word("auto", "nccl", "smddp"),
         "the trainer picks the backend: SmpShardedStrategy(process_group_backend=...)",
     ),
-    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _no_effect(
-        read.integer(0), "SMDDP's collectives are not used"
-    ),
-    "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _no_effect(
-        read.integer(0), "SMDDP's collectives are not used"
-    ),
+    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _NO_SMDDP,
+    "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _NO_SMDDP,
     "_sharded_data_parallelism_config": _deepspeed_json,
     "_fp32_grad_accumulation": _no_effect(
         _boolean,
@@ -627,12 +633,14 @@ SMP_OPTIONS: dict[str, Handler] = {
         "ranks always train data-parallel, without Horovod",
         "Horovod is not used: remove it",
     ),
+    # What only version 1's partitioner and launcher read.
     "contiguous": _no_effect(_boolean, _STAGES),
     "ddp_port": _no_effect(_DEGREE, "the launcher picks the port: MASTER_PORT"),
     "load_partition": _no_effect(_boolean, _STAGES),
     "partition_file": _no_effect(_words_of("a path"), _STAGES),
     "processes_per_host": _no_effect(_DEGREE, _PROCESSES),
     "custom_mpi_options": _no_effect(_words_of("text"), _MPI),
+    # Arguments of SMP's calls in the training script.
     "trace_device": _no_effect(_trace_device, _UNTRACED),
     "trace_execution_times": _no_effect(_boolean, _UNTRACED),
     "trace_memory_usage": _no_effect(_boolean, _UNTRACED),
@@ -657,6 +665,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     "static_loss_scale": _loss_scale,
     "dynamic_loss_scale": _loss_scale,
     "dynamic_loss_args": _loss_scale,
+    # Version 2.
     "hybrid_shard_degree": _hybrid_shard_degree,
     "sm_activation_offloading": _offload_activations,
     "fsdp_cache_flush_warnings": _no_effect(
@@ -668,6 +677,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     ),
     "context_parallel_degree": _knob("context_parallel_degree", _DEGREE),
     "expert_parallel_degree": _knob("expert_parallel_degree", _DEGREE),
+    # What version 2's launcher and Transformer Engine read.
     "random_seed": _no_effect(
         read.integer(0),
         "tensor ranks draw as one process does, from the script's seed; call seed_everything(seed)",
@@ -682,6 +692,7 @@ SMP_OPTIONS: dict[str, Handler] = {
         read.word("p2p", "all_gather"),
         "keys and values of a sequence are always gathered, with the same results",
     ),
+    # Experts.
     "moe": _only(
         False,
         _boolean,

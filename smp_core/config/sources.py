@@ -46,6 +46,7 @@ def knobs_in_yaml(
         ValueError: no such file, no valid YAML, no section and no knobs, a key written
             twice, an unknown knob, or a value that is not allowed.
     """
+    # Keys written twice are refused while the file is read.
     document = read_yaml(path, _UniqueKeyLoader)
     try:
         return {
@@ -78,6 +79,7 @@ def knobs_in_environment(
     for variable in sorted(
         name for name in environ if name.startswith(VARIABLE_PREFIX)
     ):
+        # Variables are upper case; others of the same beginning are none of ours.
         knob = variable.removeprefix(VARIABLE_PREFIX).lower()
         if variable in OTHER_VARIABLES:
             continue
@@ -85,6 +87,7 @@ def knobs_in_environment(
             values[knob] = readers[knob](knob, environ[variable])
             origins[knob] = variable
             continue
+        # Close to a knob: a typing error, which would otherwise have no effect.
         near = nearest_name(knob, readers, cutoff=0.7)
         if near:
             raise ValueError(
@@ -100,6 +103,7 @@ def knobs_in_environment(
 
 def _section(document: Any, known: Iterable[str]) -> dict[str, Any]:
     expected = f"write the knobs under a `{YAML_SECTION}:` section, as in `{YAML_SECTION}: {{shard_degree: node}}`"
+    # A file of its own has the knobs at the top; a larger one has a section for them.
     if not isinstance(document, dict):
         raise ValueError(f"the file holds no mapping of knobs; {expected}")
     if YAML_SECTION in document:
@@ -129,6 +133,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
     ) -> dict[Hashable, Any]:
+        # Merged keys ("<<") may come several times.
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":

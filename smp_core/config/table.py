@@ -36,6 +36,7 @@ def effective_table(knobs: Knobs) -> Table:
     table = Table(title="torch-smp: knobs in effect", caption_justify="left")
     for column in ("knob", "asked", "in effect", "why"):
         table.add_column(column, overflow="fold", no_wrap=column == "knob")
+    # Only what was asked for or resolved has a row.
     defaults = []
     for knob in knobs.settings():
         value, why = shown(attrgetter(knob)(knobs)), knobs.why(knob)
@@ -52,6 +53,7 @@ def table_as_text(knobs: Knobs) -> str:
     """Return :func:`effective_table` as text, for logs."""
     from rich.console import Console
 
+    # A fixed width: logs have no terminal.
     console = Console(width=_LOG_WIDTH, file=io.StringIO())
     with console.capture() as captured:
         console.print(effective_table(knobs))
@@ -66,9 +68,11 @@ def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
         asked = knobs.asked(knob)
         value = attrgetter(knob)(knobs)
         why = knobs.why(knob)
+        # What is at its default was not asked for.
         if asked == attrgetter(knob)(defaults):
             continue
         line = f"{knob}={shown(asked)}"
+        # Compared as it is shown, since a resolved value may have another type.
         if shown(value) != shown(asked):
             line += f" is {shown(value)}"
         lines.append(line if why in ("as asked", DEFAULT) else f"{line} ({why})")
@@ -79,6 +83,7 @@ def as_asked(value: Any) -> Any:
     """Return the value as it can be asked for again, in types that YAML has."""
     if isinstance(value, Recipe):
         return value.to_dict()
+    # YAML has neither tuples nor frozen mappings.
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
@@ -101,6 +106,7 @@ def shown(value: Any) -> str:
         return ", ".join(f"{name}: {item}" for name, item in value.items())
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
+    # The words that readers take, so that a line can be typed again.
     if value is None:
         return "none"
     if isinstance(value, bool):

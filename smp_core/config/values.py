@@ -28,6 +28,7 @@ NONE = ("none", "null")
 def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
     """Return the one shape of our complaints: `knob=value is not allowed; allowed: ...;
     write ...`."""
+    # A field is typed inside of its knob's mapping.
     if "." in knob and "write" not in fix:
         fix = f"{fix} write {typed(knob, '...')}".lstrip()
     text = f"{knob}={value!r} is not allowed; allowed: {allowed}"
@@ -37,6 +38,7 @@ def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
 def typed(knob: str, text: str) -> str:
     """Show how a value is typed: `knob=text`, and for a field of one `knob={'field':
     text}`."""
+    # Places in lists and mappings are left out of what is to be typed.
     top, _, field = knob.partition("[")[0].partition(".")
     return f"{top}={{{field!r}: {text}}}" if field else f"{top}={text}"
 
@@ -44,6 +46,7 @@ def typed(knob: str, text: str) -> str:
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     """Return the known name that is most like `name` (difflib ratio of at least
     `cutoff`), or None when none is like it."""
+    # Cases and dashes are the usual differences.
     found = difflib.get_close_matches(
         name.lower().replace("-", "_"), list(known), n=1, cutoff=cutoff
     )
@@ -80,6 +83,7 @@ def boolean() -> Reader:
     """Return True or False; in text also yes/no, on/off, 1/0."""
 
     def read(knob: str, value: Any) -> bool:
+        # The number 1 is no boolean; the text "1" of a variable is one.
         if isinstance(value, bool):
             return value
         word = value.strip().lower() if isinstance(value, str) else None
@@ -124,11 +128,13 @@ def number(
 
     def read(knob: str, value: Any) -> float:
         parsed: float | None = None
+        # True is an int to Python, and no number here.
         if isinstance(value, (int, float, str)) and not isinstance(value, bool):
             try:
                 parsed = float(value)
             except ValueError:
                 parsed = None
+        # "nan" and "inf" are floats to Python as well.
         if parsed is None or not math.isfinite(parsed) or parsed >= below:
             raise refusal(knob, value, allowed)
         if parsed < above or (parsed == above and not include_lowest):
@@ -162,6 +168,7 @@ def dtype_name(*choices: str) -> Reader:
     read_word = word(*choices)
 
     def read(knob: str, value: Any) -> str:
+        # torch is not imported here, so its dtypes are known by their class's name.
         text = str(value) if type(value).__name__ == "dtype" else value
         return read_word(
             knob,
@@ -178,6 +185,7 @@ def names() -> Reader:
     def read(knob: str, value: Any) -> tuple[str, ...]:
         several = '["first", "second"]'
         example = f"write for example {typed(knob, several if '.' in knob else repr(several))}"
+        # One name, or several as a list; in text several are JSON.
         listed: Any = value
         if isinstance(value, str):
             listed = [value.strip()]
@@ -190,6 +198,7 @@ def names() -> Reader:
                     ) from None
             elif "," in value:
                 raise refusal(knob, value, "one name, or a JSON list of names", example)
+        # Sets have no order, which decides where the first match counts.
         if isinstance(listed, (set, frozenset)) or not isinstance(listed, Iterable):
             raise refusal(knob, value, "a list of names", example)
         found = tuple(listed)
@@ -231,6 +240,7 @@ def mapping(of: Reader) -> Reader:
 
     def read(knob: str, value: Any) -> dict[str, Any]:
         found = _from_json(knob, value, "{", "a JSON object")
+        # An empty mapping would ask for nothing in silence.
         if not isinstance(found, Mapping) or not found:
             raise refusal(knob, value, "a mapping from names")
         if not all(isinstance(name, str) and name.strip() for name in found):
@@ -288,6 +298,8 @@ def either(*readers: Reader, allowed: str) -> Reader:
     together in the complaint."""
 
     def read(knob: str, value: Any) -> Any:
+        # Readers are tried in their order, which matters where text could mean two
+        # things.
         for reader in readers:
             try:
                 return reader(knob, value)
@@ -299,6 +311,7 @@ def either(*readers: Reader, allowed: str) -> Reader:
 
 
 def _integer_in(value: Any) -> int | None:
+    # operator.index takes numpy's and torch's integers, and booleans too.
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -313,6 +326,7 @@ def _integer_in(value: Any) -> int | None:
 def _word_hint(value: Any, allowed: str) -> str:
     """Return `did you mean 'world'?` when the text given is almost one of the words
     quoted in `allowed`, else no text."""
+    # The words are those in quotes in the description of what is allowed.
     quoted = allowed.replace('"', "'").split("'")[1::2]
     near = nearest_name(value, quoted, cutoff=0.6) if isinstance(value, str) else None
     return f"did you mean {near!r}?" if near else ""

@@ -138,6 +138,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L]; :func:`attention`
     describes and checks the arguments."""
+    # The plan says which rank holds what; the group moves keys and values.
     layout, group = _plan_for(q, plan)
     rows, length, heads, _ = q.shape
     out = q.new_empty(rows, length, heads, v.shape[3])
@@ -145,11 +146,14 @@ def attend(
     # Groups of heads, one after another: the next keys arrive while this group
     # computes.
     ranges = head_ranges(k.shape[2], group.head_groups)
+    # Query heads go with the key heads that they use.
     share = heads // k.shape[2]
     pairs = gather_keys_values(k, v, layout, group, ranges)
     for first, last in ranges:
         pair = next(pairs)
         mine = slice(first * share, last * share)
+        # Each of this rank's chunks sees one range of keys, of one or several
+        # documents.
         for call in layout.calls(group.rank, causal, window):
             row, at, keys = _slices(call)
             part, part_lse = kernels.forward(
@@ -160,7 +164,9 @@ def attend(
             )
             out[row, at, mine] = part
             lse[row, mine, at] = part_lse
+        # Freed before the next group's keys are asked for.
         del pair
+    # Once for all heads, when LSE is complete.
     if sinks is not None:
         _add_sinks(out, lse, sinks)
     return out, lse
@@ -205,6 +211,7 @@ def differentiate(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = q.shape[2] // k.shape[2]
+    # The reduction of one group of heads overlaps with the attention of the next.
     on_its_way: tuple[slice, Callable[[], Pair]] | None = None
 
     def take(which: slice, wait: Callable[[], Pair]) -> None:
@@ -219,6 +226,7 @@ def differentiate(
             torch.zeros_like(gathered, dtype=kernels.lse_dtype(q.dtype))
             for gathered in pair
         ]
+        # Several chunks may see one key: their gradients are added up.
         for call in layout.calls(group.rank, causal, window):
             row, at, keys = _slices(call)
             dq[row, at, mine], dk_part, dv_part = kernels.backward(
@@ -234,6 +242,7 @@ def differentiate(
             sums[1][row, keys] += dv_part
         del pair, dk_part, dv_part
         reduction = reduce_gradients(sums, layout, group)
+        # The group before has had this group's attention to arrive.
         if on_its_way is not None:
             take(*on_its_way)
         on_its_way = slice(first, last), reduction
@@ -245,6 +254,7 @@ def differentiate(
 def _plan_for(q: torch.Tensor, plan: torch.Tensor) -> tuple[SequencePlan, ContextGroup]:
     """Decode the plan, and check that the queries [B, L, H, D] fit it."""
     layout = decode(plan)
+    # A plan of another batch would give attention over the wrong tokens.
     if q.shape[1] != layout.local_length or len(layout.documents) not in (
         1,
         q.shape[0],
@@ -301,6 +311,7 @@ def _(
 def _save(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
+    # Inputs and results of this rank only; nothing of the unsplit sequence is kept.
     q, k, v, plan, ctx.scale, ctx.causal, ctx.window, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, plan, sinks)
 

@@ -141,6 +141,8 @@ class ContextParallel:
                 positions.
         """
         layout = layout or BatchLayout()
+        # From here on all context peers work on one batch, whatever their loaders gave
+        # them.
         batch = self.broadcast(batch)
         if isinstance(batch, Mapping):
             split = self._split_mapping(batch, layout, shifts)
@@ -151,9 +153,14 @@ class ContextParallel:
                 f"a batch of type {type(batch).__name__} cannot be split along the sequence: which target belongs to a "
                 "token is not said; give a mapping with input_ids and labels, or a tuple (input, target)"
             )
+        # Kept apart: the code that trains may take labels out of the batch.
         split.sequences = {key: split.batch[key] for key in split.dims}
+        # Looked at while lengths are those of whole sequences; each rank's own part is
+        # short.
         if self.learned is not None:
             self.learned.require(split.length, split.last_position)
+        # Counting is a collective: it is made now, or when a model first asks for the
+        # number.
         if split.shift_labels is not None:
             split.count_targets = functools.partial(self._count_targets, split, weight)
         if split.count_targets is not None and count:
@@ -172,7 +179,10 @@ class ContextParallel:
             raise ValueError(
                 f"dim {dim} of a tensor {tuple(tensor.shape)} is not the {split.plan.local_length} tokens of this rank"
             )
+        # Tokens first, so that pieces laid end to end are one sequence.
         sequence = tensor.detach().movedim(dim, 0).contiguous()
+        # The plan's order is that of ranks; predictions are wanted in that of the
+        # sequence.
         if self.degree > 1:
             pieces = [torch.empty_like(sequence) for _ in range(self.degree)]
             dist.all_gather(pieces, sequence, group=self.group.process_group)
@@ -192,6 +202,7 @@ class ContextParallel:
     def broadcast(self, batch: Any) -> Any:
         """Return the first context peer's batch, on this rank's device. Collective over
         the context group."""
+        # One rank alone has nothing to agree on.
         if self.group.process_group is None:
             return batch
         is_source = self.group.rank == 0
@@ -202,6 +213,8 @@ class ContextParallel:
         def shape_of(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
+        # Other ranks learn the structure first, since their own batch may have other
+        # shapes.
         carried = [map_tensors(batch, shape_of, MutableMapping) if is_source else None]
         dist.broadcast_object_list(carried, src=source, group=group)
 
@@ -253,11 +266,13 @@ class ContextParallel:
         # This rank's tokens of every sequence.
         plan = self._plan(starts.cumsum(1), layout.order)
         own = self._own_tokens(plan, length, device)
+        # A copy of the mapping: the caller's batch stays as it was.
         local: Any = copy.copy(batch)
         assert isinstance(local, MutableMapping)
         for key, dim in dims.items():
             padding = layout.pad_values.get(key, IGNORED if key == target_key else 0)
             local[key] = own.take(sequences[key], padding).movedim(1, dim)
+        # Kernels for packed documents would read lengths of the whole sequence.
         for key in (*DOCUMENT_KEYS, *_PACKING_KEYS):
             local.pop(key, None)
 
@@ -269,12 +284,15 @@ class ContextParallel:
         split.position_ids = own.take_positions(position_ids)
         split.last_position = position_ids.max()
         if (
+            # Where position_ids alone tell the documents, chunked attention counts from
+            # their first positions.
             sequences.get("position_ids") is not None
             and sequences.get("attention_mask") is None
         ):
             split.first_positions = positions_of_first_tokens(
                 position_ids, starts, padded=plan.length > length
             )
+        # A model would count positions from 0 on every rank.
         if tokens is not None:
             local["position_ids"] = split.position_ids
         if targets is not None:
@@ -325,6 +343,7 @@ class ContextParallel:
                 )
 
         is_named = hasattr(batch, "_fields")
+        # Named tuples take their fields one by one.
         made = type(batch)(*local) if is_named else type(batch)(local)  # type: ignore[call-arg]
         split = SplitBatch(
             made, plan, length, self.group.rank, group=self.group, dims=dims
@@ -337,6 +356,7 @@ class ContextParallel:
         is a document of its own."""
         length = documents.shape[1]
         padded = padded_length(length, self.degree)
+        # Padding has a number that no document has, so that nothing attends to it.
         documents = F.pad(documents, (0, padded - length), value=-1)
         return SequencePlan(
             self.degree,
@@ -361,6 +381,8 @@ class ContextParallel:
         """
         assert split.shift_labels is not None
         own = (split.shift_labels != IGNORED).sum().double()
+        # In training every rank weighs the same; in evaluation, as many as it has
+        # samples.
         samples = 1 if weight is None else len(split.shift_labels)
         counted = torch.stack([own, torch.full_like(own, samples)]) * (
             1.0 if weight is None else weight
@@ -369,6 +391,7 @@ class ContextParallel:
             dist.all_reduce(counted, group=self._everyone)
         total, all_samples = counted
         split.tokens_per_rank = total * samples / all_samples
+        # Without any target on any rank the losses stay as they are.
         split.weight = torch.where(
             total > 0,
             own / split.tokens_per_rank,
@@ -447,6 +470,7 @@ def _dims_of_mapping(batch: Mapping[Any, Any], tokens: Any) -> dict[Key, int]:
             f"position_ids of {position_ids.dim()} dims (multimodal positions) have no context parallel form yet"
         )
     dims: dict[Key, int] = {}
+    # Whatever has the rows and length of the tokens is taken for a sequence.
     for key, item in batch.items():
         # One row of position_ids may stand for all rows.
         if has_sequence_of(item, tokens) or (
@@ -476,6 +500,7 @@ def _common_shape(batch: Any, dims: Mapping[Key, int]) -> tuple[int, int]:
         raise ValueError(
             f"the batch's sequences differ in length: {lengths}; all that are split have to be alike"
         )
+    # One row may stand for all (position_ids), so the most rows are the batch's.
     rows = max(batch[key].movedim(dim, 1).shape[0] for key, dim in dims.items())
     return rows, next(iter(lengths.values()))
 
@@ -499,11 +524,14 @@ def share_sequences(
         ValueError: a Transformers model that would be wrong (see
             :mod:`smp_core.context_parallel.transformers_models`).
     """
+    # Transformers' attention goes through its interface; that of other models is
+    # replaced per batch.
     adapt_transformers_models(model)
     head_groups = int(plan.knobs.collectives.context_head_groups)
     group = register_group(
         mesh.group(Axis.CONTEXT), head_groups=head_groups, meter=meter
     )
+    # Coarse numbers allow the trial larger differences.
     coarse = plan.knobs.fp8 is not None or plan.knobs.compression.gather is not None
     trial = Trial(
         model, group, mesh.world_group, coarse=coarse, in_stages=plan.stages is not None

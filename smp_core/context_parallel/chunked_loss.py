@@ -65,6 +65,8 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk={chunk}; allowed: 1 token or more")
     hidden_TH, labels_T = hidden.flatten(0, -2), labels.flatten()
 
+    # Half precision would lose the small differences between large sums of
+    # exponentials.
     def loss_of(hidden_CH: Tensor, labels_C: Tensor) -> Tensor:
         logits_CV = lm_head(hidden_CH)
         if logits_CV.dtype != torch.float64:
@@ -73,6 +75,7 @@ def chunked_cross_entropy(
             logits_CV, labels_C, ignore_index=IGNORED, label_smoothing=label_smoothing
         )
 
+    # Each chunk keeps its input and nothing of its logits.
     parts = [
         checkpoint(
             loss_of, hidden_CH, labels_C, use_reentrant=False, preserve_rng_state=False

@@ -166,10 +166,12 @@ class PendingLogits:
     ) -> PendingLogits:
         """Return pending logits with one more step; refuse a step that needs more than
         one token's logits at a time."""
+        # One step for each logit by itself can be made on any chunk.
         others = [arg for arg in (*args, *kwargs.values()) if arg is not self]
         if name not in _ELEMENTWISE or any(map(_has_values_per_token, others)):
             raise self._refusal(name)
 
+        # The step is kept as it was called, with the logits' place open.
         def step(logits: Tensor) -> Tensor:
             named = {
                 key: logits if value is self else value for key, value in kwargs.items()
@@ -192,6 +194,7 @@ class PendingLogits:
         return found._with(function.__name__, function, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
+        # Python asks for special methods to find out what an object is.
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in _ELEMENTWISE:
@@ -260,6 +263,8 @@ def chunk_losses(
     Raises:
         ValueError: there is none, or one whose loss cannot be computed in chunks.
     """
+    # Only outermost models with a head: a model inside of one has its loss computed
+    # there.
     inside: set[nn.Module] = set()
     found = []
     for each in transformers_models(model):
@@ -296,6 +301,8 @@ def use_chunked_loss(
     name = type(model).__name__
     head, places = _head_of(model)
     stand_in = _StandIn(name, head)
+    # The head itself learns to run a function instead, for one call that gathers its
+    # weights.
     _let_compute_chunks(head)
     whole_loss, whole_forward = model.loss_function, model.forward
     warned = False
@@ -311,6 +318,7 @@ def use_chunked_loss(
     ) -> Tensor:
         """Compute what ForCausalLMLoss of Transformers computes, from pending logits in
         chunks."""
+        # Whole logits: Transformers' own loss, which knows no smoothing.
         if isinstance(logits, Tensor) and not _STATE.label_smoothing:
             options |= {
                 "num_items_in_batch": num_items_in_batch,
@@ -319,11 +327,13 @@ def use_chunked_loss(
             return whole_loss(
                 logits, labels, vocab_size, shift_labels=shift_labels, **options
             )
+        # From here on the targets of each token, -100 where there is none.
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(
             logits.device
         )
+        # Whole logits, smoothed: the chunks are cut from them.
         if isinstance(logits, Tensor):
             return PendingLogits(name, _Through(), logits).loss(
                 targets, chunk, num_items_in_batch
@@ -333,10 +343,12 @@ def use_chunked_loss(
     @functools.wraps(whole_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal warned
+        # Evaluation looks at logits, unless the code has said that it does not.
         if not model.training and not _STATE.loss_only:
             return whole_forward(*args, **kwargs)
         with _in_its_place(places, stand_in):
             outputs = whole_forward(*args, **kwargs)
+        # Without a loss the pending logits are still unused, so they are computed.
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         has_loss = isinstance(loss, Tensor)
         if not has_loss and torch.is_grad_enabled() and not warned:
@@ -369,6 +381,7 @@ def _head_of(model: Any) -> tuple[nn.Module, list[tuple[nn.Module, str]]]:
 
     head = model.get_output_embeddings()
     if (
+        # Another loss may look at logits in a way that chunks do not allow.
         getattr(model.config, "is_encoder_decoder", False)
         or model.loss_function is not ForCausalLMLoss
         or head is None
@@ -377,6 +390,7 @@ def _head_of(model: Any) -> tuple[nn.Module, list[tuple[nn.Module, str]]]:
             f"chunked_cross_entropy: {name} does not have the loss of a causal language model with one head; leave "
             "chunked_cross_entropy out for it"
         )
+    # A head may stand in several places of a model; each gets the stand-in.
     places = []
     for path, child in model.named_modules(remove_duplicate=False):
         if child is head:
@@ -389,6 +403,7 @@ def _let_compute_chunks(head: nn.Module) -> None:
     """Give the head's forward a keyword ``in_chunks``: the function to run instead,
     called with the head's own forward and its input.
     """
+    # The forward of now, with what other conversions have put around it.
     own = head.forward
 
     @functools.wraps(own)
@@ -404,6 +419,7 @@ def _let_compute_chunks(head: nn.Module) -> None:
 def _in_its_place(
     places: list[tuple[nn.Module, str]], stand_in: nn.Module
 ) -> Iterator[None]:
+    # Put back whatever the forward raises.
     heads = [getattr(parent, attribute) for parent, attribute in places]
     for parent, attribute in places:
         setattr(parent, attribute, stand_in)
@@ -423,6 +439,7 @@ def _without_pending(outputs: Any, has_loss: bool) -> Any:
             return value
         return None if has_loss else value.whole()
 
+    # Outputs keep their type: a tuple, a plain dictionary or a dataclass.
     if isinstance(outputs, tuple):
         return tuple(map(settled, outputs))
     changed = {

@@ -43,6 +43,7 @@ def document_starts_of(
     Raises:
         ValueError: padding between tokens of one document.
     """
+    # Each source of documents adds its borders; ids count before positions.
     starts = torch.zeros(rows, length, dtype=torch.bool, device=device)
     ids = _document_ids(sequences)
     position_ids = sequences.get("position_ids")
@@ -53,6 +54,7 @@ def document_starts_of(
     mask = sequences.get("attention_mask")
     if mask is not None:
         mask = mask.bool()
+        # A run of padding is a document of its own, so that nothing attends to it.
         _refuse_holes(mask, starts.cumsum(1))
         starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
     starts[:, 0] = True
@@ -76,6 +78,7 @@ def positions_in_documents(sequences: Mapping[Key, Any], starts: Tensor) -> Tens
     in_row = torch.arange(length, device=starts.device).expand(rows, -1)
     if _document_ids(sequences) is None:
         return in_row
+    # The latest start so far, at every token.
     start_of_document = torch.where(starts, in_row, 0).cummax(1).values
     return in_row - start_of_document
 
@@ -97,6 +100,7 @@ def positions_of_first_tokens(
     """
     if int(starts.sum()) == len(starts):
         return ()
+    # Padding that the split adds counts from 0.
     of_padding = [0] if padded else []
     positions_BS = position_ids.expand(starts.shape).cpu()
     found = []
@@ -146,6 +150,7 @@ def _refuse_holes(mask: Tensor, documents: Tensor) -> None:
     for row, (mask_S, documents_S) in enumerate(
         zip(mask.cpu(), documents.cpu(), strict=True)
     ):
+        # Two neighbouring tokens of one document with padding between them.
         tokens = mask_S.nonzero().flatten()
         follows_padding = tokens.diff() > 1
         same_document = documents_S[tokens].diff() == 0

@@ -1,5 +1,5 @@
-"""Which of several attention kernels is the fastest for calls of one kind: measured
-once on the device, then known.
+"""FastestKernel: several attention kernels are measured once for each kind of call, and
+the fastest is used from then on.
 
 Kernels differ by tens of percent, and which one wins depends on the device, the lengths
 and the heads. The first call of a kind runs every kernel that takes it, forward and
@@ -93,6 +93,7 @@ class Kernel:
         Zeros behind shorter heads change no score and no sum; their results are cut off
         again.
         """
+        # Kernels of one head size get keys and values padded to the larger of the two.
         largest = max(tensor.shape[-1] for tensor in tensors)
         found = []
         for tensor in tensors:
@@ -131,6 +132,7 @@ class Kind(NamedTuple):
 def kind_of(tensors: Tensors, masks: Masks, kernels: Sequence[Kernel]) -> Kind:
     """Return the kind of a call."""
     q_BLHD, k_BMKD, v_BMKE = tensors
+    # Rounded up to a power of two.
     queries, keys = (
         1 << (tensor.shape[1] - 1).bit_length() for tensor in (q_BLHD, k_BMKD)
     )
@@ -152,6 +154,7 @@ def kind_of(tensors: Tensors, masks: Masks, kernels: Sequence[Kernel]) -> Kind:
 def milliseconds_on_device(work: Callable[[], object]) -> float:
     """Measure the present stream's milliseconds for ``work``, the median of three."""
     times = []
+    # The median leaves out a run that something else on the device has slowed.
     for _ in range(3):
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -198,6 +201,8 @@ class FastestKernel:
                 ``_RESULTS``.
         """
         if kind not in self._chosen:
+            # Measuring needs results of two kernels side by side; without memory for
+            # that, the first one runs.
             try:
                 self._chosen[kind] = self._choose(kind, kernels, both_ways)
             except torch.OutOfMemoryError:
@@ -208,6 +213,8 @@ class FastestKernel:
                 )
                 self._chosen[kind], self.measured[kind] = kernels[0], {}
         kernel = self._chosen[kind]
+        # A kernel may take the measured call and refuse another one of the same kind
+        # (other lengths).
         try:
             return work(kernel)
         except RuntimeError as error:
@@ -233,6 +240,7 @@ class FastestKernel:
         """Measure all kernels, and say which one it is to be."""
         first, *others = kernels
         found: dict[str, float | str] = {}
+        # The first kernel's numbers are what the others are compared with.
         expected = both_ways(first)
         found[first.name] = self._milliseconds(lambda: both_ways(first))
         best = first
@@ -245,6 +253,7 @@ class FastestKernel:
             elif found[kernel.name] < found[best.name]:  # type: ignore[operator]
                 best = kernel
         self.measured[kind] = found
+        # Said once for each kind, by one rank.
         times = ", ".join(
             f"{name} {ms:.3f} ms"
             for name, ms in found.items()
@@ -276,6 +285,8 @@ class FastestKernel:
 def difference(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     """Say which result is further from what was expected than two kernels' rounding
     explains; "": none."""
+    # Differences are measured against the largest value, as small values carry its
+    # rounding.
     for name, one, other in zip(_RESULTS, seen, expected, strict=True):
         rounding = torch.finfo(other.dtype).eps
         limits = {"LSE": _LSE, "output": _OUTPUT * rounding}

@@ -81,6 +81,7 @@ def count_attention_work() -> Iterator[AttentionWork]:
 
 
 def _count(name: str, rows: int, heads: int, masks: Masks) -> None:
+    # Blocks that count may be nested; each sees all work inside.
     for work in _counting:
         work.calls[name] = work.calls.get(name, 0) + 1
         work.pairs += (
@@ -99,8 +100,10 @@ def visible_pairs(queries: int, keys: int, causal: bool, window: int | None) -> 
     if not causal:
         return queries * keys
     # Keys that the first and the last query see.
+    # The number of visible keys grows by one from query to query: an arithmetic series.
     last = [keys - queries + i + 1 for i in (0, queries - 1)]
     total = (last[0] + last[1]) * queries // 2
+    # What a window hides grows by one as well, from the first query that has more keys.
     if window is not None and last[1] > window:
         over = last[1] - window
         skipped = max(0, last[0] - window - 1)
@@ -118,16 +121,19 @@ def kernels_for(
 ) -> Sequence[Kernel]:
     """Return the kernels that take a call, of which the fastest is to be found where
     there are several; the first is the one that the others are compared with."""
+    # Where one kernel alone can do it, nothing is measured.
     if q_BLHD.device.type == "cpu":
         return (CPU,)
     if not _flash_takes(q_BLHD, v_BMKE):
         return (PRODUCTS,)
+    # Measuring would choose by time, which may differ from run to run.
     settled = (
         current_flash_attention_impl() is not None
         or torch.are_deterministic_algorithms_enabled()
     )
     if settled or torch.cuda.is_current_stream_capturing():
         return (FLASH,)
+    # The switches of torch.nn.attention say which kernels may be tried.
     flash = (FLASH, FLASH_3) if torch.backends.cuda.flash_sdp_enabled() else ()
     return tuple(
         k for k in (*flash, CUDNN) if k.takes(q_BLHD, k_BMKD, v_BMKE, masks)
@@ -200,6 +206,7 @@ def _with_a_kernel(
 
 
 def _forward(kernel: Kernel, tensors: Tensors, masks: Masks) -> tuple[Tensor, Tensor]:
+    # Padding of heads is cut off again.
     out, lse = kernel.forward(*kernel.padded(*tensors), masks)
     return out[..., : tensors[2].shape[-1]], lse
 
@@ -226,6 +233,7 @@ def _backward(
 def _math_scores(q: Tensor, k: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """Return the queries as [B, K, H/K, L, D] and the scores [B, K, H/K, L, M], both in
     the dtype of the LSE."""
+    # Query heads in groups, one for each key head.
     wide = q.to(lse_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     scores = wide @ k.to(wide.dtype).unsqueeze(2).transpose(-1, -2) * masks.scale
     return wide, scores.masked_fill(
@@ -237,6 +245,7 @@ def _math_forward(
     q: Tensor, k: Tensor, v: Tensor, masks: Masks
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L]."""
+    # The output is made from LSE, so that backward can make the weights again.
     _, scores = _math_scores(q, k, masks)
     lse = torch.logsumexp(scores, -1)
     out = torch.exp(scores - lse.unsqueeze(-1)) @ v.to(scores.dtype).unsqueeze(2)
@@ -252,16 +261,19 @@ def _math_backward(
     lse: Tensor,
     masks: Masks,
 ) -> Tensors:
+    # Weights of the unsplit row: scores of this piece, LSE of all keys.
     wide, scores = _math_scores(q, k, masks)
     groups = (k.shape[1], -1)
     weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))
     grad_out = grad.to(scores.dtype).unflatten(1, groups)
+    # The part of a weight's gradient that all keys of a row have in common.
     delta = (grad_out * out.to(scores.dtype).unflatten(1, groups)).sum(-1, keepdim=True)
     grad_scores = (
         weights
         * (grad_out @ v.to(scores.dtype).unsqueeze(2).transpose(-1, -2) - delta)
         * masks.scale
     )
+    # Key heads collect the gradients of all query heads that use them.
     dq = (grad_scores @ k.to(scores.dtype).unsqueeze(2)).flatten(1, 2)
     dk = (grad_scores.transpose(-1, -2) @ wide).sum(2)
     dv = (weights.transpose(-1, -2) @ grad_out).sum(2)

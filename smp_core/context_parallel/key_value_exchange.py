@@ -145,6 +145,8 @@ def gather_keys_values(
             k_BLKD[:, :, slice(*which)], v_BLKE[:, :, slice(*which)], plan, group
         )
 
+    # Lists, out of which tensors are taken: a name would hold on to what the caller has
+    # let go.
     pending = [start(heads[0])]
     for following in [*heads[1:], None]:
         ready = [pending.pop()()]
@@ -165,6 +167,7 @@ def _start_gather(
     local = torch.cat(
         [k_BLKD.transpose(0, 1).flatten(), v_BLKE.transpose(0, 1).flatten()]
     )
+    # One message for keys and values together.
     everyone = local.new_empty(group.degree * len(local))
     with group.counting("context_gather", everyone):
         work = all_gather_single(
@@ -175,6 +178,7 @@ def _start_gather(
         if work is not None:
             with group.counting("context_gather", None):
                 work.wait()
+        # Each rank's piece has its keys, then its values.
         parts = everyone.view(group.degree, -1).split(
             [k_BLKD.numel(), v_BLKE.numel()], 1
         )
@@ -205,6 +209,7 @@ def reduce_gradients(
         return lambda: (dk, dv)
     shapes = [(plan.local_length, len(each), *each.shape[2:]) for each in gradients]
     sizes = [each.numel() // group.degree for each in gradients]
+    # One buffer, a row for each rank: the gradients of its keys, then of its values.
     sent_RN = gradients[0].new_empty(group.degree, sum(sizes))
     for columns in sent_RN.split(sizes, 1):
         columns.copy_(
@@ -233,6 +238,8 @@ def _reduce_scatter(
 ) -> dist.Work | None:
     """Sum rows of ``sent_RN`` over the ranks: row r into rank r's ``received`` [N]."""
     assert group.process_group is not None
+    # The backend's own reduce-scatter, or sums of messages where that is faster or
+    # missing.
     if not prefers_messages(group.process_group, sent_RN.device):
         with group.counting("context_reduce", sent_RN):
             return reduce_scatter_single(

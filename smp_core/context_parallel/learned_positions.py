@@ -78,6 +78,8 @@ class LearnedPositions:
         length = tokens.shape[1]
         if length <= self.count:
             return
+        # Longer rows may still have small positions: packed documents, or padding that
+        # is not counted.
         given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         last = None if given is None else given.max()
         if last is None and self.skips_padding and mask is not None and mask.dim() == 2:
@@ -91,6 +93,7 @@ def learned_positions(model: nn.Module) -> LearnedPositions | None:
     found = transformers_models(model)
     if not found:
         return None
+    # A table is the one of positions if its size is the configuration's.
     limit = getattr(found[0].config.get_text_config(), "max_position_embeddings", None)
     for name, module in found[0].named_modules():
         if not isinstance(module, nn.Embedding) or not _is_of_positions(name):

@@ -67,7 +67,7 @@ class SplitBatch:
             this, averaged over ranks, is the mean over all targets.
         weight: this rank's targets / ``tokens_per_rank``: the factor from a mean over
             its targets to its part of the mean over all targets.
-        count_targets: sets the two above, where nobody has counted; collective over all
+        count_targets: sets the two above, if they are not counted yet; collective over all
             ranks that train on the batch.
         divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as
             Transformers' causal models do.
@@ -153,6 +153,8 @@ def enabled(split: SplitBatch | None) -> Iterator[None]:
     if split is None:
         yield
         return
+    # Nested blocks (a recomputation in backward) only exchange the batch: the names are
+    # replaced already.
     before, _STATE.split = _STATE.split, split
     try:
         with contextlib.ExitStack() as around:
@@ -192,8 +194,10 @@ def positions(tokens: Tensor) -> Tensor:
     split = _STATE.split
     if split is None:
         return torch.arange(tokens.shape[1], device=tokens.device)[None]
+    # Without positions of the batch: places in the sequence.
     if split.position_ids is None:
         split.position_ids = split.plan.positions(split.rank)[None]
+    # Another length is another tensor than the batch's tokens.
     if split.position_ids.shape[1] != tokens.shape[1]:
         raise ValueError(
             f"{tokens.shape[1]} tokens, but this rank has {split.position_ids.shape[1]} of the split batch"
@@ -213,6 +217,7 @@ def weighted_mean(loss: Tensor) -> Tensor:
     split = _STATE.split
     if split is None:
         return loss
+    # A step that weights its loss itself is not weighted again (:func:`part_of_mean`).
     split.weighted = True
     return _part(loss, split)
 
@@ -254,10 +259,12 @@ def _torchs_attention_replaced() -> Iterator[None]:
 
     The fast path of nn.TransformerEncoder, which calls neither, is off inside.
     """
+    # Looking through all modules takes time: once, and when there are more of them.
     global _modules_seen
     if _modules_seen != len(sys.modules):
         _modules_seen = len(sys.modules)
         _known[:] = _references_to_torchs_attention()
+    # Only names that still refer to torch's own function are replaced.
     before = [names.get(name) for names, name in _known]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     for (names, name), value in zip(_known, before, strict=True):
@@ -280,6 +287,7 @@ def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
     found = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
+        # This module keeps torch's functions for its own use.
         if names is globals():
             continue
         for name, value in list(names.items()):
@@ -291,7 +299,7 @@ def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
 def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call ``F.multi_head_attention_forward``, which calls torch's attention only if no
     weights are asked for."""
-    if kwargs.get("need_weights", True):
+    if _STATE.split is not None and kwargs.get("need_weights", True):
         raise ValueError(
             "nn.MultiheadAttention with need_weights=True returns the weights of whole sequences, which no rank has; "
             "write need_weights=False"
@@ -312,7 +320,19 @@ def _attend(
     """Attend as ``F.scaled_dot_product_attention`` does, with queries, keys and values
     [B, H, L, D]."""
     split = _STATE.split
-    assert split is not None
+    # A module that was first imported inside of :func:`enabled` keeps this function.
+    if split is None:
+        return _TORCHS_ATTENTION(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    # A mask of a rank's own tokens says nothing of keys on other ranks.
     if attn_mask is not None:
         raise ValueError(
             "attn_mask: context parallelism keeps no mask of whole sequences; causality, documents and padding follow "

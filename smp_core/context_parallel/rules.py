@@ -22,6 +22,7 @@ class ContextParallelism(Subject):
     def settle(self, draft: ModelDraft) -> None:
         """Resolve in how many groups of heads keys and values are sent between context
         ranks."""
+        # More groups hide more of the exchange, and start more messages.
         if draft.knobs.collectives.context_head_groups == "auto":
             on_cpu = draft.cluster.device == "cpu"
             why = (

@@ -74,6 +74,8 @@ class SequencePlan:
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
             raise ValueError(f"order={self.order!r}; allowed: 'zigzag', 'contiguous'")
+        # A multiple of 2R under "contiguous" too, so that padding does not depend on
+        # the order.
         if self.length <= 0 or self.length % (2 * self.degree):
             raise ValueError(
                 f"a sequence of {self.length} tokens is not a multiple of 2 x {self.degree} ranks; pad it to "
@@ -97,6 +99,8 @@ class SequencePlan:
         it holds them."""
         if self.order == "contiguous":
             return ((rank * self.local_length, (rank + 1) * self.local_length),)
+        # Chunk r and its mirror image from the end, so that early and late tokens are
+        # dealt equally.
         size = self.length // (2 * self.degree)
         return tuple(
             (i * size, (i + 1) * size) for i in (rank, 2 * self.degree - 1 - rank)
@@ -112,6 +116,7 @@ class SequencePlan:
         order: [S, *]."""
         if self.order == "contiguous" or self.degree == 1:
             return pieces
+        # Rank r holds chunks r and 2R-1-r: the second halves stand in reverse order.
         heads, tails = pieces.unflatten(0, (self.degree, 2, -1)).unbind(1)
         return torch.cat([heads, tails.flip(0)]).flatten(0, 1)
 
@@ -156,14 +161,17 @@ class SequencePlan:
             positions = first[row % len(first)]
             cuts: list[int] = []
             for start, end, position in zip(starts, ends, positions, strict=True):
+                # The first chunk may have begun before the document's first token here.
                 tokens_in_first_chunk = size - position % size
                 cuts += [start, *range(start + tokens_in_first_chunk, end, size)]
             pieces.append(tuple(cuts))
+        # One entry for rows that are alike: one kernel call for all of them.
         rows_alike = len(set(pieces)) == 1
         return replace(self, documents=tuple(pieces[:1] if rows_alike else pieces))
 
     def encode(self) -> Tensor:
         """Encode the plan as one int64 tensor on CPU; :func:`decode` reads it."""
+        # Counts of documents let the starts lie in one flat list.
         header = [
             self.group,
             self.degree,
@@ -203,6 +211,7 @@ def padded_length(length: int, degree: int) -> int:
 def document_starts(ids: Tensor) -> tuple[tuple[int, ...], ...]:
     """Find the starts of runs of one number, for each row of [B, S]; one entry when all
     rows are alike."""
+    # A document begins where the number is another one than before.
     changes = ids[:, 1:] != ids[:, :-1]
     rows = tuple(
         (0, *(changes[row].nonzero().flatten() + 1).tolist()) for row in range(len(ids))
@@ -213,6 +222,7 @@ def document_starts(ids: Tensor) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=64)
 def _decode(content: bytes) -> SequencePlan:
     numbers = memoryview(content).cast("q").tolist()
+    # In the order of :meth:`SequencePlan.encode`.
     group, degree, length, order, rows = numbers[:5]
     counts, starts = numbers[5 : 5 + rows], numbers[5 + rows :]
     documents, at = [], 0
@@ -253,11 +263,14 @@ def _rectangles(
     chunk."""
     found = []
     for start, end in zip(starts, [*starts[1:], length], strict=True):
+        # The part of the document that lies in this chunk.
         queries = (max(chunk[0], start), min(chunk[1], end))
         if queries[0] >= queries[1]:
             continue
+        # A causal document is seen up to the last query, any other to its end.
         keys = (start, queries[1]) if causal else (start, end)
         if window is not None:
+            # Keys before the first query's window are seen by none.
             keys = (max(keys[0], queries[0] - window + 1), keys[1])
         found.append((queries, keys))
     return found

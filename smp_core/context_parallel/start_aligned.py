@@ -41,6 +41,7 @@ def forward_by_document(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] with a function of one
     document, heads first."""
+    # Heads first, as these kernels take them; results go back to tokens first.
     outs, lses = [], []
     for q, k, v in _by_document(masks.segments, (q_BLHD,), (k_BMKD, v_BMKE)):
         out, lse = one(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), masks)
@@ -62,6 +63,7 @@ def backward_by_document(
     """Compute the gradients of queries, keys and values with a function of one
     document, heads first."""
     grads: tuple[list[Tensor], ...] = ([], [], [])
+    # LSE goes with the queries: tokens in dim 1 like the rest.
     of_queries = (grad_BLHE, q_BLHD, out_BLHE, lse_BHL.transpose(1, 2))
     for grad, q, out, lse, k, v in _by_document(
         masks.segments, of_queries, (k_BMKD, v_BMKE)
@@ -81,6 +83,7 @@ def _by_document(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors of each document in turn: those over queries [B, L, ...], then
     those over keys [B, M, ...]."""
+    # Documents fill both ranges, one after another.
     q_sizes = [q for q, _ in segments]
     k_sizes = [k for _, k in segments]
     queries = [tensor.split(q_sizes, 1) for tensor in of_queries]
@@ -90,6 +93,7 @@ def _by_document(
 
 def hidden(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """Return [L, M], True where a causal query does not see the key."""
+    # Queries stand at the end of the keys.
     queries = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[
         :, None
     ]
@@ -110,6 +114,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, H, L, E] and the LSE [B, H, L] with ``attend(k, v,
     causal)``."""
+    # Keys before the square, which every query sees. Without causality there is one
+    # rectangle.
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
         return attend(k, v, causal)
@@ -122,6 +128,7 @@ def _merged(
     one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Merge the softmax over two sets of keys from (output, LSE) over each."""
+    # Each part's share of the softmax is exp(its LSE - LSE of both).
     lse = torch.logaddexp(one[1], other[1])
     shares = [torch.exp(part - lse).unsqueeze(-1) for part in (one[1], other[1])]
     out = one[0].to(lse.dtype) * shares[0] + other[0].to(lse.dtype) * shares[1]
@@ -133,6 +140,8 @@ def _backward(
 ) -> Tensors:
     """Compute the gradients of queries, keys and values with ``gradients(k, v,
     causal)``."""
+    # With output and LSE of both parts, the gradients of each are those in the whole
+    # row.
     before = k.shape[2] - q.shape[2] if causal else 0
     if not before:
         return gradients(k, v, causal)
@@ -154,6 +163,7 @@ def _cpu_forward(
             q, k, v, is_causal=causal, attn_mask=mask, scale=masks.scale
         )
 
+    # A window hides early keys too, which the causal flag cannot say; it needs a mask.
     if _has_window(k, masks):
         return attend(k, v, False, _additive_mask(q, k, masks.window))
     return _forward(attend, q, k, v, masks.causal)
@@ -225,6 +235,7 @@ def _cudnn_backward(
     lse: Tensor,
     masks: Masks,
 ) -> Tensors:
+    # The operator wants the state of a generator, dropout or not.
     no_dropout = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
     lse = lse.contiguous().unsqueeze(-1)
 
@@ -251,6 +262,7 @@ def _cudnn_backward(
 def _cudnn_takes(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -> bool:
     """Return whether a call is of one document without a window, and torch would take
     cuDNN for its heads."""
+    # One document at a time would be possible, but others are faster at packed ones.
     if len(masks.segments) > 1 or (
         masks.window is not None and masks.window < k_BMKD.shape[1]
     ):
@@ -258,6 +270,7 @@ def _cudnn_takes(q_BLHD: Tensor, k_BMKD: Tensor, v_BMKE: Tensor, masks: Masks) -
     q, k, v = (
         tensor.transpose(1, 2) for tensor in CUDNN.padded(q_BLHD, k_BMKD, v_BMKE)
     )
+    # Torch is asked for the piece that it would run.
     grouped = q_BLHD.shape[2] != k_BMKD.shape[2]
     square = masks.causal and q_BLHD.shape[1] == k_BMKD.shape[1]
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, square, grouped))

@@ -91,6 +91,7 @@ def adapt_transformers_models(model: nn.Module) -> bool:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
+    # Registered by name: Transformers looks the functions up in each call.
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
     for each in found:
@@ -102,6 +103,7 @@ def adapt_transformers_models(model: nn.Module) -> bool:
                 f"{type(each).__name__} does not use Transformers' attention interface; {_INSTEAD}"
             )
         each.register_forward_pre_hook(_complete_inputs, with_kwargs=True)
+    # Modules that read the length of their input are told of the whole sequence.
     for module in dict.fromkeys(module for each in found for module in each.modules()):
         if _depends_on_length(module):
             module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
@@ -116,10 +118,10 @@ _INSTEAD = "write context_parallel_degree=1 for it"
 
 def _require_chunks_of_documents(name: str) -> None:
     """Refuse a Transformers whose chunks go across the borders of packed documents:
-    attention here begins them anew."""
+    attention here begins them again."""
     from transformers import masking_utils
 
-    # Transformers 5.
+    # This function came with Transformers 5.
     if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         raise ValueError(
             f"{name} has layers of type {_CHUNKED!r}, whose chunks this Transformers counts across the documents of a "
@@ -134,12 +136,14 @@ def check_model(model: Any) -> None:
         ValueError: names the model, the feature in question, and the fix.
     """
     name, config = type(model).__name__, model.config
+    # Multimodal models keep the options of their text part apart.
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
         raise ValueError(
             f"{name} is an encoder-decoder: cross-attention has no context parallel form; {_INSTEAD}"
         )
     # Positions that depend on the length of the sequence.
+    # One set of options for all layers, or one for each type of layer.
     rope = (
         getattr(text, "rope_parameters", None)
         or getattr(text, "rope_scaling", None)
@@ -169,6 +173,7 @@ def check_model(model: Any) -> None:
                 f"{name} has layers of type {layer_type!r}, which look along the sequence in another way than "
                 f"attention over all of it, a window or a chunk; {_INSTEAD}"
             )
+    # Scores and weights of one softmax are never on one rank.
     if getattr(text, "attn_logit_softcapping", None):
         raise ValueError(
             f"{name}: attn_logit_softcapping={text.attn_logit_softcapping}: capped scores; {_INSTEAD}"
@@ -179,6 +184,7 @@ def check_model(model: Any) -> None:
                 f"{name}: {option}={getattr(text, option)}: dropping weights of one softmax on several ranks is not "
                 f"supported; set config.{option} = 0.0 before the model is built"
             )
+    # Without position_ids each rank would count its own part from 0.
     if "position_ids" not in _arguments_of(model):
         raise ValueError(
             f"{name} takes no position_ids, so its tokens would stand in the wrong places; {_INSTEAD}"
@@ -198,6 +204,7 @@ def _is_dynamic(rope_type: str) -> bool:
 def _depends_on_length(module: nn.Module) -> bool:
     """Return whether a module is a rotary embedding whose frequencies follow from the
     largest position in its input."""
+    # Newer models have a rope_type for each type of layer.
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(
@@ -216,6 +223,7 @@ def _append_last_position(
     split = active_split()
     if split is None:
         return None
+    # Called by keyword or by place.
     position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     last = (
         split.length - 1
@@ -258,11 +266,13 @@ def _temperature(module: Any, split: SplitBatch, query: Tensor) -> Tensor:
     """Scale the queries [B, H, L, D] that :func:`_leave_temperature_to_attention` left
     unscaled."""
     if (
+        # Layers with rotary positions, and models without the option, are not scaled.
         not hasattr(module, "attn_temperature_tuning")
         or not module.config.attn_temperature_tuning
         or module.use_rope
     ):
         return query
+    # The formula of Llama 4, with places in the row instead of in this rank's part.
     places = split.plan.positions(split.rank).to(query.device).float()
     scales = (
         torch.log1p(torch.floor((places + 1.0) / module.floor_scale))
@@ -274,6 +284,7 @@ def _temperature(module: Any, split: SplitBatch, query: Tensor) -> Tensor:
 
 def _chunk_size(module: Any) -> int | None:
     """Return the chunk size of a layer of chunked attention; None for other layers."""
+    # Layers of other models see whole documents.
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None) or ()
     if _CHUNKED not in layer_types:
@@ -301,6 +312,7 @@ def _attend(
     """Attend with Transformers' signature: queries, keys and values [B, H, L, D];
     returns [B, L, H, E]."""
     split = active_split()
+    # The call's own word first, then the module's.
     causal = bool(
         getattr(module, "is_causal", True) if is_causal is None else is_causal
     )
@@ -340,6 +352,8 @@ def _attend(
             f"{name} brings a mask of its own, which context parallelism cannot split; {_INSTEAD}"
         )
     refuse_dropout(dropout)
+    # Autocast casts for torch's attention, and so for this one; kernels take tokens
+    # before heads.
     query = _temperature(module, split, query)
     q, k, v = (tensor.transpose(1, 2) for tensor in common_dtype(query, key, value))
     chunk = _chunk_size(module)
@@ -368,6 +382,7 @@ def _with_sinks_as_a_key(
         # token sees everything.
         mask = torch.ones(length, keys, dtype=torch.bool, device=query.device)
         mask = mask.tril() if causal and length > 1 else mask
+    # Scores of sinks can only be added to an additive mask.
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
             ~mask, float("-inf")
@@ -406,12 +421,14 @@ def _complete_inputs(
         ),
         None,
     )
+    # Tokens may come by place.
     if tokens is None and args and isinstance(args[0], Tensor):
         tokens = args[0]
     if kwargs.get("position_ids") is None and tokens is not None:
         kwargs["position_ids"] = positions(tokens)
     # Labels: their targets, some of which are on other ranks, and how many there are.
     if kwargs.get("labels") is not None and split.divided_by_model:
+        # Recognised by the tensor itself: other labels have other targets.
         if kwargs.get("shift_labels") is None and kwargs["labels"] is split.labels:
             kwargs["shift_labels"] = split.shift_labels
         if kwargs.get("num_items_in_batch") is None:
@@ -420,6 +437,8 @@ def _complete_inputs(
                     "labels that are not the split batch's own: their shifted targets are on other ranks, and how many "
                     "there are is not known; pass **batch, or labels and shift_labels as they are in it"
                 )
+            # The loss divides its sum by this, so that the mean over ranks is that over
+            # all targets.
             if split.tokens_per_rank is None and split.count_targets is not None:
                 split.count_targets()
             assert split.tokens_per_rank is not None

@@ -104,16 +104,21 @@ class Trial:
         A block like an earlier one (in training or not, with the same keys in its
         batch) is not watched again.
         """
+        # A trial calls the model itself, and a call of a known kind would only cost
+        # time.
         model = self._model()
         kind = None if model is None else _kind(model, split)
         if model is None or self._in_stages or self._is_running or kind in self._over:
             yield
             return
+        # Modules of outermost calls of this block: weak, as a trial keeps no model
+        # alive.
         inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
         def enter(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
+            # Only outermost calls are tried: what they call is part of them.
             if self._called is not None or self._is_running:
                 return
             # A module of one that was called before is called by a recomputation;
@@ -130,6 +135,7 @@ class Trial:
                 self._called = None
                 self.of_output(module, output, split)
 
+        # Hooks stand for this block only; if it raises, the kind is tried again.
         with contextlib.ExitStack() as hooks:
             hooks.callback(setattr, self, "_called", None)
             for module in _outside_of_graphs(model):
@@ -161,11 +167,14 @@ class Trial:
         model = self._model()
         if model is None or self._is_running:
             return
+        # One trial for each kind of batch and each module, however many steps follow.
         kind = _kind(model, split)
         if (kind, id(module), part) in self._over:
             return
         is_first = kind not in self._over and torch.is_grad_enabled()
         self._over.update((kind, (kind, id(module), part)))
+        # Calls without tokens (of a label embedding, say) cannot depend on how tokens
+        # are split.
         sample = Sample(split, self._group, args, kwargs)
         found = (
             self._tried(module, forward or module, sample)
@@ -179,6 +188,7 @@ class Trial:
             if is_first and not self._in_stages
             else self._group.process_group,
         )
+        # Stages compute their loss themselves, where its gradients are known.
         if torch.is_grad_enabled() and not self._in_stages:
             self._without_loss.add(id(module))
 
@@ -210,9 +220,11 @@ class Trial:
         """Return in words what is wrong for this rank's tokens; None: nothing is."""
         model = self._model()
         assert model is not None
+        # Names as the user wrote them, without those of wrappers.
         names = {each: clean_name(name) for name, each in model.named_modules()}
         self._is_running = True
         try:
+            # The cheap question first: did an argument count by the length of a part?
             found = sample.counted_by_length() or self._difference(
                 module, forward, sample, names
             )
@@ -247,11 +259,15 @@ class Trial:
     ) -> str | None:
         """Return in words how this rank's tokens differ from the same ones of the whole
         sample; None: they do not."""
+        # Run 1: this rank's part. Run 2: all parts, alone on each rank. Run 3: the same
+        # with errors added.
         active, part = self._run(module, forward, sample.part(), sample.tokens)
         count = sample.tokens * sample.degree
         _, whole = self._run(module, forward, sample.whole(), count)
+        # FP8 keeps three bits of a fraction, so that it rounds by up to a sixteenth.
         rounding = max(part.rounding, 2**-4 if self._coarse else 0.0)
         _, off = self._run(module, forward, sample.whole(), count, off_by=rounding)
+        # What is returned may be coarser than what was computed inside.
         returned = [torch.finfo(tensor.dtype).eps for _, tensor in whole.outputs]
         rounding = max(rounding, *returned) if returned else rounding
         own_names = [name for name, _ in part.outputs]
@@ -266,6 +282,7 @@ class Trial:
         for (name, mine), (_, theirs), (_, near) in zip(
             part.outputs, whole.outputs, off.outputs, strict=True
         ):
+            # Numbers without a dimension are losses; all else has tokens.
             if mine.dim() == 0 and theirs.dim() == 0:
                 text = (
                     None
@@ -292,6 +309,7 @@ class Trial:
         tokens."""
         args, kwargs, active = call
         try:
+            # Each run begins from the same state, and leaves it.
             with undisturbed(module, self._group.meter):
                 return active, run(
                     module, forward, args, kwargs, active, tokens, off_by
@@ -317,20 +335,25 @@ class Trial:
     ) -> str | None:
         """Compare a loss of the whole sample with the mean of the ranks' losses, as a
         step takes it. Collective."""
+        # The mean as the step takes it: weighted by targets, unless the model has
+        # divided already.
         with enabled(active):
             mean = part_of_mean(mine.detach().double())
         if self._group.process_group is not None:
             dist.all_reduce(mean, group=self._group.process_group)
         found, expected = mean.item() / self._group.degree, theirs.item()
+        # What a rounding error inside can change, and a margin for the sum itself.
         limit = _MARGIN * abs(near.item() - expected) + rounding * abs(expected) * (
             0.25 if rounding > _COARSE else 1e3
         )
+        # A loss that is nan for whole sequences says nothing.
         if expected != expected or abs(found - expected) <= limit:
             return None
         return f"is {expected:.6g} for whole sequences, and its mean over ranks, weighted by targets, {found:.6g}"
 
 
 def _kind(model: nn.Module, split: SplitBatch) -> Any:
+    # Other keys may lead a model along other branches.
     batch = split.batch
     keys = tuple(batch) if isinstance(batch, Mapping) else len(batch)
     return torch.is_grad_enabled(), model.training, keys
@@ -383,6 +406,7 @@ def _is_refusal(error: Exception) -> bool:
     if not isinstance(error, ValueError):
         return False
     trace = error.__traceback__
+    # The innermost frame tells whose words they are.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals.get(
@@ -395,6 +419,7 @@ def _of_tokens(
 ) -> str | None:
     """Compare this rank's output with its part of the whole sample's; ``near`` is the
     same with rounding errors."""
+    # At most one dimension may differ, and by the factor R: that of the tokens.
     shapes = list(zip(mine.shape, theirs.shape, strict=False))
     dims = [dim for dim, sizes in enumerate(shapes) if sizes[0] != sizes[1]]
     fits = mine.dim() == theirs.dim() and len(dims) <= 1
@@ -408,6 +433,7 @@ def _of_tokens(
     found = None
     for own, whole, rounded in _own_parts(mine, theirs, near, dims, sample):
         errors = _errors(own, whole)
+        # Ten times what rounding errors did, and the rounding of the output itself.
         limit = _MARGIN * _errors(rounded, whole).max().item()
         limit += rounding * (10 if rounding > _COARSE else 1e3)
         wrong = (errors > limit).double().mean().item()
@@ -425,10 +451,12 @@ def _own_parts(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the three as [tokens, rest], of this rank's tokens: in each order that
     tokens may have in the dim that differs."""
+    # No dimension of tokens: the tensor has to be the same as one.
     if not dims:
         yield mine[None].flatten(1), theirs[None].flatten(1), near[None].flatten(1)
         return
     dim = dims[0]
+    # Tokens may be flattened together with rows or heads, before or behind them.
     outer = mine.shape[dim] // sample.tokens
     for sizes, at in (((outer, -1), dim + 1), ((-1, outer), dim)):
         own = mine.unflatten(dim, sizes)
@@ -445,6 +473,7 @@ def _errors(found: Tensor, expected: Tensor) -> Tensor:
     a token's."""
     dtype = torch.float64 if expected.dtype == torch.float64 else torch.float32
     found, expected = found.to(dtype), expected.to(dtype)
+    # Equal infinities and nans in both are no difference.
     alike = (found == expected) | (found.isnan() & expected.isnan())
     distances = torch.where(alike, 0, found - expected).norm(dim=1)
     size = expected.nan_to_num(0, 0, 0).norm(dim=1).square().mean().sqrt()
@@ -461,6 +490,8 @@ def _first_seen(
     names: Mapping[nn.Module, str],
 ) -> str:
     """Name the first module that gave something else for this rank's tokens."""
+    # Calls are paired in their order; from the first other module on, there is nothing
+    # to compare.
     for (module, mine), (other, theirs) in zip(part.seen, whole.seen, strict=False):
         if module is not other:
             break

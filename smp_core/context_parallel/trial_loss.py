@@ -1,6 +1,6 @@
-"""What a step's loss takes of a model's outputs, seen in the first backward pass: the
-rest of a trial (:mod:`smp_core.context_parallel.trial`), where a step computes its loss
-itself.
+"""The last part of a trial (:mod:`smp_core.context_parallel.trial`), for steps that
+compute their loss themselves: in the first backward pass, gradients of the model's
+outputs show which of them the loss uses.
 
 A loss over parts of the tokens is a mean of terms, one for each target. Gradients of
 the outputs show what is not:
@@ -42,6 +42,7 @@ def watch_loss(
     shifted = split.labels is not None
     for name, tensor in tensors_of(output):
         if (
+            # Outputs with features for each token: losses are taken of these.
             tensor.requires_grad
             and tensor.dim() > 2
             and tensor.shape[1] == split.plan.local_length
@@ -55,6 +56,7 @@ def _look_once(
     is_over = False
 
     def look(gradient: Tensor) -> None:
+        # Later backward passes are not looked at: they would cost a message each.
         nonlocal is_over
         if not is_over:
             is_over = True
@@ -73,7 +75,9 @@ def _expected(split: SplitBatch) -> Tensor:
 
 
 def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
+    # Tokens whose output the loss has used.
     taken = (gradient.flatten(2) != 0).any(2).any(0)
+    # A first and a last token cannot be told from the rest among two.
     if int(expected.sum()) < 3:
         return None
     if not bool(taken.any()):
@@ -89,6 +93,8 @@ def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
             return f"all targets but those of a rank's {word} token, as a loss that shifts tokens inside the step does"
         if taken[place] and not taken[others].any():
             return f"a rank's {word} token alone"
+    # One gradient for all tokens of a row is a mean; one number for all elements is a
+    # sum, which splits well.
     is_same = bool((gradient == gradient[:, :1]).all())
     is_sum = bool((gradient == gradient.flatten()[0]).all())
     return "the mean over a rank's tokens" if is_same and not is_sum else None

@@ -1,5 +1,5 @@
-"""One run of a trial (:mod:`smp_core.context_parallel.trial`), and what keeps a
-training as it was before it."""
+"""One run of a trial (:mod:`smp_core.context_parallel.trial`), after which the state of
+the training is as it was before."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
+from smp_core.plan.chain import state_restored
 
 _DROPOUTS = (
     "dropout",
@@ -50,10 +51,6 @@ _GENERATORS = (
         "cauchy_",
     ),
 )
-_PLAIN = (type(None), bool, int, float, str, Tensor)
-# Transformers' word for its hooks that collect outputs, which stay behind a run as
-# well: they would be added twice.
-_HOOKED = "_output_capturing_hooks_installed"
 
 
 @dataclass(eq=False)
@@ -89,6 +86,8 @@ def run(
     """
     ran = Ran()
 
+    # Notes what each module returns, or adds an error to it: of -1, 0 or 1 roundings,
+    # in turn.
     def note(inside: nn.Module, _: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if type(first) is not Tensor or not first.is_floating_point():
@@ -121,40 +120,19 @@ def run(
 def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
     """Run a block without gradients, compilation and traces: buffers and plain
     attributes of modules are restored."""
+    # Bytes of a trial belong to no step.
     outside = contextlib.nullcontext() if meter is None else meter.outside_steps()
-    buffers = [
-        (each, name, buffer, buffer.clone())
-        for each in module.modules()
-        for name, buffer in _buffers(each)
-    ]
-    attributes = [(each, _plain(each)) for each in module.modules()]
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), outside:
+        with (
+            state_restored(module),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            outside,
+        ):
             yield
     finally:
-        for each, before in attributes:
-            for name in _plain(each).keys() - before.keys():
-                delattr(each, name)
-            vars(each).update(before)
-        for each, name, buffer, value in buffers:
-            setattr(each, name, buffer)
-            with torch.no_grad():
-                buffer.copy_(value)
         # Autocast keeps weights that it cast, here without gradients.
         torch.clear_autocast_cache()
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False)
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes that a forward may count or cache in."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and name != _HOOKED
-    }
 
 
 def _accelerators() -> list[int]:
@@ -187,6 +165,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         if output.is_floating_point():
             yield f"output {name}".strip() if name else "its output", output
         return
+    # Transformers' outputs are mappings as well as dataclasses.
     if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
         output = vars(output)
     if isinstance(output, Mapping):
@@ -209,9 +188,11 @@ def _by_token(tensor: Tensor, tokens: int) -> Tensor | None:
         ),
         None,
     )
+    # Tokens of all rows may be flattened into one dimension.
     if dim is None and shape and shape[0] and shape[0] % tokens == 0:
         tensor, dim = tensor.unflatten(0, (-1, tokens)), 1
     if dim is None or not tensor.numel():
         return None
+    # Two numbers for a token are enough to find the first module that differs.
     by_token = tensor.movedim(dim, 0).reshape(tokens, -1).double()
     return torch.stack([by_token.mean(1), by_token.square().mean(1).sqrt()], 1)

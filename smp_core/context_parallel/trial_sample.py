@@ -64,9 +64,12 @@ class Sample:
         self._of_batch: dict[int, int | None] = {
             id(tensor): None for _, tensor in in_batch
         }
+        # The batch says which dim is the sequence; of other tensors it is found by
+        # length.
         for key, dim in split.dims.items():
             for tensor in (split.sequences[key], split.at(key)):
                 self._of_batch[id(tensor)] = dim % tensor.dim()
+        # Tensors that the split has made.
         for made in (split.position_ids, split.labels, split.shift_labels):
             self._of_batch[id(made)] = 1
         self._gathered: dict[int, list[Tensor]] = {}
@@ -86,10 +89,13 @@ class Sample:
     def counted_by_length(self) -> str | None:
         """Name an argument that is the same on two ranks while their tokens are not,
         and no constant. Collective."""
+        # Tensors of the batch tell which ranks have other data; other arguments were
+        # computed from lengths or data.
         tensors = list(iterate_tensors(self._arguments, mapping=MutableMapping))
         of_data, others = [], []
         for path, tensor in tensors:
             dim = self._dim(tensor)
+            # Masks of booleans are the same on many ranks by right.
             if dim is None or tensor.dtype == torch.bool:
                 continue
             pieces = self._of_all(tensor, dim)
@@ -125,8 +131,10 @@ class Sample:
         if id(tensor) in self._of_batch:
             return self._of_batch[id(tensor)]
         length, shape = self._split.plan.local_length, tensor.shape
+        # As many rows as tokens: a vector may be one number for each row.
         if tensor.dim() == 1 and length in self._rows():
             return None
+        # [B, L, ...] first, then [L, ...], then any other place.
         return next(
             (
                 dim
@@ -154,8 +162,10 @@ class Sample:
 
     def _of_all(self, tensor: Tensor, dim: int) -> list[Tensor]:
         """Gather M tokens of every rank."""
+        # Gathered once; both runs and the comparison read it.
         if id(tensor) not in self._gathered:
             own = self._own(tensor, dim).to(self._device)
+            # Collectives have no booleans on every backend.
             sent = own.view(torch.uint8) if own.dtype == torch.bool else own
             pieces = [torch.empty_like(sent) for _ in range(self.degree)]
             dist.all_gather(pieces, sent, group=self._group.process_group)
@@ -165,6 +175,7 @@ class Sample:
     def _call(
         self, take: Callable[[Tensor, int], Tensor], degree: int, rank: int, group: int
     ) -> Call:
+        # A tensor that stands twice in a call stays one tensor.
         taken: dict[int, Tensor] = {}
 
         def sampled(tensor: Tensor) -> Tensor:
@@ -186,6 +197,8 @@ class Sample:
         """Return the batch that is active: one document, of which each rank has M
         tokens in a row."""
         split = self._split
+        # Contiguous: parts laid end to end are then the whole sample, on every rank
+        # alike.
         plan = SequencePlan(
             degree, self.tokens * self.degree, order="contiguous", group=group
         )
@@ -193,10 +206,13 @@ class Sample:
         if split.position_ids is None:
             split.position_ids = split.plan.positions(split.rank)[None]
             self._of_batch[id(split.position_ids)] = 1
+        # Real positions, so that models whose tables end somewhere stay inside.
         made.position_ids = sampled(split.position_ids)
         made.last_position = torch.stack(
             [piece.max() for piece in self._of_all(split.position_ids, 1)]
         ).max()
+        # Losses are weighted as in a real step, with the sample's own number of
+        # targets.
         made.divided_by_model = split.divided_by_model
         if split.labels is not None:
             made.labels = sampled(split.labels)

@@ -86,6 +86,7 @@ def balance_routers(
     stages = None if over_stages is None else TotalsOfStages(over_stages, device)
     # Losses: of all ranks' tokens where that is asked for, over all stages where the
     # model is cut.
+    # Whether each is in use (is_on), and the classes whose loss could not be shared.
     shared, others = [], []
     for loss in router_losses(model):
         is_shared = knobs.router_balance == "global" and loss.is_known
@@ -120,7 +121,7 @@ def balance_routers(
             if knobs.router_balance == "rank"
             else "it has another form than most",
         )
-    # Biases.
+    # Biases count choices in hooks of the experts, which are registered here.
     rate = knobs.router_bias_update_rate
     biases = None if rate is None else Biases(model, plan, rate, sums, device)
     # Capacity, after biases have counted all choices.

@@ -44,6 +44,7 @@ class Biases:
         # The module with the bias, and that with the experts.
         self._pairs: list[tuple[Any, Any]] = []
         named = dict(model.named_modules())
+        # All of the model, also of other stages: the start-up line counts them.
         self.names = tuple(
             name
             for name, module in named.items()
@@ -54,6 +55,7 @@ class Biases:
                 f"router_bias_update_rate={rate}: no router of {plan.shapes.kind} has a bias ({_BIAS}); leave it out"
             )
         for name in self.names:
+            # A step of 0.001 is lost in half precision.
             bias: Any = _bias_of(named[name])
             if bias.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
@@ -84,14 +86,16 @@ class Biases:
         if not self._pairs:
             return
         counts = [getattr(experts, _COUNTS) for _, experts in self._pairs]
+        # One message for all layers; each rank then takes the same steps.
         everyones = torch.cat(counts)
         self._sums(everyones)
         parts = everyones.split([len(count) for count in counts])
         for (router, _), count_E in zip(self._pairs, parts, strict=True):
             bias = _bias_of(router)
-            # Of whole numbers: the sign is that of mean - count, exactly.
+            # Computed in whole numbers: exactly the sign of mean - count.
             direction_E = (count_E.sum() - count_E * len(count_E)).sign()
             bias.add_(direction_E.to(bias).view(bias.shape), alpha=self.rate)
+        # The next step counts from zero.
         for count_E in counts:
             count_E.zero_()
 
@@ -103,6 +107,7 @@ def _bias_of(module: Any) -> Any:
 def _experts_near(name: str, plan: Plan, size: int, rate: float) -> str:
     """Return the experts that a bias is for: those in the smallest part of the model
     that holds both."""
+    # From the router outwards, until experts are found.
     around = name
     while True:
         inside = [site for site in plan.shapes.experts if lies_in(site.name, around)]
@@ -124,6 +129,7 @@ def _experts_near(name: str, plan: Plan, size: int, rate: float) -> str:
 def _count(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count the choices of tokens that arrive. A recomputation counts again, in each
     micro-batch of a step alike, and only the sign of what is counted is used."""
+    # An evaluation moves no biases.
     if not (experts.training and torch.is_grad_enabled()):
         return
     chosen = (*args, *kwargs.values())[1].reshape(-1)

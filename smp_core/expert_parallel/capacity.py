@@ -75,14 +75,17 @@ def _leave_out(
 ) -> Any:
     """Give the experts' forward weights of 0 where an expert is full, and an expert
     ``nowhere`` if that is not None."""
+    # Evaluation and generation take all tokens.
     if not (experts.training and torch.is_grad_enabled()):
         return None
     hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
+    # Decided for all ranks' tokens together, without a gradient.
     taken = torch.ops.smp.taken_choices(weights.detach(), chosen, n_experts, number)
     left_out = taken.logical_not()
     getattr(experts, DROPPED).add_(
         torch.stack([left_out.sum(), chosen.new_full((), chosen.numel())])
     )
+    # A weight of 0 takes the expert out of the token's sum.
     weights = weights.masked_fill(left_out, 0)
     chosen = chosen if nowhere is None else chosen.masked_fill(left_out, nowhere)
     return (hidden, chosen, weights), {}
@@ -109,6 +112,8 @@ def _taken_choices(
             0, place_R, is_tied_R.long()
         )
         capacity.sums(counts)
+        # How many an expert may take follows from all choices, which the first sums
+        # tell.
         if shift == _SHIFTS[0]:
             free_E = (
                 (counts.sum() * capacity.factor / n_experts)
@@ -124,6 +129,8 @@ def _taken_choices(
             .gather(1, digit_E[:, None] + 1)
             .squeeze(1)
         )
+        # Those with a larger digit are taken; the rest of the places is for those with
+        # this one.
         free_E = free_E - larger_E
         last_E = last_E * _DIGITS + digit_E.int()
     return (key_R >= last_E[expert_R]).view(chosen.shape)

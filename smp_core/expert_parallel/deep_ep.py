@@ -57,6 +57,8 @@ def missing() -> str:
     except Exception as error:
         # 2.1 asserts things about CUDA and NCCL when it is imported.
         return f"deep_ep cannot be imported ({error}); install https://github.com/deepseek-ai/DeepEP at v1.2.1"
+    # Looked at before anything runs: a signature of another release would fail in the
+    # first step.
     for name, arguments in _ARGUMENTS.items():
         method = getattr(Buffer, name, None)
         if method is None or not inspect.signature(method).parameters.keys() >= {
@@ -75,6 +77,7 @@ def unfit(draft: ModelDraft, degree: int) -> str:
         return f"its kernels are for CUDA, and devices here are of type {draft.cluster.device}"
     if knobs.tensor_parallel_degree > 1:
         return "not built beside tensor ranks; write tensor_parallel_degree=1"
+    # More ranks than a node's peers need whole nodes of eight.
     is_whole = per_node == _PEERS if degree > _PEERS else per_node % degree == 0
     if degree not in _DEGREES or not is_whole:
         return (
@@ -140,8 +143,11 @@ class DeepEpDispatch:
         to_ranks, to_nodes, to_experts, is_in_rank, _ = buffer.get_dispatch_layout(
             chosen_TK, n_experts
         )
+        # One number for each rank: how many rows it sends here, for the meter's and
+        # backward's counts.
         ones = [1] * self.degree
         arriving = self._counts.run(to_ranks, ones, ones, DISPATCH)
+        # The host waits here once, and in DeepEP's own dispatch once more.
         ways = torch.cat([to_ranks, arriving]).tolist()
         size = row_bytes(tokens_TH) + row_bytes(weights_TK) + row_bytes(chosen_TK)
         with self._counts.sending(ways[: self.degree], size, DISPATCH):
@@ -184,6 +190,7 @@ class DeepEpDispatch:
         """Add up rows where their tokens are; with weights: the gradient of
         :meth:`send`."""
         size = row_bytes(rows_MH) + (0 if weights_MK is None else row_bytes(weights_MK))
+        # With weights it is the gradient of the way to experts.
         kind = COMBINE if weights_MK is None else DISPATCH
         with self._counts.sending(numbers[1 + self.degree :].tolist(), size, kind):
             weights_MK = None if weights_MK is None else weights_MK.contiguous()
@@ -201,6 +208,7 @@ class DeepEpDispatch:
                 f"collectives.expert_transport='deep_ep': its kernels take bfloat16 with a multiple of {multiple} "
                 f"features up to {most}, and experts get {tokens_TH.dtype} with {width}; leave it out"
             )
+        # A buffer for wider rows serves narrower ones too.
         if width > self._width:
             from deep_ep import Buffer
 
@@ -233,6 +241,7 @@ def _combine(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] | Tensor) -> None:
     *given, ctx.number = inputs
+    # Dispatch returns them, combine is given them.
     *_, numbers, handle = output if isinstance(output, tuple) else given
     ctx.save_for_backward(numbers, *handle)
 

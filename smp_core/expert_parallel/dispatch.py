@@ -120,13 +120,14 @@ class TwoHopDispatch:
         run: Experts,
     ) -> torch.Tensor:
         nodes, ranks = self._across.degree, self._inside.degree
+        # Experts lie in the order of ranks, so those of a node are a stretch.
         on_node = n_experts // nodes
         node_TK = chosen_TK // on_node
 
         # Phase 1: which tokens go to which node, and how many rows there will be on
         # both hops.
         wanted_NT = torch.stack([(node_TK == node).any(1) for node in range(nodes)])
-        # None is on no node.
+        # Choices without an expert are on no node.
         chosen_NE = _count(chosen_TK.reshape(-1), n_experts).view(nodes, on_node)
         ours = torch.cat([wanted_NT.sum(1, keepdim=True), chosen_NE], 1)
         theirs = self._across.equal_parts(ours.view(-1)).view(nodes, 1 + on_node)
@@ -142,6 +143,7 @@ class TwoHopDispatch:
         # these.
         node_M, token_M = places(wanted_NT, sum(leaving))
         rows_MH = self._across.dispatch(tokens_TH[token_M], leaving, coming)
+        # Experts on other nodes are marked by -1: the same token has gone there, too.
         is_there = node_TK[token_M] == node_M[:, None]
         experts_MK = torch.where(is_there, chosen_TK[token_M], -1).to(torch.int32)
         experts_MK = self._across.dispatch(experts_MK, leaving, coming).long()
@@ -151,6 +153,8 @@ class TwoHopDispatch:
         # Phase 3: inside the node, a row for each expert, and back.
         row_R, place_R = places(experts_MK >= 0, sum(passing))
         expert_R = experts_MK[row_R, place_R] % on_node
+        # Sorted by expert, and with that by rank; stable, so that sums have one order
+        # in every run.
         order_R = expert_R.argsort(stable=True)
         row_R, place_R = row_R[order_R], place_R[order_R]
         sent_RH = self._inside.dispatch(rows_MH[row_R], passing, arriving)
@@ -170,6 +174,7 @@ class TwoHopDispatch:
 def _count(chosen_R: torch.Tensor, n_experts: int) -> torch.Tensor:
     """Return how many rows each expert gets, [E]; bincount would wait for the
     device."""
+    # One place more for choices that a capacity has left out.
     counts = chosen_R.new_zeros(n_experts + 1).scatter_add_(
         0, chosen_R, torch.ones_like(chosen_R)
     )

@@ -75,6 +75,7 @@ class Exchange:
     @contextlib.contextmanager
     def sending(self, leaving: list[int], size: int, kind: str) -> Iterator[None]:
         """Meter so many rows of ``size`` bytes that leave to each rank meanwhile."""
+        # What stays on this rank is no message.
         sizes = zip(self._ranks, leaving, strict=True)
         sent = [
             (rank, count * size)
@@ -99,6 +100,7 @@ def row_bytes(rows: torch.Tensor) -> int:
 @torch.library.custom_op("smp::expert_counts", mutates_args=())
 def _equal_parts(own: torch.Tensor, number: int) -> torch.Tensor:
     exchange = _by_number[number]
+    # As many numbers to each rank as from it, so nothing has to be told before.
     shares = [own.shape[0] // exchange.degree] * exchange.degree
     return exchange.run(own, shares, shares, DISPATCH)
 

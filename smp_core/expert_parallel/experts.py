@@ -56,7 +56,7 @@ def deal_experts(
     degree = plan.knobs.expert_parallel_degree
     assert isinstance(degree, int)
     ranks = mesh.experts(degree, in_stages=plan.experts_in_stages)
-    # How tokens travel.
+    # How tokens are sent: by DeepEP, in two hops over nodes, or directly.
     dispatch: Dispatch
     if plan.knobs.collectives.expert_transport == "deep_ep":
         dispatch = DeepEpDispatch(ranks.all, meter)
@@ -64,13 +64,14 @@ def deal_experts(
         dispatch = TwoHopDispatch(*ranks.stages, meter)
     else:
         dispatch = FlatDispatch(ranks.all, meter)
+    # Every layer's experts: checked, dealt, and given a forward that sends tokens.
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
         _require_products(module, site.name)
         if plan.given is not None:
             _require_ranks(module, site, ranks.mesh["experts"])
             module.num_experts = site.experts
-            # Transformers', which sends tokens itself.
+            # Transformers' own forward, which sends tokens itself, is taken off.
             vars(module).pop("forward", None)
         else:
             _require_whole_tokens(module, site.name, mesh)
@@ -78,9 +79,12 @@ def deal_experts(
         # The forward of the module, which gets other ranks' tokens; adapters around it
         # are passed by.
         adapters = adapters_of(model, site.name)
+        # Their own forward would adapt weights of all experts, which no rank has.
         for adapter in adapters:
             adapter.forward = functools.partial(_call_base, adapter)
         own_forward = functools.partial(type(module).forward, module)
+        # Tensor ranks may have put a forward around the experts: it computes with a
+        # rank's part of each.
         inner = vars(module).get("forward") or own_forward
         setattr(module, SENDS, True)
         module.forward = _dispatching(
@@ -97,6 +101,7 @@ def deal_experts(
 def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
     """Refuse experts that tensor ranks leave whole and give different tokens: their
     gradients would be added up in forwards that ranks without rows leave out."""
+    # Split experts have gradients of their own on each tensor rank.
     is_split = any(
         isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)
     )
@@ -111,6 +116,7 @@ def _require_whole_tokens(module: nn.Module, name: str, mesh: SmpMesh) -> None:
 
 def _require_ranks(module: Any, site: ExpertShape, ranks: DeviceMesh) -> None:
     """Refuse experts that were dealt to other ranks than ours would be."""
+    # A token's way is computed from the order of ranks, so this has to be the same one.
     for name, parameter in module.named_parameters(recurse=False):
         dealt = (
             parameter.device_mesh[DEALT].mesh
@@ -128,6 +134,7 @@ def _keep_own(module: nn.Module, mesh: DeviceMesh) -> None:
     """Leave this rank its experts alone."""
     for name, whole in list(module.named_parameters(recurse=False)):
         dealt = nn.Parameter(_own_part(whole, mesh), whole.requires_grad)
+        # Attributes that users set on parameters (names of groups, marks) stay.
         dealt.__dict__.update(whole.__dict__)
         setattr(module, name, dealt)
 
@@ -151,10 +158,13 @@ def _require_products(module: Any, name: str) -> None:
 def _own_part(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return this rank's experts of a parameter, of which tensor ranks may have parts
     of each expert."""
+    # Equal stretches of experts, in the order of ranks.
     if not isinstance(whole, DTensor):
         over = mesh["experts"]
         own = whole.detach().chunk(over.size())[over.get_local_rank()].clone()
         return DTensor.from_local(own, over, [Shard(0)], run_check=False)
+    # A part of each expert is here already: dealt along the experts, inside of expert
+    # ranks.
     over = mesh["experts", Axis.TENSOR.value]
     own = whole.to_local().detach().chunk(over.size(0))[over.get_local_rank(0)].clone()
     placements = [Shard(0), *whole.placements]
@@ -185,16 +195,22 @@ def _dispatching(
     def run(
         rows_RH: torch.Tensor, expert_R: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
+        # The module computes with this rank's experts, as if there were no others.
         with _local(module, local_experts):
+            # No row: the zero still makes a graph through the exchanges and the
+            # parameters.
             if not rows_RH.shape[0]:
                 return rows_RH + _nothing_of(module, adapters)
             _adapt(module, adapters, first, local_experts)
+            # Each row is for one expert, with a weight of 1; weights are applied where
+            # the tokens are.
             alone_R1 = expert_R[:, None]
             return inner(rows_RH, alone_R1, torch.ones_like(alone_R1, dtype=dtype))
 
     @torch.compiler.disable  # how many rows there are is known in each call only
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # Transformers' signature of fused experts, by place or by keyword.
         hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
         chosen_TK = chosen.reshape(-1, chosen.shape[-1])
@@ -207,8 +223,8 @@ def _dispatching(
             functools.partial(run, dtype=weights.dtype),
         )
         made_TH = made_TH.to(hidden.dtype)
-        # No view: FSDP2's hook on an output is lost where somebody adds to a view of it
-        # in place.
+        # No view: FSDP2's hook on an output is lost where code adds to a view of it in
+        # place.
         return made_TH if hidden.ndim == 2 else made_TH.view(hidden.shape).clone()
 
     return forward
@@ -223,6 +239,7 @@ def _local(module: Any, experts: int) -> Iterator[None]:
     try:
         module.num_experts = experts
         for name, parameter in kept.items():
+            # Adapters and biases that are no DTensors are shown as they are.
             module._parameters[name] = (
                 _of_own_experts(parameter)
                 if isinstance(parameter, DTensor)
@@ -236,6 +253,7 @@ def _local(module: Any, experts: int) -> Iterator[None]:
 
 def _of_own_experts(parameter: DTensor) -> torch.Tensor:
     own = parameter.to_local()
+    # With tensor ranks too, what is left is split over these alone.
     if parameter.device_mesh.ndim == 1:
         return own
     return DTensor.from_local(
@@ -253,6 +271,7 @@ def _adapt(module: Any, adapters: Sequence[Any], first: int, experts: int) -> No
     for adapter, active in _active(adapters):
         name = adapter.parameter_name
         left, right, scale = adapter.get_delta_factors(active)
+        # This rank's stretch of factors for all experts.
         left = left.narrow(0, first, experts)
         right = right.narrow(0, first, experts)
         # Weights keep their dtype, as with PEFT.
@@ -277,6 +296,7 @@ def _active(adapters: Sequence[Any]) -> Iterator[tuple[Any, str]]:
 def _nothing_of(module: nn.Module, adapters: Sequence[Any]) -> torch.Tensor:
     """Return a zero that depends on all parameters, for ranks without rows: their
     backward pass has to come through the exchanges like that of the others."""
+    # One element of each parameter is enough for a gradient of zeros.
     own = [local_part(each) for each in module.parameters(recurse=False)]
     for adapter, active in _active(adapters):
         own += [adapter.lora_A[active].weight, adapter.lora_B[active].weight]

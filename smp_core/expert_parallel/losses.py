@@ -86,6 +86,7 @@ def auxiliary_loss(
         a 0-d tensor, of float32 or the logits' dtype if that is wider. As Transformers
         does, probabilities are computed in the logits' dtype, and added up over layers.
     """
+    # Sums are of float64, so that their order over layers and ranks does not show.
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
     totals = torch.zeros(2 * experts + 1, dtype=torch.float64, device=logits[0].device)
     for layer in logits:
@@ -100,6 +101,7 @@ def _totals(
     of one layer: [2E + 1], float64. Those of probabilities have a gradient."""
     shares_TE = logits_TE.softmax(-1)
     chosen_TK = shares_TE.topk(top_k, -1).indices
+    # Padding counts neither as a row nor as a choice.
     counted_T = shares_TE.new_ones(len(shares_TE), dtype=torch.float64)
     if mask is not None:
         counted_T = mask.reshape(-1).to(counted_T)
@@ -113,6 +115,8 @@ def _loss_of(totals: torch.Tensor, sums: Sums | None) -> torch.Tensor:
     """Return this rank's part of the loss of all ranks' tokens; of its own tokens
     without ``sums``."""
     experts = len(totals) // 2
+    # Probabilities stay this rank's; choices and rows are those of all ranks, without a
+    # gradient.
     probabilities_E = totals[:experts]
     counted = totals[experts:].detach().clone()
     ranks = 1
@@ -120,6 +124,7 @@ def _loss_of(totals: torch.Tensor, sums: Sums | None) -> torch.Tensor:
         sums(counted)
         ranks = sums.ranks
     choices_E, rows = counted[:-1], counted[-1]
+    # Times the ranks: the mean over ranks, which is taken later, is then the sum.
     return experts * ranks * (probabilities_E * choices_E / rows**2).sum()
 
 
@@ -149,11 +154,13 @@ class TotalsOfStages:
         self._dtype = torch.promote_types(
             next(routers[0][0].parameters()).dtype, torch.float32
         )
+        # Blocks hand on one tensor, so logits are taken where they are made.
         for router, place in routers:
             router.register_forward_hook(functools.partial(self._note, place))
 
     @torch.compiler.disable
     def _note(self, place: int, router: nn.Module, _: Any, output: Any) -> None:
+        # A recomputation in backward makes them once more.
         if self._is_collecting:
             self._logits.append(output[place] if isinstance(output, tuple) else output)
 
@@ -171,6 +178,7 @@ class TotalsOfStages:
 
     def given(self) -> torch.Tensor:
         """Return the totals that arrived with those of what was collected."""
+        # The chunk before has sent its sums; the first chunk begins with zeros.
         totals = self._none if self.arrived is None else self.arrived
         for layer in self._logits:
             totals = totals + _totals(layer, self.sizes[1], self._mask)
@@ -215,8 +223,10 @@ class _Switched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         across, asked = _ACROSS.get(), self._parameters.bind(*args, **kwargs)
+        # Bound by name: models call it by place or by keyword.
         asked.apply_defaults()
         divisor = 1 if across.sums is None else _MULTIPLIED.get()
+        # A cut model: the totals of all stages have arrived here, on the last one.
         if across.stages is not None:
             _, *sizes, _ = asked.args
             assert across.stages.sizes == sizes, (
@@ -229,6 +239,8 @@ class _Switched:
                 "set model.config.output_router_logits = True before the model is prepared, and not in a call"
             )
         if (
+            # Without ranks to share with, or without logits or experts, the loss stays
+            # Transformers' own.
             across.sums is None
             or not isinstance(asked.args[0], tuple)
             or asked.args[1] is None
@@ -250,6 +262,7 @@ def add_up(
         is_cut: whether there are stages; without totals of theirs, the loss is refused
             where it is computed.
     """
+    # Several models of one file share its function; it is exchanged once.
     if not isinstance(loss.names[LOSS], _Switched):
         loss.names[LOSS] = _Switched(loss.names[LOSS])
     module = loss.model
@@ -257,6 +270,8 @@ def add_up(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        # Evaluation may have other numbers of batches on each rank: no collective in
+        # it.
         is_trained = module.training and torch.is_grad_enabled()
         collecting: AbstractContextManager[None] = nullcontext()
         if stages is not None:

@@ -73,6 +73,7 @@ class ExpertParallelism(Subject):
             draft.knobs.collectives.expert_transport,
         )
         assert isinstance(degree, int)
+        # Without expert ranks nothing is sent, by whichever way.
         if way == "deep_ep" and degree == 1:
             draft.drop(TRANSPORT, "all_to_all", f"{KNOB}=1")
         elif way == "deep_ep":
@@ -82,17 +83,20 @@ class ExpertParallelism(Subject):
 
     def _settle_degree(self, draft: ModelDraft) -> None:
         asked = draft.knobs.expert_parallel_degree
+        # A degree divides the partition group and the experts of every layer.
         allowed = divisors(
             math.gcd(
                 draft.layout.size(*PARTITION),
                 *(site.experts for site in draft.shapes.experts),
             )
         )
+        # By default tokens do not leave the node.
         inside = max(
             n for n in allowed if draft.groups.topology.ranks_per_node % n == 0
         )
         problem = _problem(draft)
         most = "the most that divide the experts, the partition group and the node"
+        # "auto" falls back to 1, and says why.
         if asked == "auto":
             against = _apart(self, draft) or problem or _uneven(draft, inside)
             draft.settle(KNOB, 1 if against else inside, against or most)
@@ -121,6 +125,7 @@ class ExpertParallelism(Subject):
             raise ValueError(
                 f"{KNOB}={degree}: {uneven}; write another degree or shard_degree, or {KNOB}=1"
             )
+        # It works, and each layer then waits for the links between nodes.
         if draft.groups.topology.ranks_per_node % degree:
             draft.warnings.append(
                 f"{KNOB}={degree} is more than the {draft.groups.topology.ranks_per_node} ranks of a node, so that "
@@ -186,6 +191,8 @@ class RouterBalance(Subject):
         if factor is not None:
             asked = f"{CAPACITY}={factor:g}"
             self.require_together(draft, asked)
+            # Marked sites without a known number of experts have no even share to take
+            # a multiple of.
             unknown = [
                 site.problem for site in draft.shapes.experts if not site.experts
             ]
@@ -233,6 +240,7 @@ def _uneven(draft: ModelDraft, degree: int) -> str:
     hold the same experts, in words; "" if there is none."""
     rest, shapes = draft.layout.size(*PARTITION) // degree, draft.shapes
     sites = {site.name for site in shapes.experts}
+    # FSDP2 shards along one dimension, which has to divide equally.
     for parameter in shapes.parameters:
         if parameter.name.rpartition(".")[0] in sites:
             first, *others = parameter.shape
@@ -258,6 +266,8 @@ def _problem(draft: ModelDraft) -> str:
     beside = asked_for("tensor_parallel_degree", unless=1)(draft) or asked_for("fp8")(
         draft
     )
+    # Experts are sharded over other ranks than the layer around, so they have to be a
+    # unit of their own.
     for site in shapes.experts:
         if site.name.rpartition(".")[2] == "base_layer" and beside:
             return f"adapters of {site.kind} (PEFT's target_parameters) are not built together with {beside}"

@@ -1,4 +1,4 @@
-"""Batches in equal parts, and whether all stages begin the same one."""
+"""Batches cut into equal parts, and a check that all stages begin the same batch."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
         ValueError: tensors of different length, a length that ``count`` does not
             divide, a list of things that are no tensors.
     """
+    # The samples are the first dim of all tensors that have one.
     lengths = {
         tensor.shape[0]
         for _, tensor in iterate_tensors(batch, mapping=MutableMapping)
@@ -55,6 +56,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
             "drop_last=True where it is the last batch"
         )
     _refuse_lists(batch, length)
+    # Views of the batch, no copies.
     size = length // count
 
     def part(number: int, tensor: Tensor) -> Tensor:
@@ -66,6 +68,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
 
 
 def _refuse_lists(batch: Any, length: int) -> None:
+    # A list with one thing for each sample would go whole into every part.
     if isinstance(batch, MutableMapping):
         for value in batch.values():
             _refuse_lists(value, length)
@@ -107,10 +110,12 @@ class SameBatches:
             ValueError: stages make different calls, or read batches of different shapes
                 or, where these are new, of different values; on all of them.
         """
+        # Paths, shapes and dtypes make the kind of a batch; values do not.
         tensors = list(iterate_tensors(batch, mapping=MutableMapping))
         kind = tuple(
             (path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors
         )
+        # One number for what is called and with what: shifted, as a hash fills 64 bits.
         code = xxhash.xxh3_64_intdigest(repr((call, kind)).encode()) >> 1  # of int64
         own = torch.tensor([number, code])
         told = own.new_empty(2 * len(self._ranks))
@@ -119,6 +124,7 @@ class SameBatches:
             numbers, codes = told.view(-1, 2).T.tolist()
         if len(set(codes)) > 1:
             self._refuse_calls(call, [tuple(tensor.shape) for _, tensor in tensors])
+        # Values are compared once for each kind: each comparison reads a whole batch.
         if kind not in self._known:
             self._require_values([tensor for _, tensor in tensors])
             self._known.add(kind)
@@ -139,6 +145,7 @@ class SameBatches:
         )
 
     def _require_values(self, tensors: list[Tensor]) -> None:
+        # Bytes of all tensors, in one hash.
         read = xxhash.xxh3_64()
         for tensor in tensors:
             read.update(

@@ -5,7 +5,7 @@ new (and of training, or not), each stage sends the next one shape and dtype of 
 activation ahead. So nothing of the user's code runs an extra time to find them out, and
 batches of another shape need no preparation. Sends are not waited for, receives when
 their content is needed. All stages send and receive in one order of the whole pipeline,
-so that nobody waits in a circle, also where a backend takes messages of a group one
+so that stages never wait in a circle, also where a backend takes messages of a group one
 after the other. Activations and gradients have a group each: a receive may be begun a
 computation before it is needed, and what goes the other way passes it.
 
@@ -63,6 +63,7 @@ class Format:
                 f"pipeline stages cannot send activations {list(self.shape)} of {self.dtype}; allowed: at most "
                 f"{_MOST_DIMS} dims of {', '.join(map(str, _DTYPES))}"
             )
+        # A fixed number of places, so that the receiver knows the size of the header.
         dims = [*self.shape, *[0] * (_MOST_DIMS - len(self.shape))]
         numbers = [
             len(self.shape),
@@ -101,6 +102,7 @@ class Pending:
 
     def wait(self) -> Any:
         """Return what arrived."""
+        # On an accelerator the wait is the stream's, not the host's.
         with self._waiting(), here.waiting("a message of another pipeline stage"):
             for work in self._works:
                 work.wait()
@@ -129,6 +131,7 @@ class Messages:
         self._link: Any = (
             "inter" if mesh.topology.spans_nodes(self._column) else "intra"
         )
+        # Formats by kind of batch and chunk: known after the first micro-batch.
         self._incoming: dict[tuple[Hashable, int], list[Format]] = {}
         self._outgoing: dict[tuple[Hashable, int], list[Format]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
@@ -151,6 +154,7 @@ class Messages:
         number = torch.zeros(1, device=self._device)
         own = self._column.index(dist.get_rank())
         last = len(self._column) - 1
+        # Pair after pair, each way: every rank is in one exchange at a time.
         pairs = [(stage, stage + 1) for stage in range(last)]
         if goes_around and last > 1:
             pairs.append((last, 0))
@@ -176,6 +180,7 @@ class Messages:
         """
         self._key, self._call = key, call
         self._posted.clear()
+        # Receives of a first call are kept: if it fails, they are never waited for.
         self._is_first_call = not any(each == call for each, _ in self._agreed)
 
     def is_new(self, chunk: int) -> bool:
@@ -191,6 +196,7 @@ class Messages:
             Exception: what this stage's raised, or a ValueError or RuntimeError with
                 what another one's raised.
         """
+        # All stages learn of a failure at the same place of the schedule.
         told: list[tuple[bool, str] | None] = [None] * len(self._column)
         own = (
             None
@@ -202,10 +208,12 @@ class Messages:
         if not any(told):
             self._agreed.add((self._call, chunk // len(self._column)))
             return
+        # Messages of the ended step that still come have the old tag.
         self._tag += 1
         # Gloo wants them alive until their peers take them.
         self._left_behind += [*self._sent, *self._posted]
         self._sent.clear()
+        # The next call of this kind begins from nothing known.
         self._agreed = {each for each in self._agreed if each[0] != self._call}
         for formats in (self._incoming, self._outgoing):
             for each in [each for each in formats if each[0] == self._key]:
@@ -247,6 +255,8 @@ class Messages:
         Raises:
             ValueError: activations of other formats than the ones before.
         """
+        # The first of a kind is preceded by its formats; the others have to keep to
+        # them.
         formats = [Format.of(activation) for activation in given]
         known = self._outgoing.get((self._key, chunk))
         if known is None:
@@ -262,6 +272,7 @@ class Messages:
 
     def receive_activations(self, chunk: int, stage: int) -> Pending | None:
         """Await what a chunk of another stage gave; None: its forward has failed."""
+        # The first of its kind waits for its format, and then has room made for it.
         if (self._key, chunk) not in self._incoming:
             header = self._no_header()
             self._receive((header,), stage, self._groups.forward).wait()
@@ -277,12 +288,13 @@ class Messages:
             for each in expected
         )
         pending = self._receive(arriving, stage, self._groups.forward)
+        # Leaves of this stage's graph: their gradients go back.
         for tensor, each in zip(arriving, expected, strict=True):
             tensor.requires_grad_(each.requires_grad)
         return pending
 
     def send_gradients(self, gradients: Gradients, stage: int) -> None:
-        """Send the gradients of activations; nobody waits for those that are None."""
+        """Send the gradients of activations; None is not sent, and not awaited."""
         for gradient in gradients:
             if gradient is not None:
                 self._send(gradient.contiguous(), stage, self._groups.backward)
@@ -316,11 +328,13 @@ class Messages:
     def _receive(
         self, tensors: Gradients, stage: int, group: dist.ProcessGroup
     ) -> Pending:
+        # Waiting is metered as part of the message, and is no new one.
         def waiting() -> AbstractContextManager[None]:
             return self._meter.point_to_point(
                 "pipeline", [], self._link, new_call=False
             )
 
+        # Room for None is not awaited: no gradient will come.
         peer = self._column[stage]
         works = [
             dist.irecv(tensor, peer, group, self._tag)

@@ -28,10 +28,10 @@ from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.plan import Example, Stages, example_of, without_router_loss
 from smp_core.plan.chain import (
-    buffers_restored,
     is_played,
     refusal_of,
     running_the_example,
+    state_restored,
     with_fake_values,
 )
 from smp_core.torch_facts import caches_in, first_names
@@ -53,20 +53,25 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
     """
     refusal = refusal_of(model)
     module = model.get_submodule(stages.chain.module)
+    # Random states of these devices are put back.
     devices = {
         parameter.device for parameter in module.parameters() if parameter.is_cuda
     }
+    # Values that a model lacks are faked; buffers and losses of routers stay as they
+    # are.
     with (
         with_fake_values(model, refusal),
-        buffers_restored(model),
+        state_restored(model),
         without_router_loss(model),
         torch.no_grad(),
     ):
         with torch.random.fork_rng(devices), _Undropped(), _seeded(model, stages):
+            # The whole model first, then chunk after chunk, with the same seeds.
             example = example_of(model, module, refusal)
             whole = _run(module, example, refusal)
             given = _in_stages(model, module, stages, example, refusal)
             different = None if is_played(module) else _first_difference(whole, given)
+            # A model that differs from itself (noise of its own) proves nothing.
             if different is not None and _is_the_same(
                 whole, _run(module, example, refusal)
             ):
@@ -121,6 +126,7 @@ def _in_stages(
     names = first_names(model)
     given: Any = None
     try:
+        # Copies are made once, as each stage will make them.
         played = played_of(model, stages.chain)
     except Exception as error:
         raise ValueError(
@@ -131,8 +137,11 @@ def _in_stages(
     for chunk in range(stages.n_chunks):
         number = chunk % stages.count
         try:
+            # Without other stages' parameters: what needs one fails here and not in
+            # training.
             with _without_others(model, names, stages.owned(number)):
                 given = _given_by(model, module, stages, chunk, given, example, played)
+            # What cannot be sent is refused as well.
             if chunk < stages.n_chunks - 1:
                 Format.of(given).encoded(torch.device("cpu"))
         except Exception as error:
@@ -161,6 +170,7 @@ def _given_by(
     played: Mapping[str, Played],
 ) -> Any:
     args, kwargs = example
+    # A stage without messages and seeds: only what it leaves out is looked at.
     stage = Stage(
         model,
         stages,
@@ -204,6 +214,7 @@ class _Elsewhere(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Attributes may be read; an operator that needs values may not have them.
         found = [
             each
             for each in _flat([*args, *(kwargs or {}).values()])
@@ -245,6 +256,7 @@ def _without_others(
     ]
     try:
         for module, name, parameter in places:
+            # One element, expanded: no memory, and the shape that code asks for.
             nothing = torch.empty(
                 (), dtype=parameter.dtype, device=parameter.device
             ).expand(parameter.shape)
@@ -269,6 +281,7 @@ class _Undropped(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        # Its dropout is the fifth argument, or a keyword.
         if func is F.scaled_dot_product_attention:
             args = args[:4] + (0.0,) * (len(args) > 4) + args[5:]
             kwargs = {**kwargs}
@@ -286,10 +299,12 @@ def _first_difference(whole: Any, given: Any, path: str = "") -> str | None:
     tensor for which nothing stands is none: who uses it is told so."""
     if isinstance(whole, Tensor) and isinstance(given, Tensor):
         try:
+            # Chunks run the same operators, so that differences are rounding at most.
             torch.testing.assert_close(given, whole, equal_nan=True)
         except AssertionError:
             return path
         return None
+    # A tensor in one and something else in the other is a difference, None is not.
     if isinstance(whole, Tensor):
         return None if given is None else path
     parts, others = _parts(whole), _parts(given)

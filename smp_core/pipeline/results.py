@@ -51,8 +51,12 @@ def mean_of(results: list[Any], step: str) -> Any:
 
 
 def _mean(values: list[Any]) -> Tensor:
+    """Return the mean in the values' dtype; of integers and booleans, whose mean may lie
+    between two of them, in float64."""
     tensors = [torch.as_tensor(value) for value in values]
-    return torch.stack(tensors).double().mean(0).to(tensors[0].dtype)
+    mean = torch.stack(tensors).double().mean(0)
+    dtype = tensors[0].dtype
+    return mean.to(dtype) if dtype.is_floating_point else mean
 
 
 def is_number(value: Any) -> bool:

@@ -129,6 +129,7 @@ def _settle_stages(draft: ModelDraft) -> Stages:
         asked = draft.knobs.pipeline
     chain = shapes.chain
     assert chain is not None, "the chain is recorded where there are stages"
+    # What cannot be dealt is refused before the cut is looked for.
     _require_no_buffers_between_chunks(chain, asked.schedule)
     chunks = count * chunks_of(asked.schedule)
     _require_blocks(draft.knobs, len(chain.blocks), chunks, shapes.kind)
@@ -149,6 +150,7 @@ def _settle_stages(draft: ModelDraft) -> Stages:
             sizes,
             "the largest stage has as few parameters as possible",
         )
+    # The planner asks for many cuts of one model; each is dealt once.
     if (count, sizes) not in shapes.stages:
         shapes.stages[count, sizes] = _dealt(chain, shapes, count, sizes)
     found: Stages = shapes.stages[count, sizes]
@@ -157,6 +159,7 @@ def _settle_stages(draft: ModelDraft) -> Stages:
 
 def _dealt(chain: Chain, shapes: Shapes, count: int, sizes: tuple[int, ...]) -> Stages:
     names = tuple(parameter.name for parameter in shapes.parameters)
+    # Elements are counted by the stages themselves, which know what is tied.
     stages = Stages(chain, sizes, (0,) * count, names, len(sizes) // count)
     elements = []
     for stage in range(count):
@@ -186,6 +189,7 @@ def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> No
 
 
 def _require_no_buffers_between_chunks(chain: Chain, schedule: str) -> None:
+    # Such a buffer would be computed once for each chunk, and count too often.
     outside = [
         name for name, place in chain.buffers if place not in range(len(chain.blocks))
     ]
@@ -210,10 +214,12 @@ def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
     def elements(names: tuple[str, ...]) -> int:
         return sum(shapes.of_name(name).elements for name in names)
 
+    # What stands before and behind the blocks goes with the first and the last one.
     blocks = [elements(names) for names in chain.of_blocks]
     weights = list(blocks)
     weights[0] += elements(chain.before)
     weights[-1] += elements(chain.after)
+    # The least limit is the sum of some stretch of neighbours, so only these are tried.
     ends = itertools.accumulate(weights, initial=0)
     sums = sorted({end - first for first, end in itertools.combinations(ends, 2)})
     least = bisect.bisect_left(
@@ -227,6 +233,7 @@ def _fits(weights: list[int], count: int, limit: int) -> bool:
     """Return whether stages that are filled one by one, leaving a block for each
     further one, take all blocks."""
     place = 0
+    # As full as the limit allows, but with a block left for each further stage.
     for stage in range(count):
         latest = len(weights) - (count - stage - 1)
         total, end = weights[place], place + 1
@@ -250,6 +257,8 @@ def _most_even(
     # sum, and the sizes.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for _ in range(count):
+        # Dynamic programming over the places of cuts; ties go to the smaller sizes
+        # first.
         further: dict[int, tuple[int, tuple[int, ...]]] = {}
         for begin, (squares, sizes) in best.items():
             for end in range(begin + 1, len(blocks) + 1):

@@ -44,11 +44,14 @@ def run(
     taken: dict[tuple[int, int], Activations | None] = {}
     given: dict[tuple[int, int], Activations] = {}
     gradients: dict[tuple[int, int], Gradients] = {}
+    # The last chunk sends nothing forward: its output is the loss.
     sending = {step.chunk for step in steps if step.act == "send" and step.is_forward}
     problem: Exception | None = None
     has_failed = False
     for step in steps:
         place = (step.chunk, step.micro_batch)
+        # The first micro-batch of a new kind: the stages meet behind it, whether it
+        # failed or not.
         is_first = (
             step.micro_batch == 0
             and step.is_forward
@@ -69,6 +72,8 @@ def run(
                     given[step.chunk - 1, step.micro_batch], step.peer
                 )
         elif step.act == "send":
+            # The forward has failed; the next stage gets a failure in the place of a
+            # shape.
             if step.is_forward and place not in given:
                 messages.send_failure(step.peer)
             elif step.is_forward:
@@ -77,10 +82,12 @@ def run(
                 messages.send_gradients(gradients.pop(place), step.peer)
         elif step.is_forward:
             source = (True, step.chunk - 1, step.micro_batch)
-            # On another stage.
+            # None for a receive means that the chunk before has failed on its stage.
             has_failed = source in arriving and arriving[source] is None
             arrived = arriving.pop(source, None)
             taken[place] = None if arrived is None else arrived.wait()
+            # A failed first forward is kept until all stages meet; any later failure
+            # ends this rank.
             try:
                 if not has_failed:
                     with times.computing("forward", *place), around(step):
@@ -95,6 +102,7 @@ def run(
                 problem, has_failed = error, True
                 given.pop(place, None)
         else:
+            # Gradients of what this chunk gave; None where it gave the loss.
             arrived = arriving.pop((False, step.chunk + 1, step.micro_batch), None)
             wanted = None if arrived is None else arrived.wait()
             with times.computing("backward", *place), around(step):
@@ -120,6 +128,7 @@ def backward(
     Returns:
         the gradients of ``taken``.
     """
+    # Activations that want no gradient got none sent.
     trained = [number for number, tensor in enumerate(given) if tensor.requires_grad]
     if trained:
         arrived = (
@@ -132,4 +141,5 @@ def backward(
 def _gradient(of: Tensor) -> Tensor | None:
     if not of.requires_grad:
         return None
+    # A stage that did not use what it took still sends a gradient, which is awaited.
     return torch.zeros_like(of) if of.grad is None else of.grad

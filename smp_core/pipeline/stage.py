@@ -64,6 +64,7 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
     """Put a DTensor of which this rank has nothing in the place of every parameter of
     another stage, before anything is sharded.
     """
+    # Every stage's mesh exists on every rank, so that all parameters have one.
     meshes = mesh.holders()
     own = stages.owned(mesh.stage)
     names = first_names(model)
@@ -72,6 +73,7 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
         for name, parameter in list(module.named_parameters(recurse=False)):
             if names[parameter] in own:
                 continue
+            # Tied parameters stay one parameter.
             if parameter not in absent:
                 owner = stages.owners[names[parameter]][0]
                 absent[parameter] = _absent(parameter, meshes[owner])
@@ -144,6 +146,7 @@ class Stage:
         self.is_running = False
         self.calls = 0
         self._is_before_own = True
+        # Chunks are consecutive blocks; a stage may have several of them.
         chain = stages.chain
         self._chain = chain
         self._stages = stages
@@ -154,6 +157,7 @@ class Stage:
         root = model.get_submodule(chain.module)
         self._name = type(root).__name__.removeprefix("FSDP")
         self._undo: list[Callable[[], Any]] = []
+        # Outside of FSDP2's own hooks: before the first, and behind the last.
         begin = root.register_forward_pre_hook(
             self._begin, prepend=True, with_kwargs=True
         )
@@ -167,7 +171,7 @@ class Stage:
                 stand_in, module, played.get(stand_in.name), is_held=stage == 0
             )
             self._replace_forward(module, forward)
-        # The blocks themselves.
+        # The blocks, by their numbers: a call decides by these what it has to do.
         self._numbers = {
             model.get_submodule(name): number
             for number, name in enumerate(chain.blocks)
@@ -204,7 +208,7 @@ class Stage:
         hooks: they would be a part of compiled blocks."""
         kind: Any = type(block)
         if kind not in self._kinds:
-
+            # Python looks `__call__` up in the class, so a class of its own is needed.
             def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 return self._call(block, kind.__call__, args, kwargs)
 
@@ -226,8 +230,11 @@ class Stage:
         kwargs: dict[str, Any],
     ) -> Any:
         number = self._numbers[block]
+        # Another stage's block gives what it takes, and none of its hooks run.
         if number not in self._own:
             return self._passing_on(*args, **kwargs)
+        # The chunk begins: seeds of its own, and what was received for what it was
+        # given.
         if number == self._own.start:
             if self.is_running:
                 self._entered()
@@ -238,6 +245,7 @@ class Stage:
                     args, kwargs, self._chain.takes, self.incoming
                 )
         output = compute(block, *args, **kwargs)
+        # The chunk ends, and with it the model's forward on this stage.
         if number == self._own.stop - 1 and not self.is_last:
             raise _Cut(given_by(output, self._chain.gives))
         return output
@@ -246,11 +254,14 @@ class Stage:
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._is_before_own = True
+        # A call of the user's outside of a step goes through all stages, without
+        # gradients.
         if not self.is_running:
             self._require_forward_only(kwargs)
             return
         self.calls += 1
         self._n_passed = 0
+        # The other stages have ended their step at the first call.
         if self.calls > 1:
             raise ValueError(
                 f"{self._name} was called twice in one step; with pipeline_parallel_degree a step may call it once: "
@@ -271,6 +282,8 @@ class Stage:
                 "counted by those of the first block; write generate(use_cache=False)"
             )
 
+    # Three layers: end at the cut; receive something else (for trials); choose by where
+    # the call comes from.
     def _caught(
         self, root: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
@@ -306,6 +319,7 @@ class Stage:
     ) -> Callable[..., Any]:
         forward, weight = module.forward, next(module.parameters())
 
+        # One element, expanded: values that are never read take no memory.
         def zeros(
             shape: tuple[int, ...],
             device: torch.device,
@@ -319,20 +333,26 @@ class Stage:
         def standing_in(*args: Any, **kwargs: Any) -> Any:
             if not self._is_before_own:  # it may work behind the blocks too
                 return forward(*args, **kwargs)
+            # The first chunk computes it where it is held; every other one gives zeros
+            # of the same shape.
             given = (
                 forward(*args, **kwargs)
                 if is_held and self._is_first
                 else stood_in(*args, **kwargs)
             )
+            # What follows draws the same numbers on stages that computed the module and
+            # on those that did not.
             if self.is_running:
                 self._n_passed += 1
                 self._passed(self._n_passed)
             return given
 
         def stood_in(*args: Any, **kwargs: Any) -> Any:
+            # Device and shape of the first argument decide those of the zeros.
             taken = next(
                 (tensor for _, tensor in iterate_tensors([args, kwargs])), weight
             )
+            # Its outputs are known from a copy without values.
             if played is not None:
                 given = played(*args, **kwargs)
                 return map_tensors(
@@ -351,6 +371,7 @@ class Stage:
         return standing_in
 
     def _passing_on(self, *args: Any, **kwargs: Any) -> Any:
+        # Blocks that return several things have the chain's tensor in one place.
         gives = self._chain.gives
         taken = argument(args, kwargs, self._chain.takes)
         if gives is None:

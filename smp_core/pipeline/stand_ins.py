@@ -1,6 +1,6 @@
-"""What modules before the blocks give where another stage holds them: the shapes of
-their outputs, played on the meta device. The copies are made of the model as it came:
-FSDP2's modules cannot be copied, and split layers give parts."""
+"""Shapes of the outputs of modules before the blocks, on stages that do not hold them:
+copies run on the meta device. They are made before the model is converted: FSDP2's
+modules cannot be copied, and split layers return parts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def played_of(model: nn.Module, chain: Chain) -> dict[str, Played]:
 
 def _on_meta(module: nn.Module) -> Played:
     tensors = [*module.parameters(), *module.buffers()]
+    # The copy shares no tensor with the model: deepcopy puts these in their places.
     on_meta = {
         id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for tensor in tensors
@@ -38,6 +39,8 @@ def _on_meta(module: nn.Module) -> Played:
     copied = copy.deepcopy(module, memo)
     dtype = next(module.parameters()).dtype
 
+    # Arguments come in the dtype that activations are computed in; the copy has the
+    # model's own.
     def taken(tensor: Tensor) -> Tensor:
         return tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype)
 

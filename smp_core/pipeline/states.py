@@ -1,4 +1,4 @@
-"""Optimizer states of all stages, for checkpoints that know nothing of stages."""
+"""Optimizer states of all stages, for checkpoints that do not depend on stages."""
 
 from __future__ import annotations
 
@@ -42,11 +42,14 @@ def states_of_all_stages(
         stages tensors of which this rank has nothing, as of their parameters.
     """
     own = stages.owned(stage)
+    # States of unsharded things belong to no stage, and are the same on all.
     held = {
         name: entry
         for name, entry in named["state"].items()
         if name in own or name not in stages.owners
     }
+    # Other stages learn names, shapes and dtypes, and values only of numbers and
+    # unsharded tensors.
     told: list[Any] = [None] * stages.count
     dist.all_gather_object(
         told,
@@ -55,6 +58,7 @@ def states_of_all_stages(
     )
     parameters = dict(model.named_parameters())
     complete: dict[str, Any] = {}
+    # In the model's order, so that every stage writes the same list.
     for name in [*parameters, *(name for name in held if name not in parameters)]:
         if name in held:
             complete[name] = held[name]

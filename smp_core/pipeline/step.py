@@ -100,6 +100,7 @@ class Pipeline:
         self.group = mesh.group(Axis.PIPELINE)
         self.times = StageTimes()
         self._batches, self._seeds = SameBatches(mesh), StepSeeds(mesh.device)
+        # Its callbacks seed what is drawn, by micro-batch and chunk.
         self._stage = Stage(
             model,
             stages,
@@ -114,11 +115,14 @@ class Pipeline:
         )
         self._place = (0, 0)  # micro-batch and chunk at present
         self._beside = beside
+        # With several chunks for each stage, the last stage sends to the first.
         goes_around = stages.n_chunks > stages.count
         self._messages = Messages(
             mesh, meter, goes_around, parts=1 if beside is None else 2
         )
         columns = range(stages.count)
+        # The order of messages follows from the computations of all stages, so each
+        # rank knows all of them.
         training = [
             computations(recipe.schedule, stages.count, stage, self.micro_batches)
             for stage in columns
@@ -128,12 +132,14 @@ class Pipeline:
         ]
         self._training = with_messages(training, stages.n_chunks)[mesh.stage]
         self._evaluation = with_messages(evaluation, stages.n_chunks)[mesh.stage]
+        # What only other chunks of this stage use is passed by in a chunk's backward.
         own = stages.chunks(mesh.stage)
         self._used_elsewhere: dict[int, frozenset[str]] = {}
         for chunk in own:
             used = [stages.used(other) for other in own if other != chunk]
             self._used_elsewhere[chunk] = frozenset().union(*used) - stages.used(chunk)
         names = {name: parameter for name, parameter in model.named_parameters()}
+        # Tied parameters count on the first stage.
         self._counted_elsewhere = {
             names[name] for name in stages.tied if mesh.stage > 0
         }
@@ -166,14 +172,17 @@ class Pipeline:
             ValueError: stages were given different batches or make different calls;
                 code that does not call the model once.
         """
+        # All stages meet here: the same batch, one seed.
         key, seed = self._batches.begin("a training step", batch, self._seeds.draw())
         results: list[Any] = []
 
+        # On the last stage the user's code comes to its end, and gives a loss.
         def forward(chunk: int, number: int, taken: Activations | None) -> Activations:
             given = self._call(calls[number], chunk, number, taken, results)
             if given is not None:
                 return given
             loss = loss_of(results[-1]) * scale
+            # Earlier stages wait for a gradient that would never come.
             if taken is not None and taken[0].requires_grad and not loss.requires_grad:
                 raise ValueError(
                     "no gradient comes from the loss to what the model gives: compute it with gradients, and from "
@@ -184,6 +193,7 @@ class Pipeline:
             return (loss,)
 
         @contextlib.contextmanager
+        # Backward of one chunk must not wait for units of another.
         def around(step: Step) -> Iterator[None]:
             with within(step.micro_batch):
                 if step.is_forward:
@@ -192,6 +202,7 @@ class Pipeline:
                 with self._passing_by(self._used_elsewhere[step.chunk]):
                     yield
 
+        # Formats depend on shapes; whether stages have met depends on the call alone.
         self._messages.begin((True, key), ("training", _without_shapes(key)))
         with (
             self._window().batch_in_stages(),
@@ -216,6 +227,7 @@ class Pipeline:
         def forward(chunk: int, number: int, taken: Activations | None) -> Activations:
             return self._call(call, chunk, number, taken, results) or ()
 
+        # A batch of this kind with and without gradients gives other formats.
         self._messages.begin(
             (torch.is_grad_enabled(), "evaluation", key),
             ("evaluation", _without_shapes(key)),
@@ -237,6 +249,7 @@ class Pipeline:
         key, _ = self._batches.begin("a call of the model outside of a step", inputs)
         results: list[Any] = []
 
+        # The root's forward runs once for each chunk, inside the hooks of one call.
         def given_by_chunk(
             chunk: int, _: int, taken: Activations | None
         ) -> Activations:
@@ -248,6 +261,7 @@ class Pipeline:
                 self._stage.incoming = None
             if not self._stage.is_last:
                 return self._given(given)
+            # A cache of this stage's keys and values would be incomplete.
             if isinstance(given, dict):
                 for name in caches_in(given):
                     given[name] = None  # of this stage's blocks alone
@@ -273,6 +287,8 @@ class Pipeline:
             Exception: what ``make`` raised; on other stages a ValueError or
                 RuntimeError of its text.
         """
+        # The last stage makes the value; an error is sent in its place, so that no
+        # stage waits.
         carried: list[Any] = [None]
         problem: Exception | None = None
 
@@ -339,12 +355,14 @@ class Pipeline:
         self._seeds.begin_call(number)
         self._take(taken)
         stage.calls, stage.is_running = 0, True
+        # StageDone ends the user's code on all stages but the last.
         try:
             result = call()
         except StageDone as done:
             return self._given(done.given)
         finally:
             stage.incoming, stage.is_running = None, False
+        # Without a call, the other stages would wait for this one's activations.
         if stage.calls != 1:
             raise ValueError(
                 f"a step has to call the model once with pipeline_parallel_degree={self.stages.count}; it returned "

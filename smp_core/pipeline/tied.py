@@ -53,12 +53,15 @@ class TiedGradients:
     def added_up(self) -> Iterator[None]:
         """Add up over the stages the gradients that parameters, or their masters,
         receive inside; what was in ``.grad`` before stays as it is."""
+        # With masters, what optimizers step are these, which hold other elements on
+        # each stage.
         world = self._world()
         stepped = self._parameters if world is None else world.stepped(self._parameters)
         before = [each.grad for each in stepped]
         for each in stepped:
             each.grad = None
         yield
+        # Added up and put in place, then what was there before is added again.
         for parameter, each, earlier in zip(
             self._parameters, stepped, before, strict=True
         ):
@@ -80,6 +83,7 @@ class TiedGradients:
             stepped: the parameter or its master.
             own: where that lies in the elements of the parameter's shard.
         """
+        # One place more counts the stages that have a gradient.
         is_master = stepped is not parameter
         dtype = stepped.grad_dtype or stepped.dtype
         shard = local_part(parameter)
@@ -91,8 +95,9 @@ class TiedGradients:
         # The other stage's parts of these elements may have come to other replicas.
         if is_master:
             dist.all_reduce(sent, group=self._replicas)
+        # This stage received none: whether the other one did shows in the sum.
         if stepped.grad is None:
-            # Only where this rank has none it asks, for which it waits for the device.
+            # Only a rank without a gradient asks, as the question waits for the device.
             if not is_received(sent[-1]):
                 return
             stepped.grad = torch.zeros_like(stepped, dtype=dtype)

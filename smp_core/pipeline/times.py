@@ -48,7 +48,7 @@ class StageTimes:
 
     Attributes:
         last: the computations of the last batch, in order.
-        around: entered around every computation; for whoever measures more of it.
+        around: entered around every computation, to measure more of it.
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ class StageTimes:
             self.last = self._batch
         finally:
             self._batch = None
+        # A batch that failed counts in neither sum.
         self._computed += sum(each.end - each.begin for each in self.last)
         self._lasted += self.last[-1].end
 
@@ -78,6 +79,7 @@ class StageTimes:
         if self._batch is None:
             yield
             return
+        # Seconds since the batch began, which stages do together.
         begin = time.perf_counter() - self._began
         with self.around(direction):
             yield
@@ -118,6 +120,7 @@ def draw_timeline(stages: Sequence[Sequence[Computation]], path: str | Path) -> 
     Raises:
         ValueError: matplotlib is not installed.
     """
+    # One bar for each computation, in the row of its stage.
     chunks = 1 + max(each.chunk for stage in stages for each in stage)
     figure = matplotlibs_figure()(
         figsize=(12, 0.8 + 0.6 * len(stages)), layout="constrained"

@@ -1,4 +1,4 @@
-"""Which modules are checkpointed, and how.
+"""The modules that are checkpointed, and the mode of each.
 
 A mode by itself is for the wrapped blocks of the model. ``{glob: mode}`` is for any
 modules: the model is walked from the root down, the first pattern (a class name, or a
@@ -64,6 +64,7 @@ def plan_checkpointing(
                 '"full"}}'
             )
         return _of_group(blocks, setting)
+    # By pattern, and then in the order in which the model lists its modules.
     groups = _claimed(model, setting)
     chosen = [
         each
@@ -77,6 +78,7 @@ def plan_checkpointing(
 def _of_group(members: Sequence[str], setting: str) -> list[CheckpointedModule]:
     if setting == "none":
         return []
+    # "every:2" is full recomputation of every second one.
     every = int(setting.removeprefix("every:")) if setting.startswith("every:") else 1
     mode: Mode = "selective" if setting == "selective" else "full"
     return [CheckpointedModule(name, mode) for name in members[::every]]
@@ -85,6 +87,7 @@ def _of_group(members: Sequence[str], setting: str) -> list[CheckpointedModule]:
 def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {pattern: [] for pattern in setting}
 
+    # What a pattern has claimed is not looked into.
     def visit(name: str, module: nn.Module) -> None:
         if name:
             for pattern in setting:

@@ -60,6 +60,7 @@ class Cluster:
         """Ask all ranks for the memory of their devices: collective. The function that
         comes back reads local files only, and may raise `ValueError` (a file of links
         that is none)."""
+        # Asked once, when all ranks are here; decisions then need no collective.
         sizes = of_all_ranks(_device_memory(device))
         smallest = min((size for size in sizes if size is not None), default=None)
 

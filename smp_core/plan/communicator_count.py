@@ -25,6 +25,7 @@ def communicators(plan: Plan) -> list[int]:
     knobs = plan.knobs
     keep = plan.knobs.reshard_after_forward
     topology = plan.cluster.topology
+    # Two-stage collectives have a group inside the node and one across.
     in_two: list[Axes] = [PARTITION] if plan.hierarchical else []
     if knobs.collectives.hierarchical:
         in_two.append((Axis.REPLICATE,))
@@ -51,6 +52,7 @@ def communicators(plan: Plan) -> list[int]:
 def _of_layout(
     layout: Layout, topology: Topology, in_two: tuple[Axes, ...], keep: int | None
 ) -> tuple[int, ...]:
+    # One communicator for each set of ranks, however many axes it stands for.
     groups = {
         tuple(range(layout.world_size)),
         *(layout.ranks(0, *axes) for axes in GROUPS),
@@ -70,6 +72,7 @@ def _of_experts(
 ) -> list[int]:
     """Return those beside the layout's: of the expert ranks, of those with the same
     experts, and of the tokens."""
+    # Consecutive ranks divide experts; those with the same experts lie a degree apart.
     partition = layout.ranks(0, *PARTITION)
     dividing, same = partition[:degree], partition[::degree]
     known = {layout.ranks(0, *axes) for axes in GROUPS} | {

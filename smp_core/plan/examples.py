@@ -43,6 +43,7 @@ def example_of(model: nn.Module, module: nn.Module, refusal: str) -> Example:
         ValueError: there are none, or none that the forward takes; begins with
             ``refusal``.
     """
+    # The user's word counts most.
     for holder in (model, module):
         example = getattr(holder, "example_input_array", None)
         if example is not None:
@@ -50,6 +51,7 @@ def example_of(model: nn.Module, module: nn.Module, refusal: str) -> Example:
     example = getattr(module, "dummy_inputs", None)
     if example is None:
         raise ValueError(f"{refusal}it is run once to see what its blocks do; {HOW}")
+    # Other libraries have `dummy_inputs` too; only Transformers' are completed.
     if getattr(module, "main_input_name", None) is None or not hasattr(
         module, "config"
     ):
@@ -77,6 +79,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
 def _fitting(module: Any, known: Mapping[str, Any], refusal: str) -> Example:
     """Return the first of a Transformers model's examples that its forward takes."""
+    # Several forms: each is tried, and the first that runs is taken.
     found = list(_candidates(module, known))
     if len(found) == 1:
         return _arguments(found[0], module)
@@ -100,16 +103,18 @@ def _fitting(module: Any, known: Mapping[str, Any], refusal: str) -> Example:
 def _candidates(module: Any, known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield examples: with the main input, with what a decoder takes beside it, with
     every input that is known."""
-    # PEFT's takes anything.
+    # PEFT's own forward takes anything, so the signature inside it counts.
     inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+    # Inputs that are known by name, in all their forms.
     takes = list(inspect.signature(inner.forward).parameters)
     main = module.main_input_name
     made = {name: list(_MAKERS[name](module)) for name in takes if name in _MAKERS}
-    # Whose samples may be more or fewer than those of our other inputs.
+    # The model's own example may have more or fewer samples than our other inputs.
     if main in known:
         made[main] = [known[main], *made.get(main, ())]
     if main in known or set(known) != {"input_ids"}:  # what a class says of its own
         yield dict(known)
+    # For each form of the main input: alone, with a decoder's, with all others.
     others = {name: forms[0] for name, forms in made.items() if name != main and forms}
     decoder = {
         name: form for name, form in others.items() if name == "decoder_input_ids"
@@ -129,6 +134,7 @@ def _different(choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(module: Any) -> Iterator[Tensor]:
+    # Different words, so that blocks see different tokens.
     words = _number(module.config, "vocab_size", 8)
     yield torch.arange(_SAMPLES * _LENGTH).view(_SAMPLES, _LENGTH) % max(words, 1)
 
@@ -137,6 +143,7 @@ def _pictures(module: Any) -> Iterator[Tensor]:
     channels = _number(module.config, "num_channels", 3)
     size = _value(module.config, "image_size")
     frames = _value(module.config, "num_frames")
+    # Sides that most pictures have, where the configuration says nothing.
     sides = [(side, side) for side in _SIDES] if size is None else [_pair(size)]
     for side in sides:
         if isinstance(frames, int):
@@ -158,6 +165,7 @@ def _sound(module: Any) -> Iterator[Tensor]:
         yield _wave(module, _SAMPLES, frames, bins)
     strides = _value(config, "conv_stride") or (320,)
     kernels = _value(config, "conv_kernel") or ()
+    # Long enough that some frames are left behind all convolutions.
     length = (_LENGTH + 2) * math.prod(strides) + sum(kernels) * math.prod(strides[:-1])
     yield _wave(module, _SAMPLES, length)
     yield _wave(module, _SAMPLES, _number(config, "audio_channels", 1), length)

@@ -82,6 +82,7 @@ def experts_of(model: nn.Module) -> tuple[ExpertShape, ...]:
     """Return all modules with experts, in the model's order, also those that ranks
     cannot divide."""
     found = []
+    # By mark, and not by class: new models of Transformers come with it.
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind in _OTHER_LAYOUTS and not hasattr(module, _MARK):
@@ -106,6 +107,7 @@ def experts_of(model: nn.Module) -> tuple[ExpertShape, ...]:
 def adapters_of(model: nn.Module, name: str) -> list[Any]:
     """Return the modules that PEFT put around the experts of this name, the innermost
     first."""
+    # PEFT puts its layers around the experts, which then are called `base_layer`.
     found = []
     while name.rpartition(".")[2] == "base_layer":
         name = name.rpartition(".")[0]
@@ -127,6 +129,7 @@ def _problem_of_adapters(kind: str, adapters: list[Any]) -> str:
 def _count(module: Any) -> int:
     """Return the experts of the layer: of all ranks, also where Transformers' own
     expert parallelism left a rank its part, of which ``num_experts`` is."""
+    # Rows of parameters tell of all experts, where the attribute tells of this rank's.
     was_dealt = getattr(module, _MARK, False)
     rows = (
         next((each.shape[0] for each in module.parameters(recurse=False)), 0)
@@ -138,10 +141,12 @@ def _count(module: Any) -> int:
 
 def _problem(module: Any) -> str:
     own = dict(module.named_parameters(recurse=False))
+    # The mark of a split, and parameters that have this rank's experts only.
     if getattr(module, _MARK, False) and _count(module) == module.num_experts:
         return f"{type(module).__name__} was split by Transformers' own expert parallelism, into plain tensors"
     if not own:
         return f"{type(module).__name__} has no parameters of its own (adapters on experts replace them)"
+    # Dealing cuts along dimension 0, one row for each expert.
     for name, parameter in module.named_parameters():
         if (
             name not in own
@@ -188,6 +193,8 @@ class RouterLoss:
         """Return the modules whose outputs it reads, each with the place of the logits
         among its outputs."""
         found = []
+        # Each Transformers model inside says which modules' outputs are recorded as
+        # logits.
         for holder in self.model.modules():
             recorded: Any = (getattr(holder, "_can_record_outputs", None) or {}).get(
                 "router_logits"
@@ -202,6 +209,7 @@ class RouterLoss:
         return list(dict.fromkeys(found))
 
     def _size(self, name: str) -> int | None:
+        # On the model itself, or in the configuration of its text part.
         for holder in (self.model, self.model.config.get_text_config()):
             if isinstance(getattr(holder, name, None), int):
                 return int(getattr(holder, name))
@@ -211,6 +219,7 @@ class RouterLoss:
 def router_losses(model: nn.Module) -> list[RouterLoss]:
     """Return the auxiliary losses in a model, also those that are off."""
     found = []
+    # By the global name that the forward's code looks up: it is the one to exchange.
     for module in model.modules():
         forward: Any = inspect.unwrap(type(module).forward)
         names = getattr(forward, "__globals__", {})

@@ -47,6 +47,7 @@ _KEPT_NAMES: dict[str, tuple[str, ...]] = {
 def _ops_of_torch() -> set[Any]:
     """Return the operators of the names above that this torch has."""
     found: set[Any] = set()
+    # Names that an older torch lacks are passed over.
     for space, names in _KEPT_NAMES.items():
         operators = getattr(torch.ops, space)
         packets = [
@@ -81,6 +82,7 @@ def keep_outputs_of(*operators: Any, in_all_modes: bool = False) -> None:
             keep them too.
     """
     for operator in operators:
+        # A packet stands for all its overloads.
         is_packet = hasattr(operator, "overloads")
         found = (
             {getattr(operator, each) for each in operator.overloads()}

@@ -94,8 +94,10 @@ def estimate(
     dtypes = plan.dtypes
     degree = plan.shard_degree
     over_world = knobs.optimizer_shard == "world" and plan.layout.replicate > 1
+    # Alike parameters are counted together, as planners ask thousands of times.
     parameters = gradients = partial_sums = states = 0
     for parameter, of_unit, count in plan.split_shapes.alike:
+        # Replicated parameters are whole on every device.
         is_sharded = of_unit and plan.gathers
         elements = count * (
             _shard_elements(parameter, plan) if is_sharded else parameter.elements
@@ -112,8 +114,10 @@ def estimate(
                 if is_sharded
                 else elements * stored.itemsize
             )
+        # Frozen parameters have neither gradients nor states.
         if not parameter.trainable:
             continue
+        # Gradients that are kept unsharded over micro-batches are whole on each rank.
         unsharded = (
             count * parameter.elements // plan.dealt(parameter)
             if plan.keeps_gradients and is_sharded
@@ -127,6 +131,8 @@ def estimate(
             states += part * max(parameter.dtype.itemsize, 4) * tensors
             partial_sums += (elements + unsharded) * reduced.itemsize
             continue
+        # Gradients and states are as large as shards; sums only count where their dtype
+        # is another one.
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
             states += optimizer.bytes_of(elements, stepped.itemsize)
@@ -163,6 +169,7 @@ def describe_stages(plan: Plan) -> list[str]:
         f"a bubble of {share:.0%} of a batch's time, if stages take alike"
     )
 
+    # Each stage by its own parameters.
     optimizer = planned_states(plan.knobs.planner.optimizer)
     ranks = layout.world_size // stages.count
     each = []
@@ -173,6 +180,7 @@ def describe_stages(plan: Plan) -> list[str]:
         first, last = stage * ranks, (stage + 1) * ranks - 1
         span = f"rank {first}" if first == last else f"ranks {first}-{last}"
         each.append(f"{stage}: {span}, {_size(held)}")
+    # Of many stages the first ones and the last.
     if len(each) > _MOST_STAGES:
         each = [*each[: _MOST_STAGES - 1], "...", each[-1]]
     return [
@@ -217,6 +225,7 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
     """Return the bytes of gradients of one model on one device."""
     sums = held = of_masters = 0
     over_world = plan.knobs.optimizer_shard == "world" and plan.layout.replicate > 1
+    # The same cases as in :func:`estimate`, by the time at which they exist.
     for parameter, of_unit, count in plan.split_shapes.alike:
         if not parameter.trainable:
             continue
@@ -234,6 +243,7 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
                 * -(-elements // plan.layout.replicate)
                 * max(parameter.dtype.itemsize, 4)
             )
+    # FSDP2 holds the last gradient of the root until its reduction is over.
     of_root = next(
         (
             parameters
@@ -260,6 +270,7 @@ def unit_bytes(
     total = 0
     for name in unit.parameters:
         parameter = plan.split_shapes.of_name(name)
+        # Padded shards of all ranks that divide it.
         elements = (
             _shard_elements(parameter, plan)
             * plan.shard_degree
@@ -368,6 +379,7 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
         ValueError: the model is too big for all of them; gives the figures and what to
             change.
     """
+    # Without a device's memory there is no limit: one node.
     topology, memory = plans[0].cluster.topology, device_memory(plans[0])
     if memory is None:
         chosen = next(
@@ -378,6 +390,7 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
     headroom = plans[0].knobs.planner.memory_headroom
     share = f"{_gib(budget(plans[0]) or 0)} GiB (planner.memory_headroom={headroom:g} of {_gib(memory)} GiB)"
     smaller: MemoryEstimate | None = None
+    # Rising degrees: the first that fits sends the fewest bytes between nodes.
     for plan in plans:
         seen = estimate(plan, optimizer)
         if seen.fits:
@@ -404,6 +417,7 @@ def _gathered_bytes(plan: Plan) -> int:
     if not plan.gathers:
         return 0
     degree = plan.shard_degree
+    # Units by their kind: roots stay gathered, of the others two are at one time.
     root = largest = total = units = experts = of_experts = 0
     for is_root, parameters, count in plan.split_shapes.alike_units:
         dealt = plan.dealt(parameters[0]) if parameters else 1
@@ -415,13 +429,14 @@ def _gathered_bytes(plan: Plan) -> int:
         if is_root:
             root += count * size
         elif dealt > 1:  # gathered beside the layer that they are in
-            # Which have no parts of a copy.
+            # Experts have no parts of a copy that stays between forward and backward.
             experts, of_experts = max(experts, size), of_experts + count * size
         else:
             largest = max(largest, size)
             total = total + count * size
             units = units + count
     kept = plan.knobs.reshard_after_forward
+    # Nothing is freed between forward and backward.
     if kept is False:
         return root + total + of_experts
     # With a single unit beside the root there is none to fetch ahead
@@ -436,6 +451,7 @@ def _does_not_fit(largest: MemoryEstimate, share: str, topology: Topology) -> st
         f"{largest.shard_degree} ranks (states {_gib(largest.model_states)}, gathered units {_gib(largest.gathered)}), "
         f"but only {share} may be used. "
     )
+    # More ranks make shards smaller, but not what is gathered.
     room = largest.budget - largest.gathered - largest.buffers
     if room <= 0:
         return (

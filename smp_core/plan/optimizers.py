@@ -107,7 +107,8 @@ def states_of(optimizer: Optimizer) -> OptimizerStates:
     """Return what this optimizer is going to keep. Its states are not looked at: before
     the first step there are none."""
     groups = optimizer.param_groups
-    # Of smp_core.optim.StepsTogether, a floor above.
+    # Optimizers of smp_core.optim, a floor above, give the number themselves. Looked up
+    # by name, so that this file need not import them.
     of_group = getattr(optimizer, "planned_states", None)
     if of_group is not None:
         return OptimizerStates(
@@ -115,11 +116,13 @@ def states_of(optimizer: Optimizer) -> OptimizerStates:
             max(map(of_group, groups), default=0),
             origin="found",
         )
+    # Subclasses keep what their bases do.
     for kind in type(optimizer).__mro__:
         name = kind.__name__
         if name in _OURS:
             return replace(_OURS[name], name=name, origin="found")
         if name in _TORCHS:
+            # What options add to it, by the group that asks for most.
             always, more = _TORCHS[name]
             asked = []
             for option, words in _OPTIONS.items():
@@ -139,6 +142,7 @@ def planned_states(asked: str, optimizers: Sequence[Optimizer] = ()) -> Optimize
         asked: `planner.optimizer`: a name, or "auto": what `optimizers` keep (of
             several the one that keeps most), or AdamW where there is none yet.
     """
+    # A name counts more than what the optimizers show.
     if asked in OPTIMIZERS:
         return replace(OPTIMIZERS[asked], origin="given")
     if not optimizers:

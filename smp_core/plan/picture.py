@@ -31,6 +31,7 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
         f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks, shard_degree={shard_degree}: "
         f"{len(partitions)} partition groups, {len(replications)} replication groups"
     ]
+    # A line for each node, up to a screenful.
     for number, (name, ranks) in enumerate(
         zip(topology.node_names, topology.nodes, strict=True)
     ):
@@ -60,6 +61,7 @@ def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) 
     margin = 20
     width = max(margin * 2 + k * step + 120, 600)
     height = margin * 2 + len(nodes) * 84 + 40
+    # Ranks stand side by side in their node's box, nodes one below the other.
     place = {
         rank: (margin + 110 + local * step + step // 2, margin + node * 84 + 36)
         for node, ranks in enumerate(nodes)

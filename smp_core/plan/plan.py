@@ -68,6 +68,7 @@ class Dtypes:
         return _or_own(self.gathered, parameter.dtype)
 
     def of_stored(self, parameter: ParameterShape) -> torch.dtype:
+        # Float32 masters elsewhere let the shard itself be stored as it is computed.
         if self.stored_as_gathered and parameter.trainable and parameter.is_divided:
             return (
                 self.of_gathered(parameter)
@@ -77,6 +78,7 @@ class Dtypes:
         return self.of_stepped(parameter)
 
     def of_stepped(self, parameter: ParameterShape) -> torch.dtype:
+        # Only half precision needs a master; anything else steps itself.
         has_master = self.masters and parameter.trainable and parameter.dtype in HALF
         return torch.float32 if has_master else parameter.dtype
 
@@ -208,6 +210,7 @@ class Plan:
     def word(self) -> str:
         """A text that is equal on two ranks if they decide the same about the same
         model."""
+        # What differs between ranks by right (memory, names of nodes) is left out.
         came = (
             None
             if self.given is None
@@ -251,6 +254,8 @@ class Plan:
     @cached_property
     def hierarchical(self) -> bool:
         """Return whether collectives over the partition group run in two stages."""
+        # Two stages need several nodes with the same number of the group's ranks on
+        # each.
         groups = self.cluster.topology.of_groups(self.layout.size(*INNER))
         return bool(self.knobs.collectives.hierarchical) and groups.has_two_stages(
             self.shard_degree
@@ -269,11 +274,13 @@ class Plan:
         """Return whether a unit's parameter is stored as codes (``frozen_storage``): a
         frozen matrix whose rows are no shorter than codes pay for."""
         if (
+            # Codes of floating-point numbers that no optimizer changes.
             self.knobs.frozen_storage is None
             or parameter.trainable
             or not parameter.dtype.is_floating_point
         ):
             return False
+        # A scale for each short row would take more than the codes save.
         return (
             len(parameter.shape) > 1
             and math.prod(parameter.shape[1:]) >= _SHORTEST_CODED_ROW
@@ -284,6 +291,7 @@ class Plan:
         they are stored."""
         if self.knobs.frozen_storage is None or not self.is_coded(parameter):
             return elements * self.dtypes.of_stored(parameter).itemsize
+        # Codes are counted by rows, each with its scale.
         row = math.prod(parameter.shape[1:])
         return elements // row * RowCodec(self.knobs.frozen_storage).row_bytes(row)
 
@@ -296,6 +304,7 @@ class Plan:
             or parameter.fp8_dim is None
         ):
             return False
+        # Kernels are called on a tensor rank's part, whose sizes have to fit.
         sizes = self.shapes.of_name(parameter.name).shape[-2:]
         return all(size % (FP8_ALIGNMENT * self.layout.tensor) == 0 for size in sizes)
 
@@ -325,6 +334,8 @@ class Plan:
     def computed_in(self, unit: PlannedUnit) -> torch.dtype | None:
         """Return what a unit's parameters are cast to when they are gathered; None:
         each stays in its own dtype."""
+        # One dtype for all units, or each in the dtype of its half precision
+        # parameters.
         if not self.dtypes.masters or self.dtypes.gathered is not None:
             return self.dtypes.gathered
         of_unit = [self.shapes.of_name(name) for name in unit.parameters]
@@ -338,6 +349,7 @@ class Plan:
         """The dtypes that replicated parameters are cast to where they are used, by
         name. Under autocast layers cast their own, so that only one that others of the
         same layer are gathered beside has to be of their dtype."""
+        # Layers with both kinds of parameters would compute with two dtypes.
         beside = {
             name.rpartition(".")[0] for unit in self.units for name in unit.parameters
         }
@@ -364,6 +376,7 @@ class Plan:
         experts."""
         if self.stages is None:
             return self
+        # Units without parameters of this stage are left out, roots stay.
         units = self.stages.units(stage, self.shapes.units, self.shapes.aliases)
         held = {unit.name for unit in units.units}
         experts = tuple(site for site in self.shapes.experts if site.name in held)
@@ -375,6 +388,7 @@ def keeps_parameters(knobs: SmpConfig) -> bool:
     backward pass. Needs ``reshard_after_forward`` as it takes effect: one that frees
     parameters was asked for together with "gradients", or is how a model came; one that
     was asked for by ranks and turned out to keep an unsharded copy frees it too."""
+    # Only where nothing is freed, and shards between micro-batches were not asked for.
     kept = knobs.reshard_after_forward is False and knobs.asked(
         "reshard_after_forward"
     ) in ("auto", False)

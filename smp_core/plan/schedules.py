@@ -47,6 +47,7 @@ def computations(
     schedule: str, stages: int, stage: int, micro_batches: int
 ) -> list[Step]:
     """Return the computations of one stage, in order."""
+    # Backward takes chunks in the reverse order, micro-batches in the same one.
     per_stage = chunks_of(schedule)
     forwards, backwards = [], []
     for number in range(micro_batches * per_stage):
@@ -60,12 +61,14 @@ def computations(
         backwards.append(
             Step("compute", False, (per_stage - 1 - turn) * stages + stage, micro_batch)
         )
+    # Forwards before the first backward: one for each stage behind this one.
     ahead = stages - stage - 1
     if per_stage > 1:
         ahead = 2 * ahead + (per_stage - 1) * stages
     if schedule == "gpipe":
         ahead = len(forwards)
     ahead = min(ahead, len(forwards))
+    # Then one backward for each forward, and the rest of the backwards.
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
@@ -106,6 +109,7 @@ def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
     for each other, also where each has to wait for its sends. Then receives are begun a
     computation earlier where that goes the other way (:func:`_begun_ahead`).
     """
+    # Played in rounds: stages that are ready compute, and messages follow.
     stages = len(orders)
     lists: list[list[Step]] = [[] for _ in orders]
     left = [list(reversed(order)) for order in orders]
@@ -125,6 +129,7 @@ def with_messages(orders: list[list[Step]], chunks: int) -> list[list[Step]]:
             done.append((stage, step))
         for stage, step in done:
             there.add((step.is_forward, step.chunk, step.micro_batch))
+            # A forward goes to the next chunk, a backward to the one before.
             further = step.chunk + 1 if step.is_forward else step.chunk - 1
             if 0 <= further < chunks:
                 peer = further % stages
@@ -146,7 +151,7 @@ def _begun_ahead(steps: list[Step]) -> list[Step]:
 
     Only before a computation that goes the other way. What is sent behind that one uses
     the other way's group, so activations among themselves, and gradients among
-    themselves, stay in the order in which nobody waits in a circle.
+    themselves, stay in the order in which no stages wait in a circle.
     """
     order: list[Step] = []
     computed = 0  # the place of the last computation
@@ -157,6 +162,7 @@ def _begun_ahead(steps: list[Step]) -> list[Step]:
             order.append(step)
             continue
         if (
+            # No earlier message of its way may be passed, or the order would change.
             step.act == "receive"
             and not held[step.is_forward]
             and computed < len(order)
@@ -172,6 +178,7 @@ def _begun_ahead(steps: list[Step]) -> list[Step]:
 
 def _may_pass(message: Step, computation: Step) -> bool:
     """Return whether a receive may be begun before a computation."""
+    # The same way: what is sent behind the computation uses the same group.
     if message.is_forward == computation.is_forward:
         return False
     if message.is_forward:
@@ -187,6 +194,7 @@ def _may_pass(message: Step, computation: Step) -> bool:
 def _is_ready(step: Step, there: set[tuple[bool, int, int]], chunks: int) -> bool:
     if step.is_forward:
         return step.chunk == 0 or (True, step.chunk - 1, step.micro_batch) in there
+    # Backward needs the chunk's own forward, and the next chunk's gradient.
     own = (True, step.chunk, step.micro_batch) in there
     return own and (
         step.chunk == chunks - 1 or (False, step.chunk + 1, step.micro_batch) in there

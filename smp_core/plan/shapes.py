@@ -113,6 +113,7 @@ class Shapes:
     experts: tuple[ExpertShape, ...] = ()
 
     def __post_init__(self) -> None:
+        # A rule may name parameters by any of their names.
         for unit in self.units.units:
             for name in unit.parameters:
                 if self.aliases.get(name, name) not in self.by_name:
@@ -133,6 +134,7 @@ class Shapes:
                 without parameters.
         """
         units = plan_units(model, asked, entry=entry)
+        # What is recomputed is a choice about modules, and so decided with the units.
         setting = asked.activations.checkpoint
         if setting == "none":
             return cls.with_units(model, units)
@@ -155,6 +157,7 @@ class Shapes:
         Raises:
             ValueError: torchao's quantised weights.
         """
+        # Refused before anything is decided about them.
         for name, parameter in model.named_parameters():
             _refuse_quantized(name, parameter)
         # Tied parameters count once, by their first name.
@@ -216,6 +219,7 @@ class Shapes:
         """Return the shapes with units of experts as :func:`plan_units` makes them
         where ranks divide these."""
         units: list[PlannedUnit] = []
+        # Each unit is cut into one for each site of experts in it, and the rest.
         for unit in self.units.units:
             own: dict[str, list[str]] = {unit.name: []}
             for name in unit.parameters:
@@ -258,6 +262,7 @@ class Shapes:
         """Parameters of one shape, dtype and kind together: the first of them, whether
         they are of a unit, how many. A planner asks for their bytes thousands of
         times."""
+        # Names alone differ between alike parameters.
         of_units = {name for unit in self.units.units for name in unit.parameters}
         found: dict[tuple[Any, ...], list[ParameterShape]] = {}
         for each in self.parameters:

@@ -69,6 +69,8 @@ class Stages:
         """Each parameter's stages: one, or where it works before and behind the blocks
         the first and the last."""
         found = {name: (0,) for name in self.names}  # also what no forward uses
+        # Later entries win: a parameter behind the blocks is the last stage's, a tied
+        # one both ends'.
         for chunk in range(self.n_chunks):
             for number in self.blocks(chunk):
                 found |= dict.fromkeys(
@@ -104,6 +106,7 @@ class Stages:
         """The stage on which each saved buffer works, and may change: its block's, or
         the first; of what is no module that runs before the blocks the last, which runs
         all of the code."""
+        # By the block's stage; outside of blocks by what runs there.
         stages: dict[int | None, int] = {-1: 0, None: self.count - 1}
         for chunk in range(self.n_chunks):
             stages |= dict.fromkeys(self.blocks(chunk), chunk % self.count)
@@ -114,6 +117,7 @@ class Stages:
     ) -> WrapPlan:
         """Return what a stage shards, its parameters' units and roots, and what it
         replicates."""
+        # Units keep their place, with this stage's parameters.
         own = self.owned(stage)
         held = []
         for unit in units.units:
@@ -137,6 +141,7 @@ class Stages:
         of those between them with as many blocks the first, which has most
         micro-batches on their way."""
         between = range(1, self.count - 1)
+        # Reversed, so that of stages with equal numbers of blocks the first one stays.
         found = {sum(self.blocks_of(stage)): stage for stage in reversed(between)}
         return (0, *sorted(found.values()), self.count - 1)
 

@@ -118,6 +118,7 @@ class ModelDraft(Draft):
 
     def plan(self) -> Plan:
         """Return the plan that all subjects have written."""
+        # By now every knob that was "auto" has a value.
         param_dtype = dtype_of(self.knobs.param_dtype)
         reduce_dtype = dtype_of(self.knobs.reduce_dtype)
         return Plan(
@@ -185,6 +186,7 @@ class Subject:
     def is_off(self, knobs: SmpConfig) -> bool:
         """Return whether there is nothing to resolve and nothing to report with these
         knobs."""
+        # A subject at its defaults decides nothing, and reports nothing.
         return self.optional and all(
             getattr(knobs, knob) == getattr(DEFAULTS, knob) for knob in self.knobs
         )
@@ -213,6 +215,7 @@ class Subject:
     def beside(self, other: Subject) -> list[str]:
         """Return why it does not go together with another subject, in words; empty
         where it does."""
+        # A clash is listed by one of the two.
         own = [clash.words for clash in self.apart if clash.other == other.name]
         return [
             *own,
@@ -228,6 +231,7 @@ class Subject:
         Raises:
             ValueError: names all of it, and what to write.
         """
+        # All clashes at once, so that each has its remedy in one message.
         found = [(clash.found(draft), clash.instead) for clash in self.apart]
         lines = "\n".join(
             f"- {what}; {instead}" for what, instead in found if what is not None
@@ -245,6 +249,7 @@ def asked_for(knob: str, unless: Any = None) -> Callable[[ModelDraft], str | Non
     """
 
     def found(draft: ModelDraft) -> str | None:
+        # Fields of knobs by dots; a knob that is None has no fields.
         value: Any = draft.knobs
         for name in knob.split("."):
             value = None if value is None else getattr(value, name)

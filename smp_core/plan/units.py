@@ -15,7 +15,7 @@ settled here:
 - optional modules, which some ranks leave out in some micro-batches, are no units, nor
   is anything inside them: their parameters belong to the unit around them, a root if
   there is no other. FSDP2 gathers that one on all ranks, and reduces it when the pass
-  is over, whoever used what. ``units.optional="auto"`` finds the towers of a
+  is over, whichever rank used it. ``units.optional="auto"`` finds the towers of a
   Transformers model, which are called where a sample has an image or sound: its config
   has one of its own for text, and of the sub-models (each a ``PreTrainedModel``) those
   for text hold the model's input embeddings;
@@ -95,12 +95,15 @@ def plan_units(
             ``"auto"`` finds nothing; the model has no parameters.
     """
     names = {module: name for name, module in model.named_modules()}
+    # What is chosen by rule or by the user, before what else a unit needs is looked at.
     blocks, why = _blocks(model, config)
     blocks = _compiled_whole(model, blocks)
     left_out = _optional(model, config)
     optional = {inner for module in left_out for inner in module.modules()}
     children: list[nn.Module] = []
     roots = [model]
+    # Steps that call methods make the model's children roots, or the model where it
+    # owns parameters.
     if entry != "forward":
         children = [each for each in _callable_children(model) if each not in optional]
         if entry != "steps" or not _outside(model, children):
@@ -110,16 +113,19 @@ def plan_units(
         for module in [*blocks, *children, *roots]
         if _callable(module) or module is model
     }
+    # Experts are sharded over fewer ranks than the rest of their layer.
     if config.expert_parallel_degree != 1:
         chosen |= {
             model.get_submodule(site.name)
             for site in experts_of(model)
             if not site.problem
         }
+    # Large modules outside of blocks (embeddings, heads) would make the root large.
     if config.units.min_parameters > 0:
         chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
     chosen -= optional
 
+    # From here on: what FSDP2 would refuse becomes a unit of its own, or is replicated.
     replicated = _indivisible(model)
     chosen -= _leaves_tied_elsewhere(model, chosen, keep=set(roots))
     owner = _owners(model, chosen)
@@ -132,6 +138,7 @@ def plan_units(
     replicated |= tied
     replicated |= _second_dtypes(owner, replicated)
 
+    # Every parameter belongs to its unit, or stays plain.
     members: dict[nn.Module, list[str]] = defaultdict(list)
     plain: list[str] = []
     for name, parameter in model.named_parameters():
@@ -143,6 +150,8 @@ def plan_units(
         raise ValueError(
             f"{type(model).__name__} has no parameters: there is nothing to shard"
         )
+    # Roots that share a unit cannot be sharded apart: the model is the root of all of
+    # them.
     if _overlap(roots, chosen):
         roots = [model]
         chosen.add(model)
@@ -173,6 +182,7 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
     before the first of these."""
     ordered: dict[nn.Module, None] = {}
 
+    # Units inside come first, in whatever order the model lists its modules.
     def add(module: nn.Module) -> None:
         for inner in reversed(list(module.modules())):
             if inner in chosen and inner not in ordered and inner is not module:
@@ -188,6 +198,7 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
 def _overlap(roots: list[nn.Module], chosen: set[nn.Module]) -> bool:
     """Return whether a unit lies in two of the roots, or is one of them inside of
     another."""
+    # Counted once for each root: more than there are means that two have one in common.
     inside = [chosen.intersection(root.modules()) for root in roots]
     return sum(map(len, inside)) > len(set().union(*inside))
 
@@ -196,6 +207,7 @@ def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator
     """Yield the names of the blocks that are more than one layer of torch's own and lie
     in no other block."""
     inside: set[nn.Module] = set()
+    # Torch's own single layers are units, and no blocks to recompute.
     wanted: set[nn.Module] = set()
     for block in blocks:
         has_children = next(block.children(), None) is not None
@@ -214,6 +226,7 @@ def _is_leaf(module: nn.Module) -> bool:
 def _callable(module: nn.Module) -> bool:
     """Return whether the module has a forward of its own; FSDP2's hooks sit there.
     (What torch.compile returns has it as an attribute of the instance.)"""
+    # Containers have no forward to put hooks on.
     has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(
         module
     )
@@ -221,6 +234,7 @@ def _callable(module: nn.Module) -> bool:
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    # Children that are only containers are looked into.
     for child in module.children():
         if not any(True for _ in child.parameters()):
             continue
@@ -254,6 +268,7 @@ def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module
 
 def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
     choose = config.units.modules
+    # A rule of the library, a function of the user, or names.
     if choose == "auto":
         return _auto_blocks(model)
     if callable(choose):
@@ -305,6 +320,7 @@ def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
 
 
 def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
+    # Transformers' own word for blocks that belong on one device.
     declared = {
         name
         for module in model.modules()
@@ -316,6 +332,7 @@ def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
             found,
             f"_no_split_modules: {', '.join(sorted({_class_name(m) for m in found}))}",
         )
+    # Otherwise: several children of one class in a list, each with parts of its own.
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -348,6 +365,7 @@ def _by_size(
     the threshold."""
     added: set[nn.Module] = set()
 
+    # The size of what no smaller unit has taken; returned upwards.
     def visit(module: nn.Module) -> int:
         own = sum(p.numel() for p in module.parameters(recurse=False))
         if isinstance(module, _READS_INSIDE):
@@ -385,6 +403,7 @@ def _owners(
     }
 
     def visit(module: nn.Module, unit: nn.Module | None) -> None:
+        # The innermost chosen module around a parameter gathers it.
         unit = module if module in chosen else unit
         for parameter in module.parameters(recurse=False):
             if unit is not None:
@@ -401,6 +420,7 @@ def _leaves_tied_elsewhere(
 ) -> set[nn.Module]:
     """Return the chosen modules that hold nothing but parameters tied with another
     unit: the unit around them can own those."""
+    # A unit with nothing of its own would only gather what its neighbour has.
     owner = _owners(model, chosen)
     tied = {parameter for parameter, units in owner.items() if len(units) > 1}
     return {module for module in chosen - keep if tied.issuperset(module.parameters())}
@@ -419,11 +439,13 @@ def _other_dtype_leaves(
 ) -> set[nn.Module]:
     """Return the leaves whose trainable dtype is not the most common one of their
     unit."""
+    # FSDP2 wants one trainable dtype in a unit.
     dtype_of = _main_dtypes(owner, replicated)
     leaves: set[nn.Module] = set()
     readers = [
         module for module in model.modules() if isinstance(module, _READS_INSIDE)
     ]
+    # Layers inside of these are not called, so they cannot gather by themselves.
     read = {
         inner for outer in readers for inner in outer.modules() if inner is not outer
     }
@@ -437,6 +459,7 @@ def _other_dtype_leaves(
         ]
         if not own or not _callable(module):
             continue
+        # All of a leaf's parameters, so that none of them is left in the unit around.
         if all(owner[p] and p.dtype != dtype_of[next(iter(owner[p]))] for p in own):
             leaves.add(module)
     return leaves
@@ -459,6 +482,7 @@ def _second_dtypes(
 def _main_dtypes(
     owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
 ) -> dict[nn.Module, torch.dtype]:
+    # By elements: the most common dtype is that of most memory.
     counts: dict[nn.Module, dict[torch.dtype, int]] = defaultdict(
         lambda: defaultdict(int)
     )
@@ -491,6 +515,7 @@ def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[A
     Raises:
         ValueError: none has the method.
     """
+    # "encoder.encode" is a unit and its method, "generate" any root's method.
     owner, _, method = entry.rpartition(".")
     candidates = [unit for unit in units if unit.name == owner]
     if not owner:
@@ -519,6 +544,7 @@ def towers(model: nn.Module) -> list[str]:
     def is_model(module: nn.Module) -> bool:
         return isinstance(module, PreTrainedModel)
 
+    # Outermost models first; what lies inside of a tower is part of it.
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, None] = {}
     for outer in filter(is_model, model.modules()):
@@ -535,6 +561,7 @@ def _is_composite(model: Any) -> bool:
 
 def _beside_text(model: Any, is_model: Any) -> Iterator[nn.Module]:
     """Yield the outermost sub-models without the input embeddings."""
+    # The model of text holds the embeddings of the words that come in.
     words, _ = embeddings_of(model)
     if words is None:
         return

@@ -43,6 +43,7 @@ def with_adapters(split: Split) -> Iterator[Split]:
     _require_lora(split)
     yield replace(split, name=f"{split.name}.base_layer", module=layer.base_layer)
     column = split.role in ("column", "column_gather")
+    # Several adapters may stand beside one layer; each follows the base layer.
     for adapter in layer.lora_A:
         first = replace(
             split, name=f"{split.name}.lora_A.{adapter}", module=layer.lora_A[adapter]
@@ -57,6 +58,7 @@ def with_adapters(split: Split) -> Iterator[Split]:
 def _require_lora(split: Split) -> None:
     layer: Any = split.module
     kind = f"{type(layer).__module__.rpartition('.')[0]}.{type(layer).__name__}"
+    # Only plain LoRA is known to be the product of two linear layers.
     if not all(
         isinstance(getattr(layer, name, None), nn.ModuleDict) for name in _PARTS
     ) or not len(layer.lora_A):
@@ -82,6 +84,7 @@ def is_of_adapter(name: str) -> bool:
 def around(name: str) -> str:
     """Return the name of the module that a layer is in: of what PEFT wraps, the module
     around it."""
+    # PEFT's containers do not count as modules around the layer.
     parts = name.split(".")
     if len(parts) > 1 and parts[-1] == "base_layer":
         parts = parts[:-1]

@@ -106,22 +106,26 @@ def apply_tensor_parallel(
     found, inspected = settle_splits(model, plan, axis.degree, sequence_parallel, whole)
     if inspected is not None and dist.get_rank() == 0:
         logger.warning("tensor_parallel.plan='infer': %s", inspected.describe())
+    # A layer that PEFT has wrapped becomes its base layer and its adapters, each with a
+    # role.
     splits = [each for split in found for each in with_adapters(split)]
     refuse_wrapped(model)
     let_anomalies_be_found()
     refuse_whole_states(model)
-    # The layers.
+    # Every layer gets its part of the weights, and a forward that uses it.
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel, inspected)
     refuse_hooks(model, splitting.blocks)
     splitting.random = settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
     # Logits, and the loss of them.
     known = transformers_model(model)
+    # Only a head that is a column layer has logits that are split.
     head = None if known is None else embeddings_of(known)[1]
     split_head = head is not None and any(
         split.module is head and split.is_column for split in splits
     )
     split_loss = split_head and (chunked_loss or split_vocabulary_loss(known, axis))
+    # What is no DTensor now is held, and stepped, whole by every tensor rank.
     repeated = {
         name: p.numel()
         for name, p in model.named_parameters()
@@ -160,6 +164,8 @@ class _Splitting:
         self.mesh = mesh
         self.axis = axis
         self.splits = splits
+        # Tokens are split in blocks of stacks only: each block has its own record of
+        # it.
         found = stacks_of(model, splits)
         self.stacks = []
         for names in found:
@@ -169,11 +175,15 @@ class _Splitting:
         self._tokens: dict[str, Tokens] = {}
         for stack in self.stacks:
             self._tokens |= dict(zip(stack.names, stack.tokens, strict=True))
+        # Without sequence parallelism there are stacks (for the trials), and no block
+        # whose tokens may be split.
         self.blocks = list(self._tokens) if sequence_parallel else []
         self.whole = [split.name for split in splits if split.role == "whole"]
         self.random: list[str] = []
         self.forwards: list[BlockForward] = []
         self.compared: list[ComparedForward] = []
+        # The unsplit model as trials need it: roles now, former attributes once all is
+        # split.
         self.unsplit = Unsplit({split.module: split for split in splits})
         self.n_in_pieces = 0
         self._shared: dict[nn.Module, ColumnInputs] = {}
@@ -184,6 +194,8 @@ class _Splitting:
             )
 
     def split_all(self) -> None:
+        # What splitting changes is found by comparison, so that no step of it has to
+        # keep a list.
         before = {
             module: {**vars(module), "forward": module.forward}
             for module in self.model.modules()
@@ -206,14 +218,17 @@ class _Splitting:
         )
         # Attention counts a rank's heads only.
         attention = self._attention = self._attention_modules()
+        # Forwards reshape by these numbers, which would count all ranks' heads.
         for module, attribute in self._divided_attributes():
             setattr(module, attribute, getattr(module, attribute) // self.axis.degree)
+        # Something for each head (Bloom's ALiBi) comes for all heads; the rank takes
+        # its own.
         for module, argument in (
             arguments_of_heads(self.model) if self.inspected is None else ()
         ):
             heads: Any = module.num_heads
             module.forward = OwnHeadsForward(module.forward, self.axis, argument, heads)
-        # Each layer, by its role.
+        # Parameters are replaced here; from now on a layer holds this rank's part.
         for split in self.splits:
             if split.is_column:
                 self._column(split)
@@ -230,6 +245,8 @@ class _Splitting:
         for name, module in self.model.named_modules():
             role = by_name[name].role if name in by_name else None
             if role in (None, "sum", "replicate", "adapter"):
+                # Their own parameters get parts of gradients wherever ranks see
+                # different activations.
                 summing += self._summing(name, module, role, attention)
         # Forwards around what was split: shared inputs, attention, modules that need
         # all tokens.
@@ -260,6 +277,7 @@ class _Splitting:
         recompute."""
         units = units_of(self.model, self.splits, self._tokens)
         for stack in self.stacks:
+            # Reversed, so that the first of several places of a shared block stays.
             places = {
                 self.model.get_submodule(name): place
                 for place, name in reversed(list(enumerate(stack.names)))
@@ -269,6 +287,7 @@ class _Splitting:
                 own = block.forward
                 if self.axis.draws:
                     block.forward = RandomForward(block, own, self.axis)
+                # The trial of a block settles the assumptions of the forwards in it.
                 inside = set(block.modules())
                 of_block = [each for each in summing if each.module in inside]
                 shared = shared_with_others(self.model, block)
@@ -286,6 +305,7 @@ class _Splitting:
                         unsplit,
                     )
                 )
+        # Units outside of blocks are compared by a forward of their own.
         for name in units:
             if name not in self._tokens:
                 module = self.model.get_submodule(name)
@@ -322,8 +342,11 @@ class _Splitting:
     def _column(self, split: Split) -> None:
         layer: Any = split.module
         above, parent = self._parent(split.name)
+        # Transformers' Conv1D keeps its weight transposed.
         dim = 1 if is_conv1d(layer) else 0
         outputs = layer.weight.shape[dim]
+        # Outputs of attention are cut between heads, which equal stretches of a packed
+        # weight do not do.
         rows = None
         if outputs % self.axis.degree or parent is not self.model:
             head = head_size(parent) if self.inspected is None else None
@@ -332,10 +355,13 @@ class _Splitting:
             )
         if rows is not None and split.role == "column_gather":
             rows = None  # gathered in the order in which they are stored
+        # A weight of one block that is not cut in equal stretches has fewer heads than
+        # there are ranks.
         if rows is not None and split.blocks == 1:
             self._share_heads(split, parent, above)
         self._distribute(layer, "weight", dim)
         self._distribute(layer, "bias", 0)
+        # A layer of the root has no parent whose end would drop the shared inputs.
         alone = parent is self.model
         inputs = ColumnInputs(self.axis) if alone else self._inputs(parent)
         known = transformers_model(self.model)
@@ -343,7 +369,9 @@ class _Splitting:
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
         tokens = self._tokens_in(split.name)
         reads_others = reads_other_tokens(self.model, split.name)
+        # Its input was gathered before: for all of attention, or outside of the block.
         is_entered = above in self._attention or reads_others
+        # Layers that exchange rows of weights keep autograd's way for their gradients.
         if rows is None:
             in_pieces = (
                 tokens is not WHOLE_TOKENS
@@ -390,6 +418,8 @@ class _Splitting:
                 f"{type(parent).__name__} has no num_key_value_groups that says how queries share them; write a "
                 "tensor_parallel_degree that divides its heads"
             )
+        # The forward repeats keys by this number: now the queries of this rank for its
+        # one head.
         parent.num_key_value_groups = (
             self._query_outputs(above) // parent.head_dim // self.axis.degree
         )
@@ -398,6 +428,7 @@ class _Splitting:
         layer: Any = split.module
         dim = 0 if is_conv1d(layer) else 1
         inputs = layer.weight.shape[dim]
+        # Equal stretches of inputs have to match the column layers' outputs before it.
         if inputs % self.axis.degree:
             raise ValueError(
                 f"tensor_parallel_degree={self.axis.degree} does not divide the {inputs} inputs of {split.name}; leave "
@@ -405,6 +436,8 @@ class _Splitting:
             )
         self._distribute(layer, "weight", dim)
         tokens = self._tokens_in(split.name)
+        # A product is made in pieces only where the sum of tokens behind it can hide
+        # it.
         in_pieces = (
             tokens is not WHOLE_TOKENS
             and self._goes_in_pieces(split)
@@ -422,6 +455,7 @@ class _Splitting:
 
     def _vocabulary(self, split: Split) -> None:
         words: Any = split.module
+        # The vocabulary is cut into equal stretches of rows.
         if words.weight.shape[0] % self.axis.degree:
             raise ValueError(
                 f"tensor_parallel_degree={self.axis.degree} does not divide the {words.weight.shape[0]} rows of "
@@ -446,6 +480,7 @@ class _Splitting:
         features; a bias would have to be split too."""
         module: Any = split.module
         weights = _own(module)
+        # Other layouts have no known dimension of inner features.
         if set(weights) != {"gate_up_proj", "down_proj"} or any(
             p.ndim != 3 for p in weights.values()
         ):
@@ -466,6 +501,8 @@ class _Splitting:
             gate = range(rank * own, (rank + 1) * own)
             up = range(inner + gate.start, inner + gate.stop)
             by_rank.append((*gate, *up))
+        # Stored in equal stretches; the rows of gate and up that belong together are
+        # exchanged in each call.
         self._distribute(module, "gate_up_proj", 1)
         self._distribute(module, "down_proj", 2)
         rows = {"gate_up_proj": RowsInUse(tuple(by_rank), 2 * inner)}
@@ -477,12 +514,14 @@ class _Splitting:
         whole = _own(module).get(name)
         if whole is None or isinstance(whole, DTensor):
             return
+        # A copy: a view would keep the memory of the unsplit weight alive.
         part = (
             whole.detach()
             .chunk(self.axis.degree, dim)[self.axis.rank]
             .contiguous()
             .clone()
         )
+        # FSDP2 and checkpoints read the unsplit shape and stride from the DTensor.
         stride = torch.empty(whole.shape, device="meta").stride()
         tensor = DTensor.from_local(
             part,
@@ -493,6 +532,7 @@ class _Splitting:
             stride=stride,
         )
         split = nn.Parameter(tensor, requires_grad=whole.requires_grad)
+        # Tied modules keep sharing one parameter.
         for other in self.model.modules():
             for key, parameter in _own(other).items():
                 if parameter is whole:
@@ -501,12 +541,15 @@ class _Splitting:
     def _attention_modules(self) -> dict[str, bool]:
         """Return modules with heads and column layers -> whether what is between these
         sees the rank's own heads only."""
+        # An inspection names them; otherwise attention is what has column layers and
+        # known names of heads.
         if self.inspected is not None:
             return dict.fromkeys(self.inspected.attention, True)
         found: dict[str, bool] = {}
         for split in self.splits:
             above, parent = self._parent(split.name)
             if split.is_column and has_heads(parent):
+                # Outputs that are gathered show all heads on every rank.
                 found[above] = split.role == "column"
         return found
 
@@ -520,16 +563,23 @@ class _Splitting:
         """Put a forward around a module whose own parameters' gradients may have to be
         added up; yield it."""
         own = _own(module).values()
+        # Split parameters have complete gradients on their rank.
         if not own or any(isinstance(parameter, DTensor) for parameter in own):
             return
         inside = [above for above in attention if name.startswith(f"{above}.")]
+        # The innermost attention decides whether a rank sees its own heads or all of
+        # them.
         tokens = self._tokens_in(name)
         always = role == "sum"
         if inside and role not in ("sum", "adapter"):
             if not attention[max(inside, key=len)]:
                 return  # of all heads on every rank
+            # An inspection has found out which modules between layers get parts
+            # ("sum").
             always = self.inspected is None
+        # Outside of attention gradients are parts only where tokens are split.
         if always or tokens is not WHOLE_TOKENS:
+            # In blocks the assumption is settled by the trial.
             is_open = always and holds(list(self._tokens), name)
             module.forward = summing = SummingForward(
                 module, module.forward, self.axis, tokens, always, is_open

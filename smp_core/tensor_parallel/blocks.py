@@ -71,6 +71,7 @@ def _in_backward() -> bool:
 def _same_tensor(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors show the same numbers, unchanged (``_version``, the
     count of in-place changes, which nothing public tells): FSDP2 hands on an alias."""
+    # Two tensors of one storage may still show other elements of it.
     same_memory = (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape
@@ -117,14 +118,18 @@ class _Watched(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # The operation itself, on plain tensors.
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
-        # torch.autograd.Function's, FSDP2's units.
+        # torch.autograd.Function and FSDP2's units make such aliases; they are no use.
         if func is Tensor.view_as and isinstance(args[0], _Watched):
             made.__class__, made.given = cls, args[0].given
+        # Asking for a shape or a dtype is no use of the numbers.
         elif not isinstance(made, _SAYS_NOTHING):
             for _, tensor in iterate_tensors([args, kwargs or {}]):
                 if isinstance(tensor, _Watched):
+                    # Something other than the next block reads it: tokens have to be
+                    # joined there.
                     tensor.given.is_used = True
         return made
 
@@ -172,9 +177,13 @@ class Stack:
     def know(self, without_trial: bool) -> None:
         """Let tokens stay split between all blocks; and in them, if they are not to be
         tried out."""
+        # Without values nothing can be tried out; what is assumed of the blocks is set
+        # at once.
         self.is_tried = not without_trial
         if not self.may_split:
             return
+        # Stages hand on a part of the tokens, so that nothing has to be learned about
+        # what stands between.
         self.is_known, self._is_learning = True, False
         self.links = [True] * len(self.links)
         for tokens in self.tokens if without_trial else ():
@@ -188,9 +197,12 @@ class Stack:
         """
         if self.is_known or _in_backward():
             return hidden, place > 0 and self.links[place - 1]
+        # A new forward pass: what blocks of the last one returned is forgotten.
         if place == 0:
             self._own.clear()
         self._device = hidden.device
+        # What the block before returned; None after the stack's begin or a block with
+        # whole tokens.
         last, self._last = self._last, None
         if last is None:
             return hidden, False
@@ -198,6 +210,7 @@ class Stack:
             return self._follow(last, hidden)
 
     def _follow(self, last: _Given, hidden: Tensor) -> tuple[Tensor, bool]:
+        # Something stands between: what was returned must be whole for it.
         if not _same_tensor(last.hidden, hidden):
             self._require_whole(last)
             self._indirect.add(last.place)
@@ -205,6 +218,8 @@ class Stack:
         if self._is_learning and hidden.requires_grad:
             hidden = hidden.view_as(hidden)  # what comes from the next block alone
 
+            # The gradient that comes through the next block, to be compared with all of
+            # it.
             def note(gradient: Tensor) -> None:
                 last.of_next = gradient
 
@@ -213,6 +228,8 @@ class Stack:
 
     def leave(self, place: int, hidden: Tensor, is_split: bool) -> None:
         """Note what a block returns."""
+        # A recomputed forward has been noted already, and the last block is followed by
+        # no other.
         if self.is_known or _in_backward() or place == len(self.links):
             return
         self._last = last = _Given(place, hidden.detach(), is_split)
@@ -220,6 +237,8 @@ class Stack:
             self._returned.append(last)
 
             def compare(gradient: Tensor) -> None:
+                # If the next block sends the whole gradient, nothing else has read the
+                # output.
                 of_next, last.of_next = last.of_next, None
                 alone = of_next is not None and torch.equal(of_next, gradient)
                 (self._direct if alone else self._indirect).add(place)
@@ -230,15 +249,19 @@ class Stack:
     def learn(self) -> None:
         """Let tokens stay split from the next step on, where the last one showed that
         they can. Collective over the axis; when gradients are complete."""
+        # The last output of a step that no block took, as with layers that are skipped.
         last, self._last = self._last, None
         if last is not None:
             self._require_whole(last)
             self._indirect.add(last.place)
+        # Only steps that sent gradients show anything.
         if not self._is_learning or not (self._direct or self._indirect):
             return
         self._is_learning = False
         self._indirect |= {each.place for each in self._returned if each.is_used}
         self._returned.clear()
+        # Tokens stay split between two blocks that are both split and directly
+        # connected.
         both = [
             one.split and other.split
             for one, other in zip(self.tokens, self.tokens[1:], strict=False)
@@ -247,6 +270,7 @@ class Stack:
             split and n in self._direct and n not in self._indirect
             for n, split in enumerate(both)
         ]
+        # One rank that saw another use breaks the link for all.
         breaks = torch.tensor([not keep for keep in keeps], device=self._device).float()
         self.links = (self.axis.maximum(breaks) == 0).tolist()
 
@@ -316,7 +340,9 @@ class BlockForward:
         axis = self.stack.axis
         tokens = self.stack.tokens[self.place]
         stack = self.stack
+        # A watched output that enters a block is no use of it.
         args, kwargs = with_hidden(args, kwargs, _plain)
+        # The first call decides; all ranks make it together.
         if stack.is_tried and self.found is None and not tokens.split:
             self._try_out(args, kwargs)
         args, kwargs = with_hidden(
@@ -324,6 +350,8 @@ class BlockForward:
         )
         if not tokens.split:
             return args, kwargs
+        # What comes in whole has a part of its gradient on each rank, but for this
+        # rank's heads.
         return with_others(
             args,
             kwargs,
@@ -333,12 +361,16 @@ class BlockForward:
     @torch.compiler.disable
     def _returned(self, output: Any) -> Any:
         axis, split = self.stack.axis, self.stack.tokens[self.place].split
+        # Float tensors alongside the hidden states; those of this rank's heads are
+        # remembered for later blocks.
         found = iterate_tensors(output[1:]) if isinstance(output, tuple) else ()
         others = [tensor for _, tensor in found if tensor.is_floating_point()]
         own = [
             (tensor, self.own[n]) for n, tensor in enumerate(others) if n in self.own
         ]
         self.stack.add_own(own)
+        # All ranks return the same here, and gradients of it are equal: one of them
+        # counts.
         if split:
             ids = {id(tensor) for tensor, _ in own}
             output = with_other_outputs(
@@ -349,24 +381,29 @@ class BlockForward:
 
     def _enter(self, hidden: Tensor, split: bool) -> Tensor:
         axis = self.stack.axis
+        # Tokens come split from the block before, or whole from anything else.
         hidden, came_split = self.stack.enter(self.place, hidden)
         if came_split and not split:
             return join_tokens(hidden, axis)
         return self._split(hidden) if split and not came_split else hidden
 
     def _split(self, hidden: Tensor) -> Tensor:
+        # Without gradients uneven tokens are padded.
         if torch.is_grad_enabled():
             require_equal_parts(hidden.shape[-2], self.stack.axis.degree)
+        # The length gives the number of tokens before padding, which joining cuts off.
         self.stack.axis.begin(hidden)
         return split_tokens(hidden, self.stack.axis)
 
     def _leave(self, output: Any, split: bool) -> Any:
         stack, axis = self.stack, self.stack.axis
+        # Tokens stay split if the next block is known to take exactly this.
         gives_split = self.place < len(stack.links) and stack.links[self.place]
         if split and not gives_split:
             output = with_output(output, lambda hidden: join_tokens(hidden, axis))
         elif gives_split and not split:
             output = with_output(output, self._split)
+        # Noted for the block behind, which checks that it is given this.
         if split or gives_split:
             stack.leave(
                 self.place,
@@ -384,10 +421,14 @@ class BlockForward:
             ValueError: what is not the same with whole tokens either.
         """
         stack, name = self.stack, self.stack.names[self.place]
+        # Blocks that draw random numbers cannot go on with whole tokens; they are tried
+        # out in their first forward of any kind.
         draws = bool(self.random) and self.block.training
         if stack.is_known and self.place > 0:  # this rank's tokens of them
             args, kwargs = with_hidden(args, kwargs, self._like_whole)
         hidden = hidden_among(args, kwargs)
+        # Evaluation may have any number of tokens; a trial then waits for a training
+        # call.
         is_even = hidden.ndim > 1 and hidden.shape[-2] % stack.axis.degree == 0
         trains = torch.is_grad_enabled()
         if trains not in self.compared:
@@ -395,6 +436,8 @@ class BlockForward:
             self._compare(args, kwargs)
         if not trains and not (draws and is_even):
             return
+        # Known reasons are handed in: the trial still settles which gradients are
+        # parts.
         stay_whole = self.shared if stack.may_split else "sequence_parallel=False"
         trial = TokenTrial(
             name,
@@ -407,6 +450,8 @@ class BlockForward:
         self.found = trial.run(
             args, kwargs, stack.is_own, stay_whole, evaluating=bool(self.random)
         )
+        # Dimensions that the comparison has found are kept; the trial only knows
+        # numbers of outputs.
         self.own = dict.fromkeys(self.found.own_outputs) | self.own
         if self.found.why and stack.may_split:
             self._go_on_with_whole_tokens(name, self.found.why)
@@ -415,6 +460,7 @@ class BlockForward:
         """Compare the block with the unsplit one, unless it takes parts whose dimension
         is not known."""
         stack = self.stack
+        # Arguments that an earlier block returned as parts.
         own = [
             tensor
             for _, tensor in iterate_tensors([args, kwargs])
@@ -438,6 +484,8 @@ class BlockForward:
         )
 
     def _go_on_with_whole_tokens(self, name: str, why: str) -> None:
+        # Dropout among whole tokens has no right answer; products in pieces need split
+        # tokens.
         if self.random:
             refuse_random(self.random, f"{name} keeps whole tokens ({why}), and ")
         axis = self.stack.axis
@@ -446,6 +494,7 @@ class BlockForward:
                 f"tensor_parallel.overlap={axis.overlap!r}: {name} keeps whole tokens: {why}; "
                 "write tensor_parallel={'overlap': 'sums'}"
             )
+        # One warning for a model, not one for each block.
         is_first_found = not any(tokens.why for tokens in self.stack.tokens)
         self.stack.tokens[self.place].why = why
         if is_first_found and dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Products of split layers in one with the message before or behind them
+"""Products of split layers that overlap with the messages around them
 (``tensor_parallel.overlap``).
 
 Where tokens are split, the input of column layers is gathered right before their
@@ -43,12 +43,14 @@ def gather_products(
     returned is contiguous."""
     if axis.overlap == "fused":
         n_bytes = axis.degree * part.numel() * part.element_size()
+        # Metered as the all-gather that it replaces.
         with axis.meter.ring("tensor_all_gather", axis.ranks, n_bytes):
             gathered, products = symmetric_memory_operators().fused_all_gather_matmul(
                 part.contiguous(), list(factors), part.ndim - 2, axis.group.group_name
             )
         # With several samples, tokens are the first dimension in the operator's memory.
         return gathered.contiguous(), [product.contiguous() for product in products]
+    # All messages are started at once; products are made in the order of arrival.
     arriving = [axis.start_gather(piece) for piece in part.chunk(PIECES, -2)]
     pieces: list[Tensor] = []
     products_of: list[list[Tensor]] = [[] for _ in factors]
@@ -80,7 +82,10 @@ def product_scatter(tensor: Tensor, factor: Tensor, axis: TensorAxis) -> Tensor:
                 axis.group.group_name,
             )
         return total.contiguous()
+    # Pieces are cut inside each rank's tokens, so that every message has a part for
+    # each rank.
     by_rank = tensor.unflatten(-2, (axis.degree, -1))
+    # Each sum is under way while the next piece is multiplied.
     leaving = [
         axis.start_reduce_scatter(piece @ factor, -3)
         for piece in by_rank.chunk(PIECES, -2)
@@ -95,6 +100,7 @@ def factor_of(layer: nn.Module, weight: Tensor, entered: Tensor) -> Tensor:
     Raises:
         ValueError: an operand that autocast would cast, or an input of another dtype.
     """
+    # The operands are multiplied as they are, without the casts of autocast.
     kind = entered.device.type
     product = (
         torch.get_autocast_dtype(kind)
@@ -112,6 +118,8 @@ def factor_of(layer: nn.Module, weight: Tensor, entered: Tensor) -> Tensor:
 
 def _factor_gradient(factor: Tensor, entered: Tensor, grad: Tensor) -> Tensor:
     """Return a factor's gradient, such that the weight's is contiguous."""
+    # The product in this order leaves the layer's own weight gradient contiguous,
+    # transposed or not.
     rows, grads = entered.flatten(0, -2), grad.flatten(0, -2)
     return rows.t() @ grads if factor.is_contiguous() else (grads.t() @ rows).t()
 
@@ -123,6 +131,8 @@ class _ColumnProducts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         gathered, products = gather_products(part, factors, axis)
         ctx.axis = axis
+        # Gathered tokens are kept, as autograd would keep them: they are not gathered
+        # again.
         ctx.save_for_backward(gathered, *factors)
         ctx.set_materialize_grads(False)
         return gathered, *products
@@ -139,6 +149,7 @@ class _ColumnProducts(torch.autograd.Function):
                 total = (
                     grad @ factor.t() if total is None else total + grad @ factor.t()
                 )
+        # The sum is under way while the factors' gradients are computed.
         finish = None if total is None else ctx.axis.start_reduce_scatter(total, -2)
         of_factors = [
             _factor_gradient(factor, gathered, grad)
@@ -163,7 +174,7 @@ def column_products(
 class _Operands(torch.autograd.Function):
     """Keeps what a row layer's backward needs before its product is made: a block that
     is recomputed ends when the last tensor that is kept was seen again, and makes no
-    product whose output nobody wants."""
+    product whose output is not needed."""
 
     @staticmethod
     def forward(
@@ -190,6 +201,7 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Kept by _Operands, so that a recomputed block gives them without the product.
         hidden, factor = ctx.kept[0].saved_tensors
         gathered, (of_hidden,) = gather_products(grads[0], [factor.t()], ctx.axis)
         needed = ctx.needs_input_grad[1]

@@ -24,7 +24,7 @@ from torch import nn
 
 from smp_core.cluster import of_all_ranks
 from smp_core.plan import example_of
-from smp_core.plan.chain import as_in_training, buffers_restored
+from smp_core.plan.chain import as_in_training, state_restored
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (
     NoPlan,
@@ -86,6 +86,8 @@ def inspect(
         ValueError: on all ranks, if two found something else; otherwise what
             :func:`infer_plan` raises.
     """
+    # A rank that fails still takes part in the exchange; otherwise the others would
+    # wait for it.
     inspected: Inspected | None = None
     try:
         inspected = infer_plan(model, degree, sequence_parallel, whole)
@@ -152,7 +154,7 @@ def infer_plan(
     Raises:
         ValueError: nothing to run it with, no layer that can be split.
     """
-    with _evaluating(model), buffers_restored(model):
+    with _evaluating(model), state_restored(model):
         return _infer(model, degree, sequence_parallel, whole)
 
 
@@ -163,8 +165,9 @@ def _infer(
     plan: dict[str, str] = {}
     divided: list[tuple[str, str]] = []
     attention: list[str] = []
+    # Blocks are mostly alike: what one needed is tried first in the next.
     known: dict[Any, tuple[int, tuple[tuple[str, str], ...]] | None] = {}
-    # Of each block the groups of layers that pass their trial.
+    # In each block, the groups of layers that pass their trial are split.
     for block in blocks:
         groups = list(_groups(block))
         trial = Trial(block, degree)
@@ -173,6 +176,7 @@ def _infer(
             for group in groups
             if (found := trial.fitted(group, known)) is not None
         ]
+        # What passed becomes roles, and attributes to divide.
         for group in passed:
             plan |= dict.fromkeys(
                 group.columns,
@@ -186,6 +190,7 @@ def _infer(
                 if (name, attribute) not in divided
             ]
             attention += [group.gathered] if group.gathered else []
+        # Modules beside the groups that look at several tokens keep all of them.
         if sequence_parallel and passed:
             plan |= dict.fromkeys(_mixing_modules(block, passed), "whole")
     if not plan:
@@ -193,6 +198,7 @@ def _infer(
             f"{_REFUSAL}no layer of {type(model).__name__} was found that {degree} ranks can share; write globs over "
             'module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
         )
+    # The vocabulary, which stands outside of blocks.
     plan |= {
         split.name: split.role
         for split in vocabulary_of(model, *_ends(model, blocks), degree, whole)
@@ -224,6 +230,7 @@ def record(model: nn.Module) -> list[Block]:
         ValueError: nothing to run it with.
     """
     refusal = f"{_REFUSAL}{type(model).__name__} cannot be inspected: "
+    # Without values there is nothing to run.
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise ValueError(
             refusal
@@ -233,10 +240,13 @@ def record(model: nn.Module) -> list[Block]:
     module = model if known is None else known
     args, kwargs = example_of(model, module, refusal)
     names = {module: name for name, module in model.named_modules()}
+    # Hooks note what each module inside takes and returns.
     blocks = {each: Block(names[each], each, names) for each in _blocks(model)}
     cached = getattr(getattr(known, "config", None), "use_cache", None)
     handles = [handle for block in blocks.values() for handle in block.watch()]
     try:
+        # A cache of keys and values would be an output of blocks that training does not
+        # have.
         if cached:
             known.config.use_cache = False  # type: ignore[union-attr]
         with as_in_training(module):
@@ -250,14 +260,17 @@ def record(model: nn.Module) -> list[Block]:
             handle.remove()
         if cached:
             known.config.use_cache = cached  # type: ignore[union-attr]
+    # What one block returns and another takes has to be compared too.
     taken: set[int] = set().union(*(block.taken() for block in blocks.values()))
     for block in blocks.values():
         block.note_handed_on(taken)
+    # A block that is called several times (shared weights) has no single record.
     return [block for block in blocks.values() if block.calls == 1]
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of the outermost lists that hold linear layers."""
+    # Lists inside of lists belong to a block of the outer one.
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and module not in inside:
@@ -298,6 +311,7 @@ _STREAM = ""
 def _flow(block: Block) -> tuple[_Flow, set[nn.Parameter], set[str]]:
     """Return the flow between the linear layers of a block, and what reaches its output
     around them."""
+    # Layers are found in the graph by the node that made their output.
     made = {call.made: block.linears[layer] for layer, call in block.of_linears()}
     flow = _Flow()
     for layer, call in block.of_linears():
@@ -305,6 +319,7 @@ def _flow(block: Block) -> tuple[_Flow, set[nn.Parameter], set[str]]:
         flow.sources[name], flow.parameters[name], flow.others[name] = _reached(
             call.taken, made, block.entered
         )
+    # The block's own output: what reaches it without a row layer has to stay whole.
     sources, parameters, _ = _reached(block.output.grad_fn, made, block.entered)
     return flow, parameters, sources
 
@@ -316,10 +331,12 @@ def _reached(
     parameters on the way, and whether another leaf is on it; None is the block's stream
     as it came."""
     reads_others = False
+    # A tensor without a node is the block's stream itself.
     found: set[str] = {_STREAM} if start is None else set()
     parameters: set[nn.Parameter] = set()
     left = [] if start is None else [start]
     seen = set(left)
+    # The walk ends at outputs of other layers, so only direct sources are found.
     while left:
         node: Any = left.pop()
         if node in made:
@@ -343,6 +360,7 @@ def _groups(block: Block) -> Iterator[Group]:
     """Yield layers that may be split together: columns, the rows that they feed, and
     nothing else."""
     flow, outside, ends = _flow(block)
+    # A row reads only column layers: neither the stream nor another row.
     rows: dict[str, set[str]] = {}
     for name, sources in flow.sources.items():  # in the order of calls
         if sources and not any(
@@ -361,12 +379,16 @@ def _groups(block: Block) -> Iterator[Group]:
             else:
                 apart.append(group)
         groups = [*apart, merged]
+    # Parameters between the layers (a norm of queries, for example) belong to modules
+    # whose gradients are added up.
     owners = {
         parameter: name
         for name, module in block.inside.items()
         for parameter in module.parameters(recurse=False)
     }
     for columns, members in groups:
+        # Nothing outside of the group may read split features: no other layer, and not
+        # the block's output.
         fed = {name for name, sources in flow.sources.items() if sources & columns}
         between = set().union(*(flow.parameters[name] for name in members))
         alone = fed <= members and not ends & columns and not between & outside
@@ -377,6 +399,7 @@ def _groups(block: Block) -> Iterator[Group]:
             for name in columns
         )
         of_stream = of_stream and not any(flow.others[name] for name in members)
+        # Columns have one parent, whose forward is the code between the layers.
         if (
             alone
             and of_stream
@@ -392,6 +415,7 @@ def _groups(block: Block) -> Iterator[Group]:
 
 def _mixing_modules(block: Block, groups: list[Group]) -> Iterator[str]:
     """Yield modules with parameters that would see split tokens and look at several."""
+    # Layers of groups handle their tokens themselves.
     split = {
         name
         for group in groups
@@ -403,6 +427,8 @@ def _mixing_modules(block: Block, groups: list[Group]) -> Iterator[str]:
         holds_split = any(each == name or each.startswith(f"{name}.") for each in split)
         call = block.call_of(module)
         if (
+            # Modules without parameters get no role: the trial of the whole block
+            # covers them.
             name in gathered
             or name in split
             or not any(True for _ in module.parameters())
@@ -415,6 +441,7 @@ def _mixing_modules(block: Block, groups: list[Group]) -> Iterator[str]:
         ):
             yield name
             return
+        # It may be a part of it that looks at several tokens.
         for child, each in module.named_children():
             yield from visit(f"{name}.{child}", each)
 
@@ -431,6 +458,7 @@ def _ends(
     known = transformers_model(model)
     if known is not None:
         return embeddings_of(known)
+    # Outside of the blocks: words come in and logits go out.
     inside = {module for block in blocks for module in block.module.modules()}
     outside = [module for module in model.modules() if module not in inside]
     embeddings = [
@@ -446,4 +474,5 @@ def _ends(
         for each in outside
         if type(each) is nn.Linear and each.out_features == words.num_embeddings
     ]
+    # Nothing says which of several candidates is the head.
     return words, heads[0] if len(heads) == 1 else None

@@ -1,6 +1,6 @@
 """Forwards of layers that are split over the tensor axis.
 
-No layer is written anew: its own forward is called with this rank's part of its weight
+No layer is reimplemented: its own forward is called with this rank's part of its weight
 in the place of the weight, and what stands around the call brings inputs and outputs
 into the state they have to be in (:mod:`smp_core.tensor_parallel.operators`). Scaled
 embeddings, Transformers' Conv1D and norms of any kind stay what they are. Nothing here
@@ -55,6 +55,8 @@ def showing(
 ) -> Iterator[None]:
     """Let a module have these tensors for parameters, and these attributes, inside the
     block."""
+    # The module keeps its own tensors at hand; they come back whatever the forward
+    # raises.
     parameters: dict[str, Any] = module._parameters
     before = {name: parameters[name] for name in tensors}
     attributes_before = {name: getattr(module, name) for name in attributes}
@@ -107,6 +109,8 @@ class SharingForward:
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            # With products in pieces, a layer that did not read what was gathered would
+            # leave one unused.
             output = self.original(*args, **kwargs)
             self.inputs.require_all_read()
             return output
@@ -144,13 +148,18 @@ class ColumnForward:
 
     @torch.compiler.disable
     def __call__(self, hidden: Tensor) -> Tensor:
+        # A trial compares the calls of two runs by these notes.
         self.tokens.note(self.module, [hidden])
         split = self.tokens.split
+        # Gathered once by the module around the layer, or here for all layers that read
+        # this input.
         entered = (
             hidden
             if split and self.is_entered
             else self.inputs.enter(hidden, split, self.module)
         )
+        # With products in pieces it was made while the input was gathered; the bias is
+        # still missing.
         output = self.inputs.product(self.module, entered)
         if output is None:
             output = self._own_forward(entered)
@@ -158,9 +167,12 @@ class ColumnForward:
             output = output + local_part(self.module.bias)  # type: ignore[arg-type]
         if self.is_alone:
             self.inputs.forget()
+        # A head whose loss is computed from split logits does not gather.
         return gather_features(output, self.axis) if self.gathers() else output
 
     def _own_forward(self, entered: Tensor) -> Tensor:
+        # The layer's weight is detached where its gradient is computed by a node of its
+        # own.
         later = self.inputs.later(self.module, entered)
         weight = (
             self._used(self.module.weight, self.weight_dim)
@@ -168,6 +180,7 @@ class ColumnForward:
             else later.weight
         )
         bias = self.module.bias
+        # The layer's own forward runs with this rank's rows of weight and bias.
         shown = {
             "weight": weight,
             "bias": None if bias is None else self._used(bias, 0),
@@ -181,6 +194,7 @@ class ColumnForward:
         return output if later is None else later.take_from(output)
 
     def _used(self, parameter: Any, dim: int) -> Tensor:
+        # Without an exchange the rank computes with the rows it stores.
         stored = local_part(parameter)
         return (
             stored
@@ -215,12 +229,16 @@ class RowForward:
             hidden = split_features(hidden, self.axis)
         bias: Any = self.module.bias
         weight = local_part(self.module.weight)  # type: ignore[arg-type]
+        # In training among split tokens, the sum over the ranks overlaps with the
+        # product.
         if self.in_pieces and self.tokens.split and torch.is_grad_enabled():
             total = row_product(
                 hidden, factor_of(self.module, weight, hidden), self.axis
             )
         else:
             total = self._own_forward(hidden, weight, bias)
+        # The bias is added once, after the sum; each rank adds it to other tokens, so
+        # its gradient is added up.
         if bias is None:
             return total
         added = sum_gradient(bias, self.axis) if self.tokens.split else bias
@@ -231,12 +249,13 @@ class RowForward:
     ) -> Tensor:
         shown: dict[str, Tensor | None] = {"weight": weight}
         if bias is not None:
-            # Transformers' Conv1D cannot do without.
+            # Transformers' Conv1D has no way to compute without a bias.
             shown["bias"] = (
                 None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
             )
         with showing(self.module, shown):
             partial = self.original(hidden)
+        # The ranks' outputs are parts of one sum.
         return (
             scatter_tokens(partial, self.axis)
             if self.tokens.split
@@ -258,29 +277,24 @@ class EmbeddingForward:
     def __call__(self, words: Tensor) -> Tensor:
         # Words that were sampled may differ at any time.
         if not self.checked or not torch.is_grad_enabled():
-            self._require_one_batch(words)
+            # What ranks compute parts of has to be the same.
+            if not self.axis.holds_alike(words.reshape(-1).double()):
+                raise self.axis.other_batches()
             self.checked = True
+        # Words of other ranks are clamped into this rank's rows, and their embeddings
+        # set to zero.
         weight = local_part(self.module.weight)
         own = words - self.axis.rank * weight.shape[0]
         is_own = (own >= 0) & (own < weight.shape[0])
+        # The padding word's row gets no gradient; it stands on one rank only.
         padding = self.module.padding_idx
         if padding is not None:
             padding -= self.axis.rank * weight.shape[0]
             padding = padding if 0 <= padding < weight.shape[0] else None
         with showing(self.module, {"weight": weight}, padding_idx=padding):
             found = self.original(own.clamp(0, weight.shape[0] - 1))
+        # Each word's embedding comes from exactly one rank.
         return sum_outputs(found * is_own.unsqueeze(-1), self.axis)
-
-    def _require_one_batch(self, words: Tensor) -> None:
-        """Compare the first batch with the other ranks': what they compute parts of has
-        to be the same."""
-        if not self.axis.holds_alike(words.reshape(-1).double()):
-            raise ValueError(
-                "tensor ranks read different batches: those of tensor_parallel_degree="
-                f"{self.axis.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
-                "num_replicas=mesh.data_size and rank=mesh.data_rank; before generate(do_sample=True), "
-                "torch.manual_seed(mesh.data_rank)"
-            )
 
 
 @dataclass(eq=False)
@@ -292,6 +306,7 @@ class PartForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Every parameter of the module is shown as this rank's plain tensor.
         own = {name: p for name, p in self.module._parameters.items() if p is not None}
         with showing(self.module, {name: local_part(p) for name, p in own.items()}):
             return self.original(*args, **kwargs)
@@ -321,6 +336,7 @@ class SummingForward:
         self.tokens.note(self.module, [*args, *kwargs.values()])
         if not (self.always or self.tokens.split):
             return self.original(*args, **kwargs)
+        # Parameters that are trained pass through a node that adds their gradients up.
         own = {
             name: p
             for name, p in self.module._parameters.items()
@@ -354,6 +370,8 @@ class ExpertsForward:
             wants = isinstance(value, Tensor) and value.is_floating_point()
             return sum_gradient(value, self.axis) if wants else value
 
+        # Rows of gate and up that belong together are fetched from the ranks that store
+        # them.
         shown: dict[str, Tensor | None] = {}
         for name, parameter in self.module._parameters.items():
             if isinstance(parameter, DTensor):
@@ -367,6 +385,8 @@ class ExpertsForward:
                 *map(enter, args),
                 **{name: enter(value) for name, value in kwargs.items()},
             )
+        # Each rank has a part of the inner features, so its output is a part of the
+        # sum.
         return sum_outputs(partial, self.axis)
 
 
@@ -384,6 +404,8 @@ class AttentionForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.tokens.split:
             return self.original(*args, **kwargs)
+        # Gathered here, column layers inside find the same tensor and do not gather
+        # again.
         args, kwargs = with_hidden(
             args, kwargs, lambda hidden: self.inputs.enter(hidden, True)
         )
@@ -411,6 +433,7 @@ class OwnHeadsForward:
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given: Tensor = kwargs[self.argument]
+        # Heads of one sample lie side by side, rank after rank.
         by_rank = given.unflatten(0, (-1, self.axis.degree, self.heads))
         return self.original(
             *args, **{**kwargs, self.argument: by_rank[:, self.axis.rank].flatten(0, 1)}
@@ -431,14 +454,20 @@ class WholeForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.tokens.split:
             return self.original(*args, **kwargs)
+        # Every rank computes the same, so gradients of other inputs count once where
+        # they are added up later.
         args, kwargs = with_others(
             args, kwargs, lambda other: gradient_once(other, self.axis)
         )
+        # All tokens of the hidden states, and one random state, so that ranks stay
+        # equal.
         args, kwargs = with_hidden(
             args, kwargs, lambda hidden: join_tokens(hidden, self.axis)
         )
         with same_random(self.axis, args, kwargs):
             output = self.original(*args, **kwargs)
+        # Readers of the other outputs have other tokens on each rank: their gradients
+        # are parts.
         output = with_other_outputs(
             output, lambda other: sum_gradient(other, self.axis)
         )
@@ -447,6 +476,7 @@ class WholeForward:
 
 def hidden_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states of a call: the first tensor, wherever it stands."""
+    # Transformers passes them by this name, maybe behind other tensors.
     hidden = kwargs.get("hidden_states")
     if hidden is None:
         hidden = next(

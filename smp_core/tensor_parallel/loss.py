@@ -11,7 +11,9 @@ Shape letters: N tokens, V words, T ranks.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,23 +41,31 @@ class _CrossEntropy(torch.autograd.Function):
         own_words = logits.shape[-1]
         words = own_words * axis.degree
         kept_N = targets != ignored
+        # Subtracting the largest logit of all ranks keeps exponentials finite, equally
+        # on each.
         largest_N = axis.maximum(logits.amax(-1))
         # Rows of logits are what takes memory here: there is one tensor of them beside
         # the input.
         shifted = logits - largest_N[:, None]
+        # A target is on exactly one rank; elsewhere its place is clamped and masked
+        # out.
         place_N = targets - axis.rank * own_words
         is_own_N = (place_N >= 0) & (place_N < own_words) & kept_N
         place_N = place_N.clamp(0, own_words - 1)
-        of_target_N = shifted.gather(1, place_N[:, None])[:, 0] * is_own_N
+        of_target_N = shifted.gather(1, place_N[:, None])[:, 0].where(is_own_N, 0)
         all_own_N = shifted.sum(-1)
+        # In place: the shifted logits are needed no more.
         exponentials = shifted.exp_()
+        # One message for all three sums of each token.
         denominator_N, target_N, all_N = axis.all_reduce(
             torch.stack([exponentials.sum(-1), of_target_N, all_own_N])
         )
         log_N = denominator_N.log()
-        loss_N = (1 - smoothing) * (log_N - target_N) + smoothing * (
-            log_N - all_N / words
-        )
+        loss_N = (1 - smoothing) * (log_N - target_N)
+        # A word that is ruled out has a logit of minus infinity, and 0 times that is nan.
+        if smoothing:
+            loss_N = loss_N + smoothing * (log_N - all_N / words)
+        # Probabilities are all that backward needs of the logits.
         ctx.save_for_backward(
             exponentials.div_(denominator_N[:, None]), place_N, is_own_N, kept_N
         )
@@ -66,6 +76,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, place_N, is_own_N, kept_N = ctx.saved_tensors
+        # p minus the smoothed target distribution; only the owner of a target subtracts
+        # the rest of it.
         gradient = probabilities - ctx.smoothing / ctx.words
         gradient.scatter_add_(
             1,
@@ -105,6 +117,8 @@ class SplitLogits:
 
     def of(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Return logits [N, V/T] of this rank's words."""
+        # Split for the time of this call; other callers of the head get what they got
+        # before.
         before, self.axis.whole_logits = self.axis.whole_logits, False
         try:
             return head(hidden)
@@ -126,10 +140,12 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+    # A loss of another kind may look at logits across the vocabulary.
     whole_loss = model.loss_function
     if whole_loss not in (ForCausalLMLoss, ForMaskedLMLoss):
         return False
-    if "self.loss_function(" not in inspect.getsource(type(model).forward):
+    # The model has to hand its logits to the function, and not use them before.
+    if not _hands_on_all_logits(type(model).forward):
         return False
     model.loss_function = _loss_function(
         whole_loss, axis, shifts=whole_loss is ForCausalLMLoss
@@ -139,6 +155,8 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     def announce(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        # By name or by place; without labels or gradients, logits are an output and
+        # have to be whole.
         given = signature.bind_partial(module, *args, **kwargs).arguments
         axis.whole_logits = given.get("labels") is None or not torch.is_grad_enabled()
 
@@ -148,6 +166,7 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
         # has no output.
         if not split or output is None or isinstance(output, Tensor):
             return None
+        # Logits stand behind the loss in the tuple; a part of them is no output.
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         output["logits"] = None
@@ -155,6 +174,20 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
 
     model.register_forward_pre_hook(announce, with_kwargs=True)
     model.register_forward_hook(finish, always_call=True)
+    return True
+
+
+def _hands_on_all_logits(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward's code gives its logits to the loss function, without
+    choosing some of them by their places: on a rank with a part of the vocabulary these
+    are other words'."""
+    source = textwrap.dedent(inspect.getsource(forward))
+    if "self.loss_function(" not in source:
+        return False
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            if "logits" in node.value.id:
+                return False
     return True
 
 
@@ -183,6 +216,7 @@ def _loss_function(
         # Logits of a part of the vocabulary: the sum over targets, then their number.
         targets = labels
         if shifts:
+            # The shift that Transformers makes: each token predicts the next one.
             targets = (
                 F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
                 if shift_labels is None
@@ -195,6 +229,7 @@ def _loss_function(
             axis,
             ignore_index=ignore_index,
         )
+        # The mean over targets of this batch, or a sum by the step's number of targets.
         if num_items_in_batch is None:
             return total / (targets != ignore_index).sum()
         if isinstance(num_items_in_batch, Tensor):

@@ -106,11 +106,22 @@ class TensorAxis:
     def holds_alike(self, values: Tensor) -> bool:
         """Return whether all ranks have the same float64 values [N], by a checksum and
         their number."""
+        # Positions as weights, so that an exchange of two values shows; the second
+        # number is the length.
         place = torch.arange(
             1, values.numel() + 1, device=values.device, dtype=torch.float64
         )
         mark = torch.stack([values @ place, place.sum()])
         return torch.equal(self.maximum(mark), -self.maximum(-mark))
+
+    def other_batches(self) -> ValueError:
+        """Return the error of ranks that were not given the same input."""
+        return ValueError(
+            "tensor ranks read different batches: those of tensor_parallel_degree="
+            f"{self.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
+            "num_replicas=mesh.data_size and rank=mesh.data_rank; before generate(do_sample=True), "
+            "torch.manual_seed(mesh.data_rank)"
+        )
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts side by side along a dimension."""
@@ -123,6 +134,7 @@ class TensorAxis:
     def start_gather(self, part: Tensor) -> Callable[[], Tensor]:
         """Start a gather; what is returned waits for it and returns the ranks' parts
         [T, *part]."""
+        # Flat buffers: the collectives move bytes and know no shapes.
         part = part.contiguous()
         parts_T = part.new_empty((self.degree, *part.shape))
         return _waiting(
@@ -134,12 +146,14 @@ class TensorAxis:
     def start_all_reduce(self, tensor: Tensor, dim: int = -1) -> Callable[[], Tensor]:
         """Start :meth:`all_reduce`; what is returned waits for it and returns the
         sum."""
+        # The collective works in place, and the argument may be in use elsewhere.
         total = tensor.clone(memory_format=torch.contiguous_format)
         return _waiting(self._all_reduce(total, self.group, async_op=True), total)
 
     def start_reduce_scatter(self, tensor: Tensor, dim: int) -> Callable[[], Tensor]:
         """Start :meth:`reduce_scatter`; what is returned waits for it and returns this
         rank's part."""
+        # Each rank's stretch has to lie contiguously for the flat collective.
         parts_T = torch.stack(tensor.chunk(self.degree, dim))
         part = torch.empty_like(parts_T[0])
         work = self._reduce_scatter(
@@ -169,6 +183,7 @@ def _waiting(
     def finish() -> Tensor:
         if work is not None:
             work.wait()
+        # What the collective reads may be freed only when it is over.
         del kept[:]
         return result
 
@@ -192,6 +207,7 @@ class _Move(torch.autograd.Function):
         ctx.axis = axis
         ctx.back = back
         ctx.dim = dim
+        # A view, so that autograd sees another tensor where nothing is moved.
         return (
             tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
         )
@@ -254,6 +270,7 @@ def split_features(tensor: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def _with_padding(tensor: Tensor, axis: TensorAxis) -> Tensor:
+    # At the end of the sequence, where it is cut off again.
     missing = -tensor.shape[-2] % axis.degree
     return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
@@ -342,6 +359,8 @@ class RowsInUse:
         in the order of their arrival, among those that it uses."""
         stored = self.rows // degree
         used = self.by_rank[rank]
+        # Rows arrive rank after rank, and by row inside of each: this is where they
+        # belong.
         order = sorted(range(len(used)), key=lambda place: used[place])
         counts = [0] * degree
         for row in used:
@@ -354,6 +373,7 @@ class RowsInUse:
         stored = self.rows // degree
         counts, places = [], []
         for used in self.by_rank:
+            # Sorted like the receiver sorts them, so that no index has to be sent.
             own = sorted(row - rank * stored for row in used if row // stored == rank)
             counts.append(len(own))
             places += own
@@ -367,10 +387,12 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stored: Tensor, axis: TensorAxis, rows: RowsInUse) -> Tensor:
         ctx.axis, ctx.rows, ctx.n_stored = axis, rows, stored.shape[0]
+        # Every rank sends the rows that others use, and receives those it uses.
         exchange = rows.exchange(axis.rank, axis.degree, stored)
         arrived = _all_to_all(
             stored[exchange.places], exchange.n_sent, exchange.n_received, axis
         )
+        # In the order in which heads are computed, which is not that of arrival.
         used = torch.empty_like(arrived)
         used[exchange.order] = arrived
         return used
@@ -381,6 +403,7 @@ class _ExchangeRows(torch.autograd.Function):
         (grad,) = grads
         axis = ctx.axis
         exchange = ctx.rows.exchange(axis.rank, axis.degree, grad)
+        # The same way back: gradients of the rows go to the rank that stores them.
         arrived = _all_to_all(
             grad[exchange.order], exchange.n_received, exchange.n_sent, axis
         )
@@ -413,6 +436,7 @@ def _all_to_all(
     rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int], axis: TensorAxis
 ) -> Tensor:
     arrived = rows.new_empty((sum(n_received), *rows.shape[1:]))
+    # The meter counts what leaves this rank; the all-to-all's own part does not.
     row_bytes = rows[:1].numel() * rows.element_size()
     ranks = axis.ranks
     sends = [

@@ -1,5 +1,5 @@
-"""The sum of a column layer's input gradients travels while the gradients of its
-weights are computed.
+"""Overlap in backward: the gradient of a column layer's input is summed over the ranks
+while the gradients of its weights are computed.
 
 Backward of a column layer makes two products: the gradient of its input, which has to
 be added up over the ranks before anything below can go on, and the gradient of its
@@ -55,6 +55,8 @@ class _Operands:
 
     def product(self) -> Tensor:
         assert self.found is not None
+        # The operands are dropped with the product: they take as much memory as
+        # activations.
         (hidden, grad), self.found = self.found, None
         return hidden.t().mm(grad) if self.transposed else grad.t().mm(hidden)
 
@@ -92,6 +94,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        # By now the sum has been under way while the weights' gradients were computed.
         finish, ctx.total.finish = ctx.total.finish, None
         return finish(), None
 
@@ -104,6 +107,8 @@ class _Start(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, axis: TensorAxis, total: _Sum, tokens_are_split: bool
     ) -> Tensor:
+        # What backward needs to know of the input: its shape, as the sum has another
+        # one.
         ctx.axis, ctx.total, ctx.tokens_are_split, ctx.shape = (
             axis,
             total,
@@ -116,6 +121,7 @@ class _Start(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
+        # Gathered tokens give their gradient back as tokens, whole ones as a sum.
         start = (
             ctx.axis.start_reduce_scatter
             if ctx.tokens_are_split
@@ -153,6 +159,7 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (grad,) = grads
         (hidden,) = ctx.saved_tensors
+        # Kept until the sum of the input's gradient was started; then _Weight takes it.
         ctx.operands.found = (
             hidden.reshape(-1, hidden.shape[-1]),
             grad.reshape(-1, grad.shape[-1]),
@@ -163,6 +170,8 @@ class _Output(torch.autograd.Function):
 def is_plain_product(layer: nn.Module) -> bool:
     """Return whether a layer is known to be one matrix product and a bias. Before its
     forward is exchanged."""
+    # A subclass may compute something else than a product, and so may an exchanged
+    # forward.
     known = type(layer) is nn.Linear or (
         is_conv1d(layer) and type(layer).__name__ == "Conv1D"
     )
@@ -226,17 +235,21 @@ class ColumnInputs:
         for given, made in self._entered:
             if given is tensor:
                 return made
+        # Products in pieces are made for all readers at once, or not at all.
         in_pieces = bool(self.in_pieces) if reader is None else reader in self.in_pieces
         # Units of their own are gathered later.
         in_pieces = in_pieces and any(True for _ in _gathered(self.in_pieces))
         if in_pieces and tokens_are_split and torch.is_grad_enabled():
             return self._enter_with_products(tensor)
+        # The order of these nodes decides the order of backward; see the top of this
+        # file.
         total = _Sum()
         waited: Tensor = _Wait.apply(tensor, total)
         weights = self._weights() if torch.is_grad_enabled() else []
         entered: Tensor = _Start.apply(waited, self.axis, total, tokens_are_split)
         if tokens_are_split:
             entered = without_padding(entered, self.axis)
+        # Autograd computes the gradient itself where operands would be cast.
         for layer, weight, token, operands in weights:
             if entered.dtype == weight.dtype and not torch.is_autocast_enabled(
                 entered.device.type
@@ -248,6 +261,8 @@ class ColumnInputs:
         return entered
 
     def _enter_with_products(self, tensor: Tensor) -> Tensor:
+        # A second input of one module's layers must not replace products that are still
+        # unused.
         self.require_all_read()
         weights = dict(_gathered(self.in_pieces))
         factors = [
@@ -265,6 +280,7 @@ class ColumnInputs:
         """Return the product of a layer that was made when its input was gathered,
         once; None: there is none."""
         found = self._products.get(layer)
+        # The product belongs to one input; another tensor is multiplied as usual.
         if found is None or found[0] is not entered:
             return None
         del self._products[layer]
@@ -286,6 +302,7 @@ class ColumnInputs:
 
     def _weights(self) -> list[tuple[nn.Module, Tensor, Tensor, _Operands]]:
         found = []
+        # Frozen weights have no gradient to put off.
         for layer, part in _gathered(self.layers):
             if part.requires_grad:
                 operands = _Operands(transposed=is_conv1d(layer))
@@ -295,6 +312,7 @@ class ColumnInputs:
     def later(self, layer: nn.Module, entered: Tensor) -> LaterGradient | None:
         """Return the later gradient of a layer that is called with this input, once;
         None: it is autograd's."""
+        # Another input than was expected: this call's gradient is computed as usual.
         found = self._later.pop(layer, None)
         return found if found is not None and found.entered is entered else None
 

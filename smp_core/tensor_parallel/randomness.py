@@ -59,6 +59,7 @@ def refuse_random(found: list[str], where: str = "") -> None:
 def _random_parts(model: nn.Module) -> list[str]:
     """Name what draws random numbers in training: dropout, and noise of routers."""
     modules = dict(model.named_modules())
+    # Modules of torch, by their probability.
     found = [
         name
         for name, module in modules.items()
@@ -69,6 +70,8 @@ def _random_parts(model: nn.Module) -> list[str]:
         for name, module in modules.items()
         if isinstance(module, nn.MultiheadAttention) and module.dropout
     ]
+    # Transformers' functional dropout has its probability in the configuration; heads
+    # of other tasks are not in blocks.
     known = transformers_model(model)
     options = {} if known is None else known.config.to_dict()
     return found + [
@@ -96,33 +99,40 @@ class RandomForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training:
             return self.original(*args, **kwargs)
+        # Evaluation draws nothing. In training the generators are compared once.
         device = _device_of(args, kwargs)
         if not self.checked:
-            self._require_one_state(device)
+            require_one_state(self.axis, device)
             self.checked = True
         with own_random(self.axis, device):
             return self.original(*args, **kwargs)
 
-    def _require_one_state(self, device: torch.device) -> None:
-        """Compare generators once: what ranks compute alike, they have to drop
-        alike."""
-        state = torch.random.get_rng_state().double()
-        if device.type != "cpu":
-            state = torch.cat(
-                [state, torch.get_device_module(device).get_rng_state(device).double()]
-            )
-        if not self.axis.holds_alike(state.to(device)):
-            raise ValueError(
-                f"the random states of tensor ranks differ: those of tensor_parallel_degree={self.axis.degree} "
-                "neighbours have to be the same for dropout; write torch.manual_seed(seed + mesh.data_rank) after "
-                "the model is parallelized, or one seed for all ranks"
-            )
+
+def require_one_state(axis: TensorAxis, device: torch.device) -> None:
+    """Compare generators: what ranks compute alike, they have to drop alike. Collective
+    over the axis.
+
+    Raises:
+        ValueError: they differ; says how to seed.
+    """
+    state = torch.random.get_rng_state().double()
+    if device.type != "cpu":
+        state = torch.cat(
+            [state, torch.get_device_module(device).get_rng_state(device).double()]
+        )
+    if not axis.holds_alike(state.to(device)):
+        raise ValueError(
+            f"the random states of tensor ranks differ: those of tensor_parallel_degree={axis.degree} "
+            "neighbours have to be the same for dropout; write torch.manual_seed(seed + mesh.data_rank) after "
+            "the model is parallelized, or one seed for all ranks"
+        )
 
 
 @contextlib.contextmanager
 def own_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
     """Let each rank draw other random numbers inside, and all the same ones behind
     it."""
+    # Drawn from the common generator, which then goes on alike on all ranks.
     seed = int(torch.randint(2**62, (), device="cpu"))
     before, axis.drawn = axis.drawn, seed
     try:
@@ -141,6 +151,8 @@ def same_random(
     if axis.drawn is None:
         yield
         return
+    # A step that no rank's own seed makes, so that numbers are neither a rank's nor
+    # those of the last such call.
     axis.drawn += axis.degree + 1
     with _seeded(axis.drawn, _device_of(args, kwargs)):
         yield
@@ -149,6 +161,7 @@ def same_random(
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the generators inside, and restore them after."""
+    # The device's generator is restored with the CPU's.
     on_device = device.type != "cpu"
     forked = (
         torch.random.fork_rng([device], device_type=device.type)

@@ -30,6 +30,7 @@ def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
     """Refuse forward hooks in blocks whose tokens are split: they would see this
     rank's. torch shows hooks in ``_forward_hooks`` and ``_forward_pre_hooks`` only.
     Transformers' own collect what :func:`refuse_whole_states` refuses to calls."""
+    # Hooks of Transformers' own output capturing are let through.
     hooked = []
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -47,10 +48,12 @@ def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
 def shared_with_others(model: nn.Module, block: nn.Module) -> str:
     """Return why tokens in a block stay whole that has a module in common with others,
     which may see all tokens there; "": it has none."""
+    # Every name of each module: shared modules have several.
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     for module in block.modules():
+        # Modules without parameters compute the same wherever they stand.
         outside = [name for name in names[module] if not holds(names[block], name)]
         if outside and any(True for _ in module.parameters(recurse=False)):
             return (
@@ -66,6 +69,7 @@ def refuse_unshared_tokens(splits: list[Split], blocks: list[str]) -> None:
     Args:
         splits: those in blocks whose tokens are split, in the model's order.
     """
+    # In a block the gathered features of all tokens would be mixed with split ones.
     for place, split in enumerate(splits):
         if split.role == "column_gather":
             block = next(name for name in blocks if holds([name], split.name))
@@ -89,6 +93,8 @@ def refuse_whole_states(model: nn.Module) -> None:
     known = transformers_model(model)
     if known is None:
         return
+    # What the configuration asks for shows before the first call; options of calls are
+    # looked at in each.
     for option in _WHOLE_STATES:
         if getattr(known.config, option, False):
             raise ValueError(

@@ -150,6 +150,7 @@ class Split:
 
 def transformers_model(model: nn.Module) -> Any | None:
     """Return the outermost Transformers model in ``model``; None without one."""
+    # A model of a library that was never imported is none of its models.
     if "transformers" not in sys.modules:
         return None
     from transformers import PreTrainedModel
@@ -180,6 +181,7 @@ def splits_of(
         found = list(_of_known_model(model, degree, whole))
     else:
         found = list(_of_globs(model, plan))
+    # A role that does not fit its layer is refused here, before anything is changed.
     for split in found:
         _require_fitting(split)
     if not any(split.role in SPLIT for split in found):
@@ -190,6 +192,8 @@ def splits_of(
 
 
 def _of_globs(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Split]:
+    # A glob without a match is most likely a typing error, and would leave layers whole
+    # in silence.
     unmatched = dict.fromkeys(plan)
     for name, module in model.named_modules():
         for glob, role in plan.items():
@@ -230,7 +234,7 @@ def _of_known_model(
         "write globs over module names, for example "
         'tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
     )
-    # Models that are known.
+    # What no plan can be known for is refused first.
     if known is None:
         raise NoPlan(
             f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}"
@@ -249,10 +253,13 @@ def _of_known_model(
         )
     # The globs of a plan, and the role of each layer in it.
     prefix = next(name for name, module in model.named_modules() if module is known)
+    # Plans speak of names inside the Transformers model, which may stand inside of
+    # another.
     prefix = f"{prefix}." if prefix else ""
     globs = _OWN.get(known.config.model_type) or _plan_of_transformers(
         known, kind, instead
     )
+    # The vocabulary's layers are decided on at the end, together.
     words, head = embeddings_of(known)
     for name, module in model.named_modules():
         if module is head or module is words or not name.startswith(prefix):
@@ -275,6 +282,8 @@ def _beyond_plan(config: Any, degree: int) -> str | None:
     another model. Their queries, keys and values lie side by side for each group of
     heads, so that groups can be split."""
     unknown: tuple[str, ...]
+    # Options with which these forwards compute something that our table does not
+    # describe.
     if config.model_type == "bloom":
         groups = config.n_head
         unknown = ("apply_residual_connection_post_layernorm", "slow_but_exact")
@@ -310,8 +319,11 @@ def vocabulary_of(
         for name, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.Linear))
     ]
+    # Layers that share a weight (tied, or of both stacks) take part in the decision as
+    # one.
     weights = {module.weight for module in candidates}
     named = {name: module for name, module in every if module.weight in weights}
+    # All of them stay whole if one cannot be split.
     is_uneven = any(weight.shape[0] % degree for weight in weights)
     if is_uneven or any(f"{name}.weight" in whole for name in named):
         logger.info("tensor_parallel: whole on every rank: %s", ", ".join(named))
@@ -331,6 +343,8 @@ def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]
         raise NoPlan(
             f"tensor_parallel.plan='auto': {kind} carries no plan, and none is known for it; {instead}"
         )
+    # A role without a counterpart here could not be left out: other layers of the plan
+    # rely on it.
     unknown = sorted(set(carried.values()) - set(_OF_TRANSFORMERS))
     if unknown:
         raise NoPlan(
@@ -350,7 +364,7 @@ def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]
 
 
 def _require_fitting(split: Split) -> None:
-    # Where PEFT has wrapped it.
+    # The layer inside, if PEFT has wrapped it.
     module: Any = getattr(split.module, "base_layer", split.module)
     kind = type(module).__name__
     where = f"tensor_parallel: {split.name} ({kind})"
@@ -359,9 +373,11 @@ def _require_fitting(split: Split) -> None:
             not isinstance(module, nn.Embedding)
             or module.max_norm is not None
             or module.sparse
+            or module.scale_grad_by_freq
         ):
             raise ValueError(
-                f"{where} is no plain embedding without max_norm and sparse; write 'replicate' for it"
+                f"{where} is no plain embedding without max_norm, sparse and scale_grad_by_freq; write 'replicate' "
+                "for it"
             )
     elif split.role in ("column", "column_gather", "row", "row_split"):
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
@@ -382,6 +398,7 @@ def divided_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """List the attributes that a known model's forwards read and that count what is
     split."""
     known = transformers_model(model)
+    # Models of other libraries, and types without an entry, have nothing to divide.
     table = {} if known is None else _DIVIDED.get(known.config.model_type, {})
     for name, module in model.named_modules():
         for glob, attributes in table.items():
@@ -452,15 +469,20 @@ def rows_in_use(
         ValueError: a number of heads or outputs that ranks cannot share.
     """
     block = outputs // split.blocks
+    # A block is cut between heads where it consists of whole heads of a known size.
     heads = block // head if head and block % head == 0 else None
+    # Each block of a packed weight gives every rank its stretch: the rank's rows lie
+    # apart.
     by_rank: list[list[int]] = [[] for _ in range(degree)]
     for start in range(0, outputs, block):
         for rank in range(degree):
             by_rank[rank] += _stretch(
                 split, start, block, heads, rank, degree, outputs < query_outputs
             )
+    # Rows are stored in equal stretches, whatever ranks use of them.
     if outputs % degree:
         raise _indivisible(split, f"{outputs} outputs", outputs, degree)
+    # Used as stored: nothing has to be exchanged.
     stored = outputs // degree
     if all(
         rows == list(range(rank * stored, (rank + 1) * stored))
@@ -481,8 +503,11 @@ def _stretch(
 ) -> range:
     """Return the outputs of one block that a rank computes."""
     parts = size if heads is None else heads
+    # Heads (or outputs) that the ranks can share equally.
     if parts % degree == 0:
         return range(start + size // degree * rank, start + size // degree * (rank + 1))
+    # Fewer heads than ranks, as of grouped keys and values: T / heads neighbours use
+    # the same one.
     if heads is not None and shared and degree % heads == 0:
         head, place = size // heads, rank * heads // degree
         return range(start + head * place, start + head * (place + 1))
@@ -501,6 +526,7 @@ def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueErro
 def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
     """Return the names of the blocks of every stack (``nn.ModuleList``) that holds
     split layers, in its modules: a list of layers is none."""
+    # The outermost list above a layer is its stack: lists inside of blocks are none.
     lists = {
         name
         for name, module in model.named_modules()

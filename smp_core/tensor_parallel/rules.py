@@ -30,6 +30,8 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     degree = knobs.tensor_parallel_degree
     k = topology.ranks_per_node
     world = topology.world_size
+    # Inside of nodes by default, as every block sends its activations; several whole
+    # nodes if that was asked for.
     fits = k % degree == 0
     if fits or (
         knobs.tensor_parallel.across_nodes and degree % k == 0 and world % degree == 0
@@ -46,6 +48,7 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
         f"tensor_parallel_degree={degree} does not divide the {k} rank{'s' * (k > 1)} of a node{of_stage}, inside of "
         f"which the parts of a layer belong; allowed: {allowed}"
     )
+    # The degree would fit if it may span nodes: the price is named with it.
     if degree % k == 0 and world % degree == 0:
         message += (
             "; or write tensor_parallel={'across_nodes': true}, and every block sends its activations between nodes: "
@@ -128,10 +131,13 @@ class TensorParallelism(Subject):
     def settle(self, draft: ModelDraft) -> None:
         """Refuse what it has not been shown to be exact with, and an overlap that
         cannot be; warn of settings without tensor ranks."""
+        # Without tensor ranks its settings have no effect, which is said at the start.
         asked = draft.knobs
         if asked.tensor_parallel_degree == 1:
             draft.drop("tensor_parallel", TensorParallel(), "tensor_parallel_degree=1")
             return
+        # Products in pieces need split tokens, and "fused" needs devices that share
+        # memory.
         overlap = asked.tensor_parallel.overlap
         missing = None if overlap == "sums" else _missing_for_overlap(draft)
         if missing:

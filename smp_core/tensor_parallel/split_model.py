@@ -1,5 +1,6 @@
-"""SplitModel: what of a model is split over tensor ranks, also in words; and
-WholeGradients, of what every rank holds whole, where sums travel in codes.
+"""SplitModel: the parts of a model that are split over tensor ranks, and their
+description. WholeGradients: gradients of replicated parameters, which have to be made
+equal where sums are sent as codes.
 
 A block of codes shares one scale, and blocks hold elements of several parameters: what
 is rounded off a norm's gradient depends on the split weights beside it, which differ
@@ -63,11 +64,15 @@ class SplitModel:
             without_values: nothing can be tried out; blocks are taken to compute the
                 same with a part of their tokens.
         """
+        # Pipeline stages hand on split tokens, so that the stacks need not learn it.
         for stack in self.stacks if in_stages or without_values else ():
             stack.know(without_values)
+        # The block's forward may have become one that recomputes; ours stands around
+        # that.
         for each in self.blocks:
             each.original, each.block.forward = each.block.forward, each
             each.unsplit = None if without_values else each.unsplit
+        # Comparing with the unsplit model needs values.
         for module in self.compared if not without_values else ():
             module.original = module.module.forward
             module.module.forward = module
@@ -80,6 +85,7 @@ class SplitModel:
 
     def describe(self) -> str:
         """Return one line for people."""
+        # How many layers have each role.
         counts: dict[str, int] = {}
         for split in self.splits:
             counts[split.role] = counts.get(split.role, 0) + 1
@@ -120,6 +126,8 @@ class WholeGradients:
     def take_the_first_ranks(self) -> None:
         """Let every rank have those of the first. Collective over the axis; all ranks
         have gradients of the same."""
+        # One message for all parameters, in the order of the optimizer, which is that
+        # of every rank.
         gradients = [
             tensor.grad for tensor in self._stepped() if tensor.grad is not None
         ]
@@ -127,6 +135,7 @@ class WholeGradients:
         if not locals_:
             return
         flat = torch.cat([each.reshape(-1) for each in locals_]).to(self._device)
+        # The sum of one rank's values and zeros is a broadcast that every backend has.
         if self._axis.rank != 0:
             flat.zero_()
         total = self._axis.all_reduce(flat)

@@ -1,12 +1,11 @@
-"""Whether a block computes the same with a part of its tokens: tried out with the
-layers and ranks that train.
+"""A trial of one block: does it compute the same with a part of its tokens? It runs on
+the layers and ranks that train.
 
 The block runs twice, forward and backward, once with all tokens on every rank and once
-with each rank's own. With both come the same outputs, and the same gradients of
-everything that it reads, or its tokens stay whole. Attention that no plan names,
-convolutions, sums over tokens, positions that the block counts, batch norms show like
-this, wherever in its forward they stand; and so does whatever gets no or a wrong
-gradient.
+with each rank's own. If outputs, or gradients of anything that it reads, differ between
+the two, its tokens stay whole. Attention that no plan names, convolutions, sums over
+tokens, positions that the block counts and batch norms show like this, wherever in its
+forward they stand; and so does everything that gets no or a wrong gradient.
 
 Inputs and weights are drawn at random, alike on all ranks: fresh weights hide what they
 multiply by zero (gates of adaLN, LayerScale, last layers of residual branches). Drawn
@@ -15,7 +14,7 @@ units of FSDP2 inside, or with FP8 layers, which keep amaxes of backward, are co
 without gradients and with their own weights.
 
 Private names: ``_forward_hooks`` and ``_forward_pre_hooks``, which are hidden during
-the trial (a trial is no call that whoever hooked in wants to see) and which torch shows
+the trial (a trial is no call that a hook is meant to see) and which torch shows
 nowhere else, and ``Module._parameters`` (:mod:`smp_core.tensor_parallel.layers`).
 """
 
@@ -33,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import SITES
+from smp_core.plan.chain import state_restored
 from smp_core.tensor_parallel.layers import (
     Forward,
     SummingForward,
@@ -46,8 +46,8 @@ from smp_core.tensor_parallel.layers import (
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
 from smp_core.torch_facts import local_part, without_caches
 
-# Of values and gradients, relative to the largest of a token or tensor; and of the
-# largest gradient of all, which covers what is zero but for roundings.
+# Tolerances of values and gradients: relative to the largest of a token or tensor, and
+# to the largest gradient of all, which covers what is zero but for roundings.
 _TOLERANCE = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
 _LOW_PRECISION = (3e-2, 3e-2)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -84,8 +84,8 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _Seen:
-    """One run: the hidden states returned, what came with them, gradients of leaves;
-    leaves that no one gave."""
+    """One run: the hidden states that were returned, the other outputs, the gradients
+    of all leaves, and how many leaves of the graph are not known."""
 
     hidden: Tensor
     others: list[Tensor]
@@ -146,18 +146,28 @@ class TokenTrial:
                 that ranks cannot share equally.
         """
         args, kwargs = without_caches(args, kwargs)
+        # Drawn weights replace the block's own, but not where units of FSDP2 are inside
+        # (they gather their own) or FP8 layers (they keep amaxes).
+        inside = [module for module in self.block.modules() if module is not self.block]
         is_wide = not any(
-            isinstance(m, FSDPModule) or hasattr(m, SITES) for m in self._inside()
+            isinstance(module, FSDPModule) or hasattr(module, SITES)
+            for module in inside
         )
         hidden = hidden_among(args, kwargs)
         self._device, self._is_trained = hidden.device, hidden.requires_grad
+        # Without a token dimension there is nothing to split, but ranks still compare
+        # what they return with whole tokens.
         if not hidden.is_floating_point() or hidden.ndim < 2:
             stay_whole = stay_whole or "its first tensor is not [..., tokens, features]"
+        # The axis notes the length of the present call; the trial's is another, and is
+        # put back below.
         length = self.axis.length
         self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         why = stay_whole or "it cannot be run with numbers drawn at random"
         try:
             with self.undisturbed(hidden.device, is_wide, evaluating):
+                # Full precision first; where a forward cannot run in it (a cast to half
+                # inside), its own dtype is tried.
                 wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
                 for dtype in (
                     dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,)
@@ -167,11 +177,9 @@ class TokenTrial:
                         break
         finally:
             self.axis.length = length
+        # From here on, the forwards inside the block do what was found.
         self.tokens.split = not why
         return Found(why, self._own_outputs)
-
-    def _inside(self) -> list[nn.Module]:
-        return [module for module in self.block.modules() if module is not self.block]
 
     def _compared(
         self,
@@ -195,16 +203,23 @@ class TokenTrial:
             {} if dtype is None else self.drawn_weights(dtype)
         )
         args, kwargs = self._drawn_inputs(args, kwargs, is_own, dtype)
+        # An argument of this rank's heads differs between ranks from the start, and its
+        # gradient is complete on each.
         own = {id(leaf.tensor) for leaf in self._leaves if leaf.kind == "own"}
         open_sums = []
+        # Without gradients nothing can settle the open assumptions; they stay as they
+        # are.
         if dtype is not None:
             open_sums = [each for each in self.summing if each.is_open]
         with contextlib.ExitStack() as stack:
+            # The drawn weights stand in the place of the parameters for both phases.
             for module, tensors in shown.items():
                 stack.enter_context(showing(module, tensors))
             stack.enter_context(torch.set_grad_enabled(dtype is not None))
             # Phase 1: whole tokens. What other ranks return otherwise is of their
             # heads.
+            # Open sums are switched off, so that parts of gradients show as differences
+            # between the ranks.
             for each in open_sums:
                 each.always = False
             try:
@@ -217,6 +232,7 @@ class TokenTrial:
                 for n, differs in enumerate(self._differing(whole.others, whole.others))
                 if differs
             )
+            # What differs is part of a sum; the sum is what split tokens have to give.
             apart = self._require_gradients_of_whole_tokens(whole, open_sums, shown)
             # Phase 2: each rank's own tokens.
             if whole.hidden.shape != hidden_among(args, kwargs).shape:
@@ -228,13 +244,19 @@ class TokenTrial:
                     failed
                     or "it reads something that is trained and neither its own nor an argument"
                 )
+            # All ranks have to make the same collectives, so the calls must not hang on
+            # the numbers.
             failed = failed or self._calls_by_content(calls, args, kwargs, own)
             if not failed:
                 require_equal_parts(whole.hidden.shape[-2], self.axis.degree)
                 failed = self._with_own_tokens(whole, args, kwargs, own)
+        # One rank's finding is everyone's: a rank that went on with split tokens alone
+        # would wait forever.
         differs = self.axis.maximum(
             torch.tensor(float(bool(failed)), device=self._device)
         )
+        # With whole tokens these gradients would stay parts, and no forward inside adds
+        # them up.
         if differs and apart - {
             leaf for each in open_sums for leaf in self._leaves_of(each, shown)
         }:
@@ -274,6 +296,8 @@ class TokenTrial:
         def other(hidden: Tensor) -> Tensor:
             return self._random(hidden.shape, hidden.dtype, hidden.device, 50)
 
+        # The same shapes with other numbers: what stays the same is the structure of
+        # the calls.
         args, kwargs = with_hidden(args, kwargs, other)
         with torch.no_grad():
             _, others = self._noting_calls(args, kwargs, own)
@@ -305,9 +329,11 @@ class TokenTrial:
         tokens; their sums are put in place of these."""
         if not whole.gradients:
             return set()
+        # Gradients of this rank's own heads and weights differ by right.
         own = {n for n, leaf in enumerate(self._leaves) if leaf.kind in ("own", "part")}
         gradients = [self._gradient(whole, n) for n in range(len(self._leaves))]
         shared = [gradient for n, gradient in enumerate(gradients) if n not in own]
+        # The answers come in the order of the shared gradients only.
         differing = iter(self._differing(shared, gradients))
         apart = set()
         for n, leaf in enumerate(self._leaves):
@@ -316,8 +342,11 @@ class TokenTrial:
                 and next(differing)
                 and (leaf.kind != "hidden" or self._is_trained)
             ):
+                # The sum over the ranks is the gradient that one process has.
                 whole.gradients[n] = self.axis.all_reduce(gradients[n])
                 apart.add(leaf)
+        # Assumptions are settled here: a forward sums only if a gradient of its own was
+        # a part.
         for each in open_sums:
             each.always = bool(apart & set(self._leaves_of(each, shown)))
         return apart
@@ -339,17 +368,24 @@ class TokenTrial:
         axis."""
         if not tensors:
             return []
+        # One scale for all: a gradient that is zero but for roundings is no difference.
         largest = max(map(_largest, scaled_by))
         found = []
         for tensor in tensors:
+            # A tensor that equals the mean of the ranks on every rank is the same on
+            # all.
             mean = self.axis.all_reduce(tensor.detach()) / self.axis.degree
             found.append(not _is_close(tensor.detach(), mean, largest))
+        # A rank may be close to the mean where another is not, so the verdicts are
+        # shared.
         return (
             self.axis.maximum(torch.tensor(found, device=self._device).float()) > 0
         ).tolist()
 
     def _is_same(self, whole: _Seen, split: _Seen) -> bool:
         """Return whether this rank's part is a part of the whole."""
+        # Outputs first: this rank's tokens of the hidden states, and all of what comes
+        # beside them.
         values = [
             (self._own_tokens(whole.hidden), split.hidden),
             *zip(whole.others, split.others, strict=False),
@@ -360,11 +396,13 @@ class TokenTrial:
             return False
         if not whole.gradients:
             return True
+        # Then gradients, of every leaf that the block reads.
         expected = [self._gradient(whole, n) for n in range(len(self._leaves))]
         largest = max(map(_largest, expected))
         for number, leaf in enumerate(self._leaves):
             gradient, of = self._gradient(split, number), expected[number]
             if leaf.kind == "hidden":
+                # Only this rank's tokens get a gradient on this rank.
                 gradient, of = self._own_tokens(gradient), self._own_tokens(of)
             if not _is_close(gradient, of, largest):
                 return False
@@ -397,6 +435,7 @@ class TokenTrial:
         self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
     ) -> _Seen:
         axis = self.axis
+        # The same preparations that a block makes when it trains with split tokens.
         if split:
             args, kwargs = with_hidden(
                 args, kwargs, lambda hidden: self._own_tokens(hidden).contiguous()
@@ -407,10 +446,13 @@ class TokenTrial:
                 lambda other: other if id(other) in own else sum_gradient(other, axis),
             )
         output = self.forward(*args, **kwargs)
+        # The hidden states come first in what a block returns.
         first, *others = _floating(output)
         seen = _Seen(first.detach(), [each.detach() for each in others])
         if not torch.is_grad_enabled() or not first.requires_grad:
             return seen
+        # Each output alongside the tokens is counted once, as a block does when it
+        # trains.
         if split:
             owned = {
                 id(each) for n, each in enumerate(others) if n in self._own_outputs
@@ -422,16 +464,16 @@ class TokenTrial:
                 ),
             )
             first, *others = _floating(output)
+        # Random weights of the sum stand for what later layers would send back; no
+        # gradient is zero by chance.
         targets = [first, *(each for each in others if each.requires_grad)]
-        weights = [
-            self._random(
-                first.shape if not split else self._whole_shape(first),
-                first.dtype,
-                first.device,
-                1,
-            )
-        ]
-        weights[0] = self._own_tokens(weights[0]) if split else weights[0]
+        # The hidden states' weights are drawn for all tokens, so that both runs have
+        # the same loss.
+        shape = list(first.shape)
+        if split:
+            shape[-2] *= self.axis.degree
+        of_hidden = self._random(shape, first.dtype, first.device, 1)
+        weights = [self._own_tokens(of_hidden) if split else of_hidden]
         weights += [
             self._random(each.shape, each.dtype, each.device, 2 + n)
             for n, each in enumerate(targets[1:])
@@ -444,12 +486,10 @@ class TokenTrial:
         seen.gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))  # type: ignore[arg-type]
         return seen
 
-    def _whole_shape(self, part: Tensor) -> list[int]:
-        return [*part.shape[:-2], part.shape[-2] * self.axis.degree, part.shape[-1]]
-
     def _random(
         self, shape: Any, dtype: torch.dtype, device: torch.device, seed: int
     ) -> Tensor:
+        # A generator of its own: the trial leaves the global random states alone.
         generator = torch.Generator(device).manual_seed(seed)
         kind = dtype if dtype == torch.float64 else torch.float32
         return torch.randn(shape, generator=generator, device=device, dtype=kind).to(
@@ -459,6 +499,8 @@ class TokenTrial:
     def _leaf(
         self, name: str, kind: str, like: Tensor, dtype: Any, scale: float = 1.0
     ) -> Tensor:
+        # Parts differ between ranks, all else is drawn alike; the number of the leaf
+        # keeps two runs alike.
         seed = (
             100
             + len(self._leaves)
@@ -486,6 +528,8 @@ class TokenTrial:
         hidden = hidden_among(args, kwargs)
         drawn = self._leaf("what it takes", "hidden", hidden, dtype)
 
+        # The one tensor becomes a leaf, the rest of the arguments is kept and only
+        # cast.
         def of(tensor: Tensor) -> Tensor:
             if tensor is hidden:
                 return drawn
@@ -525,12 +569,16 @@ class TokenTrial:
         return found
 
     def _drawn_weight(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        # A split parameter is drawn as this rank's part, and shown as a DTensor again,
+        # as forwards expect it.
         is_part = isinstance(parameter, DTensor)
         stored: Tensor = local_part(parameter)
+        # Outputs of a layer stay near the size of its inputs.
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
         drawn = self._leaf(
             name, "part" if is_part else "whole", stored.detach(), dtype, scale
         )
+        # A frozen parameter has no gradient to compare.
         if not parameter.requires_grad:
             self._leaves.pop()
             drawn = drawn.detach()
@@ -552,13 +600,16 @@ class TokenTrial:
     ) -> Iterator[None]:
         """Restore random states, buffers, and attributes of all modules; hide hooks,
         casts and recomputation."""
+        # What a forward may leave behind: attributes (counters, caches) and values of
+        # buffers.
         attributes = {module: dict(vars(module)) for module in self.block.modules()}
-        buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
+        on_cpu = device.type == "cpu"
         forked = torch.random.fork_rng(
-            [device] if device.type != "cpu" else [], device_type=_kind_of(device)
+            [] if on_cpu else [device], device_type="cuda" if on_cpu else device.type
         )
         with (
             forked,
+            state_restored(self.block),
             torch.inference_mode(False),
             torch.autocast(device.type, enabled=False)
             if is_wide
@@ -577,10 +628,13 @@ class TokenTrial:
                     if is_wide or not isinstance(module, FSDPModule)
                 ]
                 for module in own:  # those of units gather
+                    # Hooks would see calls that the training never makes.
                     vars(module)["_forward_hooks"] = type(module._forward_hooks)()
                     vars(module)["_forward_pre_hooks"] = type(
                         module._forward_pre_hooks
                     )()
+                # Batch norms keep looking at several tokens, which is what the trial
+                # has to find.
                 for module in attributes if evaluating else ():
                     module.training = module.training and isinstance(
                         module, BATCH_NORMS
@@ -590,9 +644,6 @@ class TokenTrial:
                 for module, before in attributes.items():
                     vars(module).clear()
                     vars(module).update(before)
-                with torch.no_grad():
-                    for buffer, value in buffers:
-                        buffer.copy_(value)
 
 
 def require_equal_parts(tokens: int, degree: int) -> None:
@@ -609,10 +660,6 @@ def require_equal_parts(tokens: int, degree: int) -> None:
         )
 
 
-def _kind_of(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
-
-
 def _floating(nest: Any) -> list[Tensor]:
     return [tensor for _, tensor in iterate_tensors(nest) if tensor.is_floating_point()]
 
@@ -623,6 +670,7 @@ def _unknown_leaves(loss: Any, leaves: list[Tensor]) -> int:
     left = [loss.grad_fn]
     seen = {loss.grad_fn}
     count = 0
+    # The graph is walked from the loss; leaves have a `variable`.
     while left:
         node = left.pop()
         variable = getattr(node, "variable", None)
@@ -652,6 +700,8 @@ def _is_close(
         return False
     if not seen.numel():
         return True
+    # Two bounds: by the size of each token or tensor, and by the largest gradient of
+    # all.
     relative, of_largest = _TOLERANCE.get(expected.dtype, _LOW_PRECISION)
     size = (
         expected.abs().amax(-1, keepdim=True)

@@ -1,5 +1,5 @@
-"""Trials of split layers on one rank, without the others: whether a block computes the
-same where some of its layers are split, tried out rank by rank.
+"""Trials on one rank alone: does a block compute the same if some of its layers are
+split? Each rank's part is simulated, one after the other.
 
 Column layers return this rank's part of outputs that were drawn at random. What arrives
 at row layers has to be this rank's part of what arrives there in the whole block; these
@@ -119,6 +119,8 @@ class Block:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
+        # Modules without tensors on both sides (containers, masks) have nothing to
+        # compare.
         tensors = [
             value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
         ]
@@ -126,12 +128,14 @@ class Block:
         if not tensors or not isinstance(first, Tensor):
             return
         hidden = _hidden_of(args, kwargs)
+        # The nodes are noted now: an in-place operation later replaces them.
         self._seen.setdefault(module, []).append(
             Call(hidden, first, hidden.grad_fn, first.grad_fn)
         )
         if isinstance(module, nn.Linear) or is_conv1d(module):
             self.linears.setdefault(module, self._names[module])
         if module is self.module:
+            # The block's own hook runs last, with all that it returns.
             self.output = first
             self._returned = [tensor for _, tensor in iterate_tensors(output)]
 
@@ -163,6 +167,8 @@ class Block:
     def play(self) -> list[Tensor]:
         """Call the block again; return the first tensor of its output, and those that
         it hands on beside it."""
+        # The same arguments as in the recorded run; forwards in it may have been
+        # exchanged.
         args, kwargs = self._arguments
         returned = [
             tensor for _, tensor in iterate_tensors(self.module(*args, **kwargs))
@@ -185,12 +191,14 @@ def mixes_tokens(hidden: Tensor, output: Tensor) -> bool:
     """Return whether an output's first or last token depends on other tokens [..., N,
     H] of the input, in its graph."""
     if (
+        # Without a graph, or a dimension of tokens, nothing can be seen.
         not hidden.requires_grad
         or not output.requires_grad
         or hidden.ndim < 3
         or output.ndim != hidden.ndim
     ):
         return False
+    # Causal attention shows at the last token, its mirror image at the first.
     for end, others in ((0, slice(1, None)), (-1, slice(0, -1))):
         (grad,) = torch.autograd.grad(
             output[..., end, :].sum(), hidden, retain_graph=True, allow_unused=True
@@ -223,6 +231,7 @@ class Trial:
             known: what was found for alike groups of other blocks: what is tried first,
                 or None for what cannot be split.
         """
+        # Names inside the block, so that alike blocks compare as equal.
         start = len(self.block.name)
         layers = tuple(name[start:] for name in (*group.columns, *group.rows))
         kinds = tuple(
@@ -235,6 +244,8 @@ class Trial:
                 self._output(name).shape[-1] for name in (*group.columns, *group.rows)
             ),
         )
+        # A known answer is checked on this block too: its weights are others, and so
+        # may its numbers be.
         if alike in known:
             if known[alike] is None:
                 return None
@@ -245,6 +256,7 @@ class Trial:
             tried = replace(group, pieces=pieces, divided=here)
             if self._passes(tried):
                 return self._with_gathering(tried)
+        # Otherwise from the beginning, the least first.
         for tried in self._possible(group):
             if self._passes(tried):
                 known[alike] = (
@@ -262,8 +274,10 @@ class Trial:
         outputs = [self._output(name).shape[-1] for name in group.columns]
         inputs = [self._call(name).hidden.shape[-1] for name in group.rows]
         counting = list(self._counting(group, outputs))[:_MOST_ATTRIBUTES]
+        # Rows of uneven inputs cannot be cut.
         if any(size % self.degree for size in inputs):
             return
+        # Few attributes before many, one block before several.
         for number in range(len(counting) + 1):
             for divided in itertools.combinations(counting, number):
                 for pieces in _PIECES:
@@ -278,6 +292,7 @@ class Trial:
         layers = (*group.columns, *group.rows)
         for name, module in self.block.inside.items():
             if any(layer.startswith(f"{name}.") for layer in layers):
+                # Plain integers of the module itself; True and properties are none.
                 for attribute, value in vars(module).items():
                     if type(value) is int and value > 1 and value % self.degree == 0:
                         if any(size % value == 0 for size in outputs):
@@ -285,6 +300,8 @@ class Trial:
 
     def _passes(self, group: Group) -> bool:
         try:
+            # Every rank's part has to come out right: attention could pass on the first
+            # by chance.
             for rank in range(self.degree):
                 self._compare(group, rank)
         except torch.OutOfMemoryError:
@@ -296,6 +313,8 @@ class Trial:
     def _with_gathering(self, group: Group) -> Group | None:
         """Find out whether what lies between the layers looks at several tokens, which
         are gathered then."""
+        # Drawn outputs are leaves here, so that the graph between the layers shows who
+        # reads which token.
         drawn = {
             name: self._drawn(name).requires_grad_()
             for name in (*group.columns, *group.rows)
@@ -318,11 +337,13 @@ class Trial:
             _Differs: something differs; any other error of a forward whose sizes do not
                 fit.
         """
+        # Phase 1: the whole block, for what arrives at row layers.
         drawn = {name: self._drawn(name) for name in (*group.columns, *group.rows)}
         expected: dict[str, Tensor] = {}
         with self._playing(group, drawn.__getitem__, expected.__setitem__):
             outputs = self.block.play()
 
+        # Phase 2: the same outputs, of which this rank has its part.
         def part(name: str) -> Tensor:
             if name in group.rows:
                 return drawn[name]
@@ -357,6 +378,8 @@ class Trial:
 
             return forward
 
+        # The layers' own forwards are left out: their products are not what is in
+        # question.
         changed = {name: column(name) for name in group.columns}
         changed |= {name: row(name) for name in group.rows}
         with _changed(
@@ -394,6 +417,7 @@ class Trial:
 @contextlib.contextmanager
 def _changed(attributes: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
     """Set attributes of modules inside the block."""
+    # An attribute may come from the class: then it is deleted again, not set.
     before = [
         (module, name, name in vars(module), vars(module).get(name))
         for module, name, _ in attributes
@@ -411,6 +435,7 @@ def _changed(attributes: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]
 
 
 def _require_close(seen: Tensor, expected: Tensor) -> None:
+    # Half precision: 3 percent, as sums are made in another order.
     tolerance = _TOLERANCE.get(expected.dtype, 3e-2)
     if seen.shape != expected.shape or not torch.allclose(
         seen, expected, rtol=tolerance, atol=tolerance

@@ -1,5 +1,5 @@
-"""Whether each rank computes its part of what the unsplit module computes: tried out in
-the first forward.
+"""A trial of one module in its first forward: does each rank compute its part of what
+the unsplit module computes?
 
 A module runs twice on inputs and weights drawn at random
 (:mod:`smp_core.tensor_parallel.token_trial`), without gradients: as it is split, and as
@@ -42,6 +42,7 @@ from smp_core.tensor_parallel.layers import (
     showing,
 )
 from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.randomness import require_one_state
 from smp_core.tensor_parallel.roles import Split, holds, numbers_of_heads
 from smp_core.tensor_parallel.token_trial import TokenTrial
 from smp_core.torch_facts import without_caches
@@ -49,6 +50,9 @@ from smp_core.torch_facts import without_caches
 logger = logging.getLogger("smp")
 
 OwnDim = Callable[[Tensor], "int | None"]
+
+_OTHER_INPUT = 0.03
+"""Ranks whose inputs differ by this share of their size read other batches."""
 
 
 @dataclass(eq=False)
@@ -132,9 +136,12 @@ class UnsplitTrial:
         hidden = _hidden_of(args, kwargs)
         if hidden is None or not self._splits:
             return {}
+        self._require_one_input(hidden)
         inside = [
             module for module in self.module.modules() if module is not self.module
         ]
+        # Units of FSDP2 gather their own parameters; drawn ones cannot be shown in
+        # their place.
         is_wide = not any(isinstance(module, FSDPModule) for module in inside)
         stored = next(
             (p.dtype for p in self.module.parameters() if p.is_floating_point()),
@@ -142,11 +149,17 @@ class UnsplitTrial:
         )
         dtype = hidden.dtype if hidden.is_floating_point() else stored
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # The present call's length of sequences, for layers that leave padding out; put
+        # back at the end.
         length = self.axis.length
         self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         try:
+            # Full precision first, then the model's own where the forward cannot run in
+            # it.
             for each in dict.fromkeys((wide, dtype)) if is_wide else (None,):
                 split, whole = self._both(args, kwargs, hidden, own_dim, each)
+                # An error in one of the two runs only is a finding; in both, this dtype
+                # does not fit.
                 if not (split.error and whole.error):
                     # Another seed, for what draws random numbers.
                     again = functools.partial(
@@ -157,6 +170,26 @@ class UnsplitTrial:
         finally:
             self.axis.length = length
         return {}
+
+    def _require_one_input(self, hidden: Tensor) -> None:
+        """Check that all ranks were given the same: what each computes is a part of the
+        same output. Collective over the axis.
+
+        Raises:
+            ValueError: other batches, or other random numbers before.
+        """
+        shape = torch.tensor(hidden.shape, device=hidden.device)
+        is_one = self.axis.holds_alike(shape.double())
+        if is_one:
+            own = hidden.detach().double()
+            mean = self.axis.all_reduce(own) / self.axis.degree
+            # Kernels that ranks choose by themselves round differently.
+            apart = (own - mean).norm() > _OTHER_INPUT * mean.norm()
+            is_one = not bool(self.axis.maximum(apart.float()))
+        if not is_one:
+            if self.axis.draws:
+                require_one_state(self.axis, hidden.device)
+            raise self.axis.other_batches()
 
     def _drawing(self) -> TokenTrial:
         return TokenTrial(
@@ -183,6 +216,7 @@ class UnsplitTrial:
         # Phase 1: as it is split.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             shown = {} if dtype is None else drawing.drawn_weights(dtype)
+            # The unsplit run is given the same numbers, with parts put together.
             given, whole_given = self._given(
                 args, kwargs, own_dim, drawing, hidden, dtype
             )
@@ -191,10 +225,12 @@ class UnsplitTrial:
         # Phase 2: as it was before.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
             for module in self.module.modules():
+                # Forwards and attributes of before the split.
                 vars(module).update(self.unsplit.before.get(module, {}))
             forward = self.unsplit.before.get(self.module, {}).get(
                 "forward", self.forward
             )
+            # The same seed: a forward that draws numbers draws the same ones twice.
             torch.manual_seed(seed)
             whole = self._played(forward, whole_given, shown, self._with_whole_weights)
         return split, whole
@@ -216,8 +252,11 @@ class UnsplitTrial:
             if not tensor.is_floating_point():
                 return tensor
             dim = own_dim(tensor)
+            # Hidden states and all that gradients come to: drawn, and alike on all
+            # ranks.
             if dim is None and (tensor is hidden or tensor.requires_grad):
                 return drawing.drawn_alike(tensor, dtype)
+            # Masks and positions have a meaning that random numbers would not have.
             kept = tensor.detach().to(dtype or tensor.dtype)
             if dim is not None:
                 own[id(kept)] = dim
@@ -240,11 +279,14 @@ class UnsplitTrial:
         stand_in: Callable[[nn.Module, Forward, _Run], Forward],
     ) -> _Run:
         run = _Run()
+        # Each split layer notes its call; in the unsplit run it also computes with its
+        # whole weight.
         for module in self._splits:
             if module is not self.module:
                 vars(module)["forward"] = stand_in(module, module.forward, run)
         args, kwargs = given
         try:
+            # Drawn weights in place, and FP8 layers as plain ones.
             with contextlib.ExitStack() as stack:
                 for module, tensors in shown.items():
                     stack.enter_context(showing(module, tensors))
@@ -283,6 +325,8 @@ class UnsplitTrial:
             self._note(run, module, args)
             own: dict[str, Any] = module._parameters
             parts = {name: p for name, p in own.items() if isinstance(p, DTensor)}
+            # One layer's weight is whole at a time, so that the trial needs little
+            # memory.
             with showing(
                 module, {name: part.full_tensor() for name, part in parts.items()}
             ):
@@ -298,14 +342,19 @@ class UnsplitTrial:
         Args:
             again: runs both with other random numbers.
         """
+        # The unsplit module itself cannot be run like this: nothing can be said about
+        # the split one.
         if whole.error:
             self._warn(f"where it raises {whole.error}")
             return {}
+        # Outputs alongside the hidden states that are 1/T of the unsplit ones are of
+        # this rank's heads.
         own = {
             n: dim
             for n, dim in enumerate(self._dims(split, whole))
             if n and dim is not None
         }
+        # The ranks agree on the largest place, so that all raise or none does.
         place = self._agreed(self._first_difference(split, whole, own))
         if not place:
             return {n - 1: dim for n, dim in own.items()}
@@ -345,6 +394,7 @@ class UnsplitTrial:
             own: numbers of what is returned in parts -> dimensions; None: the run is
                 unsplit too.
         """
+        # The place of what is returned: one behind all calls.
         last = len(seen.called) + 1
 
         def part(tensor: Tensor, dim: int | None) -> Tensor:
@@ -370,8 +420,9 @@ class UnsplitTrial:
         for n, (tensor, of) in enumerate(
             zip(seen.returned, whole.returned, strict=True)
         ):
+            # Parts are compared with this rank's part, all else with the whole.
             dim = (own or {}).get(n)
-            # Of shared heads.
+            # Where ranks share heads, a size is neither the whole nor 1/T of it.
             is_other_size = n > 0 and dim is None and tensor.shape != of.shape
             if not is_other_size and _differs(tensor, part(of, dim)):
                 return last
@@ -383,6 +434,8 @@ class UnsplitTrial:
         called = split.called[:place]
         names = [self._splits[module].name for module in called]
         if place <= len(split.called):
+            # Only the layers since the last row layer can be at fault: before it, all
+            # was found equal.
             rows = [
                 n
                 for n, module in enumerate(called[:-1])
@@ -469,6 +522,7 @@ def units_of(
     """Return the names of the modules that are compared: blocks that hold both column
     and row layers, or experts; elsewhere the smallest module around a layer that does,
     or the model (``""``)."""
+    # Roles whose layers leave part of the features, or of the sum, on each rank.
     partial = [
         split for split in splits if split.role in (*_BEFORE_ROWS, "row", "experts")
     ]
@@ -481,12 +535,14 @@ def units_of(
             for split in partial
             if not name or split.name.startswith(f"{name}.")
         }
+        # A module is complete if what it splits is also added up again inside it.
         return "experts" in roles or (
             "row" in roles and not roles.isdisjoint(_BEFORE_ROWS)
         )
 
     complete = [name for name in blocks if is_complete(name)]
     found = dict.fromkeys(complete)
+    # Layers outside of blocks: the smallest complete module around each.
     for split in partial:
         if not holds(complete, split.name):
             parts = split.name.split(".")
@@ -513,6 +569,7 @@ def _split_dim(part: Tensor, whole: Tensor, degree: int) -> int | None:
     of other shapes, or of one."""
     if part.ndim != whole.ndim:
         return None
+    # Exactly one dimension may differ, by the factor T.
     other = [dim for dim in range(part.ndim) if part.shape[dim] != whole.shape[dim]]
     is_part = len(other) == 1 and part.shape[other[0]] * degree == whole.shape[other[0]]
     return other[0] if is_part else None
@@ -523,11 +580,13 @@ def _differs(seen: Tensor, expected: Tensor) -> bool:
     than those whose routes are a matter of rounding."""
     if seen.shape != expected.shape:
         return True
-    if not seen.numel() or not seen.ndim:
-        seen, expected = seen.reshape(-1, 1), expected.reshape(-1, 1)
+    # A number, or one row of numbers alongside the hidden states.
+    if seen.ndim < 2:
+        seen, expected = seen.reshape(1, -1), expected.reshape(1, -1)
     # Limits by dtype, against each row's largest value and the largest of all.
     is_low = expected.dtype not in (torch.float64, torch.float32)
     relative, of_largest, spared = (3e-2, 3e-2, 10) if is_low else (1e-4, 1e-6, 1000)
+    # Infinities of masks compare as equal numbers; rows are tokens.
     seen, expected = (
         each.nan_to_num(1.0, 2.0, -2.0).flatten(0, -2) for each in (seen, expected)
     )
@@ -537,5 +596,6 @@ def _differs(seen: Tensor, expected: Tensor) -> bool:
         relative * expected.abs().amax(-1, keepdim=True)
         + of_largest * expected.abs().max()
     )
+    # A few rows may differ: a router may choose another expert by a rounding.
     apart = ((seen - expected).abs() > bound).any(-1)
     return int(apart.sum()) > len(apart) // spared

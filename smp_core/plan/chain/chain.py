@@ -72,6 +72,7 @@ class Chain:
         Raises:
             ValueError: they are not what that list holds.
         """
+        # A trace of one block stands for all of them, with their names.
         first = f"{within}.0"
         inside = all(name.startswith(f"{first}.") for name in self.of_blocks[0])
         if not inside or self.blocks != tuple(
@@ -91,6 +92,7 @@ class Chain:
             parameters.append(
                 tuple(of_block(name, number) for name in self.of_blocks[0])
             )
+        # Buffers of the first block are repeated like its parameters.
         outside = [(name, place) for name, place in self.buffers if place in (-1, None)]
         of_first = [name for name, place in self.buffers if place == 0]
         of_all = [

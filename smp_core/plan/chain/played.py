@@ -43,6 +43,7 @@ def with_fake_values(model: nn.Module, refusal: str) -> Iterator[None]:
     for _, _, tensor in places:
         if tensor not in fakes:
             fakes[tensor] = _fake(tensor, mode)
+    # Put back whatever happens; what fails for want of values is said so.
     try:
         for module, name, tensor in places:
             setattr(module, name, fakes[tensor])

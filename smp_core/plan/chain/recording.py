@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.checkpoint import iterate_tensors
 from smp_core.plan.chain.chain import Chain, Place, given_by, with_argument, with_output
 from smp_core.plan.chain.played import is_played, with_fake_values
-from smp_core.plan.chain.saved_buffers import buffers_restored, places_of_buffers
+from smp_core.plan.chain.saved_buffers import places_of_buffers, state_restored
 from smp_core.plan.chain.stand_ins import Early, find_stand_ins
 from smp_core.plan.checkpointed import checkpoints_itself
 from smp_core.plan.examples import HOW, example_of
@@ -59,17 +59,19 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
     refusal = refusal_of(model)
     _refuse_kinds(model, refusal)
     problems: list[ValueError] = []
+    # Several groups of blocks may look like a chain; the first that is one is taken.
     for names_of_blocks in _alike(model, units):
         try:
             root = _root(model, units, names_of_blocks, refusal)
             with (
                 with_fake_values(model, refusal),
-                buffers_restored(model),
+                state_restored(model),
                 without_router_loss(model),
             ):
                 return _chain_of(model, root, names_of_blocks, refusal)
         except ValueError as problem:
             problems.append(problem)
+    # The likeliest group's problem is the one to tell of.
     raise problems[0]
 
 
@@ -83,6 +85,7 @@ def refusal_of(model: nn.Module) -> str:
 def _chain_of(
     model: nn.Module, root: str, names_of_blocks: list[str], refusal: str
 ) -> Chain:
+    # The root runs on its own: what is called around it belongs to no block.
     module = model.get_submodule(root)
     args, kwargs = example_of(model, module, refusal)
     blocks = {model.get_submodule(name): name for name in names_of_blocks}
@@ -97,6 +100,7 @@ def _chain_of(
         cuts = _Cuts(first, *link)
         with cuts.made(), running_the_example(module, refusal), _Noting(cuts):
             outputs = module(*args, **kwargs)
+        # Before, in each of, and after the blocks.
         segments = cuts.segments(outputs)
         if cuts.early & cuts.visited:
             raise ValueError(
@@ -120,6 +124,7 @@ def _chain_of(
     before, *of_blocks, after = named
     _require_own(first.order, before, of_blocks, after, refusal)
     chain_names = tuple(blocks[block] for block in first.order)
+    # Tied parameters are on the last stage too, so nothing has to stand for them alone.
     stand_ins = find_stand_ins(
         model, first.early, set(before) - set(after), names, refusal
     )
@@ -146,6 +151,7 @@ def _refuse_layerdrop(
     for name, module in model.named_modules():
         if not names_of_blocks[0].startswith(f"{name}." if name else ""):
             continue
+        # Models keep the probability on themselves or in their configuration.
         holders = {"": module, "config.": getattr(module, "config", None)}
         share = {
             f"{where}layerdrop": getattr(holder, "layerdrop", None)
@@ -178,12 +184,14 @@ def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
     most of (a Transformers model names its embeddings next to them) or of several kinds
     in one list (state spaces and attention), then the others', then those of one kind
     in one list (an encoder's, where a decoder's are of the same kind)."""
+    # By class first: blocks of a chain mostly are of one.
     kinds = {name: type(model.get_submodule(name)) for name in units.blocks}
     by_kind: dict[type, list[str]] = {}
     for name, kind in kinds.items():
         by_kind.setdefault(kind, []).append(name)
     of_kinds = list(by_kind.values())
     in_lists: list[list[str]] = []
+    # One class may be in several lists, as in an encoder and a decoder.
     for names in of_kinds:
         lists = _in_lists(names)
         if len(lists) > 1:
@@ -194,6 +202,7 @@ def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
         for names in _in_lists(numbered)
         if len(set(map(kinds.__getitem__, names))) > 1
     ]
+    # The longest group first.
     found = [
         *sorted([*mixed, *of_kinds], key=len, reverse=True),
         *sorted(in_lists, key=len, reverse=True),
@@ -218,6 +227,7 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
             + f"it has no chain of blocks ({units.why}); name them with units=..."
         )
     # One root around all blocks.
+    # A trainer's module may have several callable children.
     roots = [unit.name for unit in units.units if unit.is_root]
     holding = []
     for root in roots:
@@ -230,6 +240,7 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
         )
     (root,) = holding
     # No unit between it and them.
+    # A unit around several blocks would be gathered by several stages together.
     around = [
         unit.name
         for unit in units.units
@@ -272,6 +283,7 @@ def _refuse_kinds(model: nn.Module, refusal: str) -> None:
 def as_in_training(module: nn.Module) -> Iterator[None]:
     """Require a gradient of every parameter inside, so that backward can reach all of
     them; restore random states after."""
+    # A frozen parameter would be missing from the graph, and belong to no block.
     frozen = [
         p for p in module.parameters() if not p.requires_grad and p.is_floating_point()
     ]
@@ -310,6 +322,8 @@ class _Calls:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
+        # Blocks show what they take and give; modules outside of them, what runs
+        # before.
         handles = [
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
             for block in self.blocks
@@ -340,6 +354,7 @@ class _Calls:
         )
 
     def _leave(self, block: nn.Module, _: Any, output: Any) -> None:
+        # A tensor by itself has place 0.
         several = isinstance(output, (tuple, list))
         self.sizes.append(len(output) if several else 0)
         self.kind = type(output) if several else tuple
@@ -355,6 +370,7 @@ class _Calls:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
+        # Modules that are called later need no stand-in.
         if not self.order:
             taken = next(
                 (
@@ -376,6 +392,7 @@ def _places(
 def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
     """Find where each block takes what the one before it gave."""
     # Each block is called once.
+    # A block that runs twice, or not at all, has no place on one stage.
     named = [calls.blocks[block] for block in calls.order]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice or len(named) < len(calls.blocks):
@@ -387,6 +404,7 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
         )
         raise ValueError(f"{refusal}{what} in one forward; {HOW}")
     # The places that link all pairs of neighbours.
+    # The same tensor object has to go from each block into the next.
     links: set[tuple[Place, int]] | None = None
     for number in range(1, len(named)):
         here = {
@@ -453,6 +471,7 @@ class _Cuts:
             for _, tensor in iterate_tensors(taken)
             if isinstance(tensor, nn.Parameter)
         }
+        # What was made before the first block must not be reached from after the last.
         if self._entering is None:
             self.early |= {
                 tensor.grad_fn
@@ -482,7 +501,8 @@ class _Cuts:
             *(_reached([given]) for given in self._given),
             _reached(behind, self.visited),
         ]
-        # A head whose output nobody uses, a teacher: no gradient comes to them.
+        # An unused head, or a teacher: no gradient comes to them. Parameters with a
+        # gradient belong where it reaches them, the others where an operator took them.
         trained = set().union(*reached)
         return [
             found | (taken - trained)
@@ -492,6 +512,8 @@ class _Cuts:
     def _enter(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # Detached: what a gradient of this block's output reaches is then this block's
+        # alone.
         taken = (
             args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
         )
@@ -534,6 +556,7 @@ def _reached(
     Args:
         visited: is given the nodes of the graph on the way.
     """
+    # An output may be a parameter itself.
     found: set[nn.Parameter] = {
         tensor for tensor in tensors if isinstance(tensor, nn.Parameter)
     }
@@ -560,6 +583,7 @@ def _require_own(
 ) -> None:
     """Require that each parameter works in one block, or around the blocks; before and
     behind them it may be the same one."""
+    # Each parameter's places, of which a tied one may have "before" and "behind".
     places: dict[str, list[str]] = {}
     for number, members in enumerate(of_blocks):
         for name in members:

@@ -1,4 +1,5 @@
-"""The buffers that are saved with a model, and where in its chain of blocks they work.
+"""The buffers that are saved with a model, and where in its chain of blocks they work;
+and the state of a model that a forward before training leaves as it was.
 
 Private name: torch has no public way to ask which buffers are not saved
 (``_non_persistent_buffers_set``).
@@ -8,11 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from smp_core.plan.chain.stand_ins import Early
+
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+# Transformers' word for its hooks that collect outputs, which stay behind a forward as
+# well: they would be added twice.
+_HOOKED = "_output_capturing_hooks_installed"
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -35,6 +42,7 @@ def places_of_buffers(
         blocks: their names, in the order they run in.
     """
     before = {module for module, *_ in early}
+    # A buffer works where its module does: in a block, before them, or elsewhere.
     inside = {
         module: number
         for number, name in enumerate(blocks)
@@ -45,14 +53,34 @@ def places_of_buffers(
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the values of buffers, which forwards inside may change (statistics)."""
-    before = [
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore what forwards inside may count or cache in, also where one of them fails:
+    buffers, changed in place (statistics) or replaced, and plain attributes of modules
+    (``self.steps += 1``)."""
+    buffers = [
         (module, name, buffer, buffer.clone())
-        for _, module, name, buffer in _saved(model)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
     ]
-    yield
-    with torch.no_grad():
-        for module, name, buffer, value in before:
-            buffer.copy_(value)
-            setattr(module, name, buffer)
+    attributes = [(module, _plain(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        # Attributes that were added go, and the others get their value back.
+        for module, values in attributes:
+            for name in _plain(module).keys() - values.keys():
+                delattr(module, name)
+            vars(module).update(values)
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                buffer.copy_(value)
+                setattr(module, name, buffer)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes that a forward may count or cache in."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) and name != _HOOKED
+    }

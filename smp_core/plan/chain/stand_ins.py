@@ -1,5 +1,5 @@
-"""What stands on a pipeline stage for modules that work before the blocks, on another
-stage."""
+"""Stand-ins: what a pipeline stage computes instead of modules that run before the
+blocks and that another stage holds."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def find_stand_ins(
 def _stand_in(
     name: str, module: nn.Module, taken: Tensor | None, output: Any, refusal: str
 ) -> StandIn:
-    # Only what gives what it is expected to: a subclass may take something else than
-    # tokens or features.
+    # Known kinds only if their output has the expected shape: a subclass may take
+    # something else than tokens or features. A module may be known by its shapes alone;
+    # all else is played on the meta device.
     if taken is not None and isinstance(output, Tensor):
         if isinstance(module, nn.Embedding) and output.shape == (
             *taken.shape,

@@ -169,6 +169,15 @@ def test_outside_nothing_is_changed() -> None:
     assert torch.equal(F.scaled_dot_product_attention(q, q, q), before)
 
 
+def test_a_module_that_is_imported_inside_has_torchs_attention_outside() -> None:
+    imported: dict[str, Any] = {}
+    with enabled(split_of_one()):
+        exec("from torch.nn.functional import scaled_dot_product_attention", imported)
+    q = torch.randn(1, 2, 5, 4)
+    found = imported["scaled_dot_product_attention"](q, q, q, is_causal=True)
+    assert torch.equal(found, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+
+
 def test_autocast_reaches_attention() -> None:
     q = torch.randn(1, 2, 8, 4)
     with enabled(split_of_one()), torch.autocast("cpu", torch.bfloat16):

@@ -126,6 +126,39 @@ def test_frozen_parameters_and_unused_ones_have_a_stage_too() -> None:
     assert not model.words.weight.requires_grad
 
 
+class Towers(Chain):
+    """Its longest list of alike modules is no chain, which a forward shows."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__(*widths)
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)
+        )
+        self.early = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.steps = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        self.steps += 1
+        self.cached = self.words(tokens)
+        x = self.early(self.words(tokens).transpose(1, 2)).transpose(1, 2)
+        x = x + sum(tower(x) for tower in self.towers)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_recording_that_tries_several_lists_of_blocks_leaves_state_alone() -> None:
+    model = Towers(8, 8)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    chain = with_chain(Shapes.of(model, SmpConfig()), model).chain
+    assert chain is not None and chain.blocks == ("blocks.0", "blocks.1")
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert model.steps == 0 and not hasattr(model, "cached")
+
+
 def test_recording_changes_nothing() -> None:
     model = example_of(build("odd"))
     before = {name: value.clone() for name, value in model.state_dict().items()}

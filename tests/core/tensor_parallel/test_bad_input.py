@@ -3,6 +3,7 @@ its model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.entry import parallelize
 from smp_core.tensor_parallel.roles import splits_of
 from smp_core.tensor_parallel.rules import require_tensor_degree
 from smp_core.topology import Topology
@@ -58,6 +60,11 @@ def falcon(**changes: Any) -> nn.Module:
         (PlainModel, {"*.up": "replicate"}, "splits no layer"),
         (Unplanned, {"up": "column"}, r"up \(Conv1d\) is no linear layer.*'replicate'"),
         (Unplanned, {"words": "vocabulary"}, r"max_norm.*'replicate'"),
+        (
+            lambda: nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True)),
+            {"0": "vocabulary"},
+            "scale_grad_by_freq; write 'replicate'",
+        ),
         (
             lambda: transformers.BartForConditionalGeneration(
                 transformers.BartConfig(
@@ -299,5 +306,17 @@ def other_batches() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_read_different_batches_are_told() -> None:
-    assert all("rank=mesh.data_rank" in said for said in run_ranks(other_batches, 2))
+def other_batches_behind_whole_words() -> str:
+    plan = {glob: role for glob, role in GLOBS.items() if glob not in ("words", "head")}
+    knobs = SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": plan})
+    model = parallelize(PlainModel(), knobs).module
+    with pytest.raises(
+        ValueError, match="tensor ranks read different batches"
+    ) as caught:
+        model(torch.arange(16).view(2, 8) + dist.get_rank())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("act", [other_batches, other_batches_behind_whole_words])
+def test_ranks_that_read_different_batches_are_told(act: Callable[[], str]) -> None:
+    assert all("rank=mesh.data_rank" in said for said in run_ranks(act, 2))

@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 
 from smp_core.comm.meter import CommMeter
+from smp_core.config import SmpConfig
+from smp_core.entry import parallelize
 from smp_core.tensor_parallel.loss import cross_entropy_sum
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.topology import Topology
@@ -20,22 +23,25 @@ from tests.harness import run_ranks
 TOKENS, WORDS = 7, 12
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(ruled_out: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     # Larger than exp() takes, and a row in which one word has everything.
     logits = 400 * torch.randn(TOKENS, WORDS, generator=generator, dtype=torch.float64)
     logits[2, 5] = 1e4
     targets = torch.randint(0, WORDS, (TOKENS,), generator=generator)
     targets[3] = -7
+    if ruled_out:
+        targets[targets == 4] = 5
+        logits[:, 4] = -torch.inf
     return logits.requires_grad_(), targets
 
 
-def split_loss(smoothing: float) -> tuple[float, torch.Tensor]:
+def split_loss(smoothing: float, ruled_out: bool = False) -> tuple[float, torch.Tensor]:
     world = dist.get_world_size()
     axis = TensorAxis(
         dist.group.WORLD, CommMeter(Topology.uniform(world, world), dist.get_rank())
     )
-    logits, targets = inputs()
+    logits, targets = inputs(ruled_out)
     own = axis.part(logits.detach(), -1).requires_grad_()
     loss = cross_entropy_sum(
         own, targets, axis, ignore_index=-7, label_smoothing=smoothing
@@ -45,14 +51,19 @@ def split_loss(smoothing: float) -> tuple[float, torch.Tensor]:
     return loss.item(), own.grad
 
 
-@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(smoothing: float) -> None:
-    logits, targets = inputs()
+@pytest.mark.parametrize(
+    ("smoothing", "ruled_out"),
+    [pytest.param(0.0, False, marks=pytest.mark.slow), (0.0, True), (0.1, False)],
+)
+def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(
+    smoothing: float, ruled_out: bool
+) -> None:
+    logits, targets = inputs(ruled_out)
     expected = F.cross_entropy(
         logits, targets, reduction="sum", ignore_index=-7, label_smoothing=smoothing
     )
     (3 * expected).backward()
-    found = run_ranks(split_loss, 3, smoothing)
+    found = run_ranks(split_loss, 3, smoothing, ruled_out)
     assert all(loss == pytest.approx(expected.item(), rel=1e-14) for loss, _ in found)
     torch.testing.assert_close(
         torch.cat([grad for _, grad in found], -1), logits.grad, rtol=1e-13, atol=1e-15
@@ -93,3 +104,39 @@ def test_logits_are_whole_wherever_somebody_looks_at_them() -> None:
         assert by_number == pytest.approx(twice, rel=1e-14)  # 88 targets, divided by 44
         assert "pad_to_multiple_of=2" in str(seen["said"]) and seen["evaluated"]
         assert not seen["warned"]
+
+
+class PaddedVocabulary(transformers.LlamaForCausalLM):
+    """Leaves the last words, which are padding, out of its loss."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        logits = logits[..., :40]
+        return self.loss_function(logits=logits, labels=labels, vocab_size=40)
+
+
+def padded_vocabulary() -> tuple[transformers.PreTrainedModel, torch.Tensor]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    return PaddedVocabulary(config).double(), torch.arange(16).view(2, 8)
+
+
+def loss_of_padded_vocabulary() -> float:
+    model, tokens = padded_vocabulary()
+    parallel = parallelize(model, SmpConfig(tensor_parallel_degree=2))
+    return parallel.module(tokens, tokens).item()
+
+
+def test_a_forward_that_chooses_among_its_logits_gets_all_of_them() -> None:
+    model, tokens = padded_vocabulary()
+    expected = pytest.approx(
+        model(tokens, tokens).item(), rel=1e-12
+    )  # float64 rounding
+    assert run_ranks(loss_of_padded_vocabulary, 2) == [expected] * 2

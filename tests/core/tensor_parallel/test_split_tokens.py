@@ -224,3 +224,48 @@ def test_optimizers_that_cannot_step_shards_of_split_layers_are_refused_before_t
         )
         assert adamw == "stepped"
         assert rprop == "stepped" or "Rprop cannot step sharded parameters" in rprop
+
+
+class CountingBlock(PlainBlock):
+    """Counts its calls in a buffer that each of them replaces, and returns what it has
+    seen of each feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls = self.calls + 1
+        x = super().forward(x)
+        return x, x.mean((0, 1))
+
+
+class CountingModel(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, seen = self.words(tokens), 0
+        for block in self.blocks:
+            x, means = block(x)
+            seen = seen + means.square().sum()
+        return self.head(self.norm(x)) + seen
+
+
+def counted(splits: bool) -> tuple[float, list[float]]:
+    torch.manual_seed(0)
+    model = CountingModel().double()
+    if splits:
+        knobs = SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": GLOBS})
+        model = parallelize(model, knobs).module
+    total = model(torch.arange(16).view(2, 8)).square().sum()
+    total.backward()
+    return total.item(), [block.calls.item() for block in model.blocks]
+
+
+def test_trials_leave_buffers_alone_and_look_at_vectors_beside_hidden_states() -> None:
+    total, calls = counted(False)
+    for seen, counts in run_ranks(counted, 2, True):
+        assert counts == calls == [1.0, 1.0]
+        assert seen == pytest.approx(total, rel=1e-12)  # float64 rounding
