@@ -346,8 +346,7 @@ def _compared(candidate: Candidate, chosen: Candidate) -> str:
     worst = max(lost, key=lambda part: lost[part])
     less = (chosen.memory.total - candidate.memory.total) / GIB
     memory = f"{abs(less):.1f} GiB {'less' if less > 0 else 'more'} memory"
-    # As fast as the pick or faster, which is simpler and within the time
-    # model's error of it.
+    # No slower than the pick, which is simpler and within the time model's error.
     if more <= 0:
         complexity = (
             f"{candidate.complexity} axes and knobs instead of {chosen.complexity}"
