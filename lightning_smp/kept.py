@@ -78,6 +78,7 @@ class Kept:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
+    # Private attributes are Lightning's and torch's own.
     kinds = (list, deque, dict, Tensor, *_VALUES)
     return {
         name: value
