@@ -82,6 +82,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
             self.resume_counting(0)
         else:
             load(self, newest, **options)
+        # States that are kept from here on are of this run; what is there at the
+        # process's end stays for the next start.
         if memory is not None:
             memory.begin(self.optimizer_steps)
             atexit.register(self.close_memory, ended_well=False)
@@ -184,6 +186,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         line says so. Collective if it ended well."""
         before, self._phases_before = self._phases_before, ()
         memory, self.memory = self.memory, None
+        # Of a run that failed all phases stay: the script starts with the first one
+        # again.
         for each in before if ended_well else ():
             each.close(ended_well)
         if memory is not None:
