@@ -121,6 +121,8 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             self._record = RunRecord(
                 handle, [stepping], path, state.global_step, micro_batches
             )
+        # Without stages a forward of the model is one micro-batch, counted when it
+        # ends.
         self._stages = (
             None
             if handle is None or handle.pipeline is None
@@ -183,6 +185,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
     def _before_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        # Forwards of evaluations count neither samples nor FLOPs.
         if not model.training:
             return
         assert self._figures is not None
@@ -209,6 +212,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
 
     def _count_of_stage(self, chunks: int) -> None:
         assert self._figures is not None
+        # Each chunk's call had the same inputs.
         self._figures.count(
             self._samples // chunks,
             None if self._tokens is None else self._tokens // chunks,
@@ -244,6 +248,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         if self._watch is not None:
             self._watch.end(state.global_step)
         self._figures.end_step()
+        # Before the clock's parts of evaluation and save, which belong to no step.
         if control.should_log:
             self._report(state.global_step)
         self._figures.start_clock()
@@ -320,6 +325,8 @@ class SmpCheckpointCallback(TrainerCallback):
             self._begin = time.perf_counter()  # the time before belongs to the step
 
     def on_save(self, *_: Any, **__: Any) -> None:
+        # Also a save that Trainer or another callback has asked for starts the interval
+        # anew.
         self.schedule.saved(
             0.0 if self._begin is None else time.perf_counter() - self._begin
         )
@@ -387,6 +394,7 @@ class Fp8MonitorCallback(TrainerCallback):
         shown = self._watch.step_ends(
             state.global_step, writes=state.is_world_process_zero
         )
+        # Steps between two probed ones leave the last figures for the next log entry.
         self.latest = shown or self.latest
 
     def on_log(

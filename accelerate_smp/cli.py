@@ -82,6 +82,7 @@ def config(
         "num_processes": machines * each,
         "use_cpu": use_cpu,
     }
+    # Several machines have to find each other.
     if machines > 1:
         document["machine_rank"] = _ask("The rank of this machine", 0, _below(machines))
         document["main_process_ip"] = typer.prompt("The address of machine 0", type=str)

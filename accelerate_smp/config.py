@@ -107,6 +107,7 @@ def accelerators_arguments(
     Raises:
         ValueError: a keyword that is neither an argument of Accelerator nor a knob.
     """
+    # Whatever Accelerate of this version takes.
     signature = inspect.signature(Accelerator.__init__)
     unknown = {
         name: value
@@ -126,6 +127,7 @@ def refuse_precision(arguments: Mapping[str, Any]) -> None:
     Args:
         arguments: those for ``Accelerator``.
     """
+    # The same order as in Accelerate: the argument, then the variable of its launcher.
     asked = arguments.get("mixed_precision") or os.environ.get(
         "ACCELERATE_MIXED_PRECISION", "no"
     )
@@ -280,6 +282,7 @@ def _from_fsdp(
 ) -> dict[str, Any]:
     """Translate a ``fsdp_config:`` section to settings: knobs, and dotted names of
     fields."""
+    # What cannot be translated is refused, then what can is.
     refuse_fsdp1(fsdp.fsdp_version)
     if fsdp.ignored_modules:
         raise ValueError(
@@ -320,6 +323,7 @@ def _from_fsdp(
         dtype = getattr(policy, knob, None)
         if dtype is not None:
             knobs[knob] = str(dtype).removeprefix("torch.")
+    # What torch-smp does in any case is said, and needs no knob.
     if fsdp.cpu_ram_efficient_loading:
         logger.info(
             "fsdp cpu_ram_efficient_loading has no effect: rank 0's weights go to every rank unit by unit"

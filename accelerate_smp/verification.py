@@ -142,8 +142,10 @@ class _Recording:
             refuse(
                 "SmpAccelerator(smp=False) trains without torch-smp, and there is nothing to verify; leave it out"
             )
+        # A first process only looks which degrees the script asks for.
         if self.request.role == "look":
             tell_degrees(self.request, accelerator.smp_config, 0)
+        # One process takes the ranks' batches one after another, as more accumulation.
         if self.request.one_by_one and not self.is_trainer:
             accelerator.gradient_accumulation_steps *= self.readers
 
@@ -158,6 +160,7 @@ class _Recording:
         if self.request.float64:
             model.double()
         prepared = original(accelerator, model, *args, **kw)
+        # The first model that trains; a frozen reference is none.
         if self._model is None and any(
             parameter.requires_grad for parameter in model.parameters()
         ):
@@ -173,6 +176,7 @@ class _Recording:
         *args: Any,
         **kw: Any,
     ) -> Any:
+        # Hooked once, however often it is prepared.
         new = not getattr(optimizer, "_is_accelerate_prepared", False)
         prepared = original(accelerator, optimizer, *args, **kw)
         if new:
@@ -199,6 +203,8 @@ class _Recording:
     def _backward(
         self, original: Any, accelerator: SmpAccelerator, loss: Tensor, **kwargs: Any
     ) -> None:
+        # The loader whose batch is current at the first backward pass is the one that
+        # trains; others evaluate.
         if self._training_loader is None:
             if not self._latest[0]:
                 refuse(_UNPREPARED)
@@ -214,6 +220,7 @@ class _Recording:
     def _clip(
         self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any
     ) -> Any:
+        # Gradients are noted before they are clipped.
         if accelerator.sync_gradients:
             self._note_gradients(accelerator)
         elif self.request.one_by_one:
@@ -276,6 +283,7 @@ class _Recording:
     def change_loaders(self) -> None:
         """Let the recorder see, and in one process replace, every batch of a prepared
         loader."""
+        # Both of Accelerate's kinds, by class: loaders are made later.
         for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
             kind.__iter__ = self._iterating(kind.__iter__)  # type: ignore[method-assign, assignment]
             if self.alone:
@@ -320,6 +328,7 @@ class _Recording:
             self._begin(loader)
             name = getattr(loader, "verify_name", "")
             for number, batch in enumerate(original(loader)):
+                # In one process the ranks' batch comes in the place of its own.
                 seen = self.recorder.batch(batch, name)
                 if seen is not batch and loader.device is not None:
                     seen = send_to_device(seen, loader.device)
@@ -417,6 +426,7 @@ def install_trainer() -> None:
         return
     from accelerate_smp import trainer
 
+    # By name: under `-m accelerate_smp.run` the module's own name is an empty mixin.
     mixin: Any = next(
         kind
         for kind in trainer.SmpTrainer.__mro__
