@@ -267,10 +267,12 @@ def describe_place(
     }
 
 
-def metrics_of(trainer: Trainer) -> dict[str, float]:
+def metrics_of(trainer: Trainer) -> dict[str, Any]:
     """Return what callbacks and schedules find in ``trainer.callback_metrics``, for a
-    checkpoint."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    checkpoint: numbers, and lists of them for a metric with several (one of each class,
+    say)."""
+    found = trainer.callback_metrics.items()
+    return {name: value.double().tolist() for name, value in found}
 
 
 def accumulation(trainer: Trainer) -> int | None:
@@ -335,7 +337,7 @@ class Resume:
         allow_batch_change: bool,
         in_window: bool = False,
         loader_states: Sequence[dict[str, Any]] = (),
-        metrics: Mapping[str, float] = MappingProxyType({}),
+        metrics: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.place = place
         self.random = random
