@@ -54,6 +54,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accelerate_smp.compiled import compiled_already
 from accelerate_smp.config import (
     accelerators_arguments,
+    check_degree,
     check_world,
     engines_off,
     refuse_engine_in_effect,
@@ -224,6 +225,7 @@ class SmpAccelerator(
         refuse_engine_in_effect(self.distributed_type)
         check_world(parallelism, self.num_processes)
 
+        self._sizes = parallelism
         self._find_ranks()
         if type(self.scaler) is torch.amp.GradScaler:
             # The same state; it also unscales plain and sharded together.
@@ -415,6 +417,7 @@ class SmpAccelerator(
             )
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:
+        check_degree(self._sizes, mesh.shard_degree)
         self.smp_mesh, self.layout, self._parallelism = (
             mesh,
             mesh.layout,

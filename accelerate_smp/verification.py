@@ -129,7 +129,8 @@ class _Recording:
                 )
 
             accelerators.resolve_config = resolved
-            accelerators.check_world = lambda *_: None  # of the script's own degrees
+            # Of the script's own degrees.
+            accelerators.check_world = accelerators.check_degree = lambda *_: None
 
     def _made(
         self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any
