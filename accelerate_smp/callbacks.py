@@ -51,7 +51,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         run_log: the file that ``smp report`` makes a page of (docs/monitoring.md);
             default ``run.jsonl`` in ``output_dir``.
 
-    Reported with every log entry of training (``logging_steps``):
+    Reported with every log entry of training (``logging_steps``, or of an epoch):
     ``samples_per_second``, ``tokens_per_second``, ``tflops_per_device``, ``mfu``,
     ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and
     ``bytes_between_nodes``, ``bytes_inside_nodes``: sent per optimizer step and node.
@@ -252,6 +252,20 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         if control.should_log:
             self._report(state.global_step)
         self._figures.start_clock()
+        if control.should_evaluate or control.should_save:
+            self._figures.pause()
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        assert self._figures is not None
+        # Strategies of "epoch": Trainer logs, evaluates and saves behind this hook.
+        if control.should_log:
+            self._report(state.global_step)
         if control.should_evaluate or control.should_save:
             self._figures.pause()
 
