@@ -322,6 +322,7 @@ class SmpCheckpointCallback(TrainerCallback):
         )
         self.schedule = SaveSchedule(checkpoint_interval, seconds)
         self._begin: float | None = None
+        self._saved_step = 0
 
     def on_step_end(
         self,
@@ -334,11 +335,29 @@ class SmpCheckpointCallback(TrainerCallback):
             control.should_save = True
         self._begin = time.perf_counter() if control.should_save else None
 
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        # Another callback has ended training: Trainer comes here, and saves behind it.
+        if control.should_training_stop and state.global_step > self._saved_step:
+            control.should_save = True
+
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         if self._begin is not None:
             self._begin = time.perf_counter()  # the time before belongs to the step
 
-    def on_save(self, *_: Any, **__: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        self._saved_step = state.global_step
         # Also a save that Trainer or another callback has asked for starts the interval
         # anew.
         self.schedule.saved(
