@@ -61,6 +61,7 @@ class DealtLoader:
     __slots__ = (
         "_cuts",
         "_fetched",
+        "_has_warned",
         "_index",
         "_is_dealt",
         "_need_alike",
@@ -85,6 +86,7 @@ class DealtLoader:
         self._need_alike = need_alike
         self._cuts, self._once = cuts, once
         self._is_dealt: bool | None = None
+        self._has_warned = False
         self._fetched: deque[float] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -147,6 +149,8 @@ class DealtLoader:
                 # The last batch of a stream may be a short one. (Tokens are counted
                 # where batches may be cut.)
                 weighs = not (self._once or self._cuts())
+                if not weighs:
+                    self._warn_of_unequal([_samples(each) for each in group])
                 yield (
                     _whole(group, self._ranks, self._index)
                     if weighs
@@ -158,12 +162,28 @@ class DealtLoader:
             return
         if self._once:
             yield from _own_samples(group, self._ranks, self._index)
+        elif self._cuts():
+            bounds = [_bounds(group, self._ranks, rank) for rank in range(self._ranks)]
+            self._warn_of_unequal([end - start for _, _, start, end in bounds])
+            yield _cut(group, self._ranks, self._index)
         else:
-            yield (
-                _cut(group, self._ranks, self._index)
-                if self._cuts()
-                else _whole(group, self._ranks, self._index)
-            )
+            yield _whole(group, self._ranks, self._index)
+
+    def _warn_of_unequal(self, samples: list[int]) -> None:
+        """Say once that ranks train on different numbers of samples with equal weights.
+
+        Nothing is said in an evaluation, where what is logged has its number of
+        samples, and where ranks share sequences, whose targets are counted.
+        """
+        unequal = len(set(samples)) > 1 and sum(samples) > 1
+        if not unequal or self._once or not self._need_alike or self._has_warned:
+            return
+        self._has_warned = True
+        _warn(
+            f"the last batches of a stream have {', '.join(map(str, samples))} samples on the ranks, whose losses "
+            "count alike: a step has no weights where there are several training loaders, or where training_step takes "
+            "a dataloader_iter. Write DataLoader(drop_last=True), or zip the loaders into one stream"
+        )
 
     def _first_of(self, batches: Iterator[Any]) -> Any:
         """Return the first batch, and settle whether batches are dealt out. Collective
