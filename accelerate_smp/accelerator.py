@@ -573,7 +573,7 @@ def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -
             f"the process group's backend {backends!r} sends nothing from {device.type}; allowed there: 'gloo', 'mpi'; "
             "write init_process_group('gloo'), or leave it to SmpAccelerator"
         )
-    # Also when only a timeout was asked.
+    # InitProcessGroupKwargs says nccl also where only a timeout was asked.
     if asked is not None and asked.backend == "nccl" and "nccl" not in backends:
         logger.info(
             "InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s",

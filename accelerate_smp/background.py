@@ -28,7 +28,7 @@ class BackgroundSavingAccelerator(Accelerator):
 
     smp_config: SmpConfig
     _steps_before = 0
-    # By the identity of the optimizer.
+    # Steps by the id of the optimizer.
     _steps_of: Mapping[int, int] = MappingProxyType({})
     background_saves: AsyncCheckpointer | None = None
 
@@ -59,7 +59,7 @@ class BackgroundSavingAccelerator(Accelerator):
                     id(optimizer): self._steps_of.get(id(optimizer), 0) + 1,
                 }
 
-            # Of a phase of training that may be over.
+            # Optimizers before it may be those of a phase of training that is over.
             self.resume_counting(self.optimizer_steps)
             after_each_step(optimizer, count)
         return super().prepare_optimizer(optimizer, device_placement)

@@ -195,7 +195,7 @@ def read(
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
     accelerator.resume_counting(path.manifest.step or 0)
     load_weights(models[0] if models else None, path, strict, "sizes")
-    # Of as many models as there are, in their order.
+    # Models are matched by their order.
     extra = rest.get("more_state_dicts", [])
     if len(extra) != max(len(models) - 1, 0):
         raise CheckpointError(

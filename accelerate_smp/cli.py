@@ -18,7 +18,7 @@ from smp_core.topology import divisors, listed
 
 
 class _Commands(OneLineErrors):
-    # As for a flag that is not there: what is wrong was typed, here or in the file.
+    # The status of a wrong flag: what is wrong was typed, here or in the file.
     error_status = 2
 
 
@@ -26,7 +26,7 @@ app = without_commands(
     "accelerate-smp", "torch-smp for Hugging Face Accelerate.", _Commands
 )
 
-# As Accelerate spells it, and as other commands do.
+# Accelerate's spelling, and that of other commands.
 _CONFIG_FILE = ("--config_file", "--config-file")
 
 _PACKAGES = (

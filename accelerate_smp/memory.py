@@ -186,8 +186,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         line says so. Collective if it ended well."""
         before, self._phases_before = self._phases_before, ()
         memory, self.memory = self.memory, None
-        # Of a run that failed all phases stay: the script starts with the first one
-        # again.
+        # The states of all phases stay if the run failed: the script starts with the
+        # first phase again.
         for each in before if ended_well else ():
             each.close(ended_well)
         if memory is not None:

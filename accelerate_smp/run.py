@@ -89,7 +89,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            # Else ours is being executed around it.
+            # Otherwise our module is being executed around it, and replaces it then.
             if fullname == _TRAINERS[1] or _TRAINERS[1] not in sys.modules:
                 _put_trainer_in_place()
 

@@ -186,7 +186,7 @@ def load(
     path = _folder_to_read(accelerator, input_dir)
     checkpoints.read(accelerator, path, accelerator._schedulers, strict)
     for hook in accelerator._load_model_state_pre_hook.values():
-        # Which takes out what it has loaded itself.
+        # A hook takes out of the list what it has loaded itself.
         hook(list(accelerator._models), path)
 
 

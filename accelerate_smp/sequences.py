@@ -153,7 +153,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             ):
                 yield from through(loader)
             if rest_of is not None and epoch is not None:
-                # Also where nothing was left, which Accelerate does not count.
+                # Accelerate counts no epoch of which nothing was left.
                 rest_of.iteration = epoch + 1
 
         def through(loader: Any) -> Iterator[Any]:
@@ -168,7 +168,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
                     yield batch
                 accelerator.batch_weight = before
                 return
-            # Of a loop that this one is inside of.
+            # The batch of a loop that this one is inside of.
             around = accelerator._present, accelerator._number
             for batch in kind.__iter__(loader):
                 part = accelerator._part_of(batch)

@@ -148,7 +148,7 @@ class CheckpointingTrainerMixin(_Base):
         per_step = self.get_total_train_batch_size(self.args)
         loader: Any = self.callback_handler.train_dataloader
         epoch = self.state.epoch or 0.0
-        # Of a stream without length Trainer counts one epoch, as long as the training.
+        # A stream without length is one epoch to Trainer, as long as the training.
         stream = self.args.max_steps * self.args.gradient_accumulation_steps
         batches = len(loader) if has_length(loader) else stream
         return {

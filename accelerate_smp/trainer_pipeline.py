@@ -62,8 +62,7 @@ class PipelinedTrainerMixin(_Base):
                 name="compute_loss",
             )
 
-        # Of the instance, for this call: subclasses of the user's own come before this
-        # class.
+        # On the instance, for this call: it comes before methods of a user's subclass.
         vars(self)["compute_loss"] = in_micro_batches
         self._takes_micro_batches = True
         try:

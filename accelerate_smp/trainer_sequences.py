@@ -240,7 +240,7 @@ class SharedSequencesTrainerMixin(_Base):
                 )
         finally:
             self._predicts = False
-        # Of all ranks that share the sequences.
+        # Each rank has the loss and the logits of its own tokens.
         if loss is not None:
             loss = self.accelerator.mean_over_context(loss)
         if logits is not None and self._split is not None:

@@ -129,7 +129,7 @@ class _Recording:
                 )
 
             accelerators.resolve_config = resolved
-            # Of the script's own degrees.
+            # These compare the script's own degrees with the run.
             accelerators.check_world = accelerators.check_degree = lambda *_: None
 
     def _made(
@@ -304,7 +304,7 @@ class _Recording:
             and isinstance(sampler, RandomSampler)
             and sampler.generator is None
         ):
-            # As Accelerate does on several ranks.
+            # Accelerate gives such a sampler a generator on several ranks.
             if not accelerator.use_seedable_sampler:
                 sampler.generator = torch.Generator()
                 sampler.generator.manual_seed(

@@ -123,7 +123,7 @@ class BackgroundSaves:
                 yield
         except CheckpointError:
             if self._is_first and not is_address(self._path):
-                # Not empty: the checkpoint that was to be replaced.
+                # A folder that is not empty is the checkpoint to be replaced, and stays.
                 with contextlib.suppress(OSError):
                     os.rmdir(local_path(self._path))
             raise

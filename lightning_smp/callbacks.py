@@ -307,7 +307,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     def on_train_epoch_start(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> None:
-        # Of the epoch before, whose means are known when its hooks have run.
+        # What was logged in the epoch before: its means are known now.
         self._write_logged(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -175,7 +175,7 @@ def _facts(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, 
 
 
 def _can_resume(checkpoint: dict[str, Any]) -> bool:
-    # Not of ModelCheckpoint(save_weights_only=True).
+    # ModelCheckpoint(save_weights_only=True) leaves the optimizers out.
     return "optimizer_states" in checkpoint
 
 

@@ -118,7 +118,7 @@ class DealtLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._fetched.clear()
-        # Which draws the seed of its workers now, as it does for Lightning.
+        # The loader draws the seed of its workers now, as it does for Lightning.
         return self._read(iter(self.loader))
 
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:

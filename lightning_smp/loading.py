@@ -231,7 +231,7 @@ class Loading:
         Raises:
             CheckpointError: the states do not fit the optimizers.
         """
-        # Of as many optimizers as there are, in their order.
+        # States are matched with optimizers by their order.
         states = checkpoint["optimizer_states"]
         if len(states) != len(strategy.optimizers):
             raise CheckpointError(

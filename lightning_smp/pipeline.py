@@ -119,9 +119,9 @@ class PipelinedSteps:
             weight: of the batch's loss.
 
         Returns:
-            what training_step returns of an unsplit batch: the loss, wanting a gradient
-                that nothing comes of, or the
-            mapping that it was in.
+            what training_step returns of an unsplit batch: the loss, or the mapping
+            that it was in. The loss is a leaf that requires a gradient, for Lightning's
+            own call of backward.
 
         Raises:
             ValueError: a batch that cannot be cut, a step that returns no loss.
@@ -164,7 +164,7 @@ class PipelinedSteps:
         self._take(kept, logged, *changes)
         logged.replay(log, self._device)
         for optimizer in optimizers:
-            # Of the instance, for one call: the gradients of this step are there.
+            # For one call, on this instance: the gradients of this step are there.
             optimizer.zero_grad = _passed_over  # type: ignore[method-assign]
             self._zero_grads.append(optimizer)
         # Lightning calls backward on it, which finds a leaf and computes nothing.
@@ -266,7 +266,7 @@ class _Logged:
         # The class's, since the instance's may be replaced by an outer call.
         self._log = type(module).log
         self._signature = inspect.signature(self._log)
-        # Not by themselves: a metric's hash is of its state.
+        # By their ids: the hash of a metric depends on its state.
         self._metrics = {
             name: inner
             for name, inner in module.named_modules()

@@ -179,7 +179,7 @@ class ProcessGroupStrategy(ParallelStrategy):
                 "process_group_backend='nccl' sends between GPUs and this run is on CPU; allowed there: 'gloo', 'mpi'; "
                 "write process_group_backend='gloo' or leave it out"
             )
-        # By an earlier run, or by the user.
+        # An earlier run, or the user, has made the process group.
         if dist.is_initialized():
             return
         environment = self.cluster_environment
@@ -313,7 +313,7 @@ class ProcessGroupStrategy(ParallelStrategy):
 def take_over_exception_saves(trainer: Trainer) -> None:
     """Make the callbacks that save at an exception do it on all ranks or on none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Also a user's subclass, by what it was told to do.
+        # A user's subclass counts too: what it does is asked, and not its class.
         at_exceptions = isinstance(callback, OnExceptionCheckpoint) or getattr(
             callback, "save_on_exception", False
         )

@@ -298,7 +298,7 @@ def random_of_rank(trainer: Trainer, earlier: dict[str, Any] | None) -> dict[str
             the start of an open window, whose batches are seen again, or before a
             validation in progress.
     """
-    # Of each loader, in their order.
+    # One state for each loader, in their order.
     starts = [
         getattr(sampler_of(loader), "random_at_start", None)
         for loader in training_loaders(trainer)
@@ -626,7 +626,7 @@ def _listed(sizes: list[int]) -> str:
     return " + ".join(map(str, sizes))
 
 
-# Of a class that was derived here: the loader's own class, and its place.
+# Attributes of a class that is derived here: the loader's own class, and its place.
 _KIND, _PLACE = "_smp_kind", "_smp_place"
 
 

@@ -153,8 +153,8 @@ class SteppingStrategy(ProcessGroupStrategy):
             ValueError: a loss over samples of all ranks, of which pipeline stages
                 compute micro-batches.
         """
-        # With gradients a loss over all ranks' samples is meant, which a micro-batch
-        # has not.
+        # A gather with gradients means a loss over the samples of all ranks, and a
+        # micro-batch has a part of them.
         if self._pipelined is not None and sync_grads and torch.is_grad_enabled():
             self._pipelined.require_whole_batches(
                 "self.all_gather(..., sync_grads=True)"
@@ -272,7 +272,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         evaluates = self.evaluations is not None and self.evaluations.prepares
         if self._is_dealt_out(dataloader):
             read_alike(dataloader)
-            # Else the first context peer's batch counts.
+            # Context peers may read unlike batches: the first one's counts.
             need_alike = self.config.context_parallel_degree == 1
             dataloader = DealtLoader(
                 dataloader,
@@ -295,7 +295,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             if deals_as is not None:
                 deal(dataloader, *deals_as)
             return self.evaluations.process(dataloader)
-        # Of training: samplers that can begin later, and loaders that tell the place of
+        # Training loaders get samplers that can begin later, or tell the place of
         # training.
         place_sampler(dataloader)
         tell_place_of_training(dataloader)
@@ -460,8 +460,8 @@ class SteppingStrategy(ProcessGroupStrategy):
         return result
 
     def _before_update(self) -> None:
-        """Wait for whoever still reads parameters or optimizer states; they are about
-        to change."""
+        """Wait for copies of parameters and optimizer states, which are about to
+        change."""
 
     # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with
     # the weights at its beginning (averages may have replaced them, also in the middle

@@ -142,7 +142,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self._init_fn = init_fn
         self._sequences = SharedSequences(batch_layout, full_outputs)
         self._loaders: dict[str, Any] = {}
-        # Of a checkpoint that the run begins with: how its data go on, and the
+        # How the data go on from the checkpoint that the run begins with, and that
         # checkpoint itself until it is read.
         self.resume: Resume | None = None
         self.loading: Loading | None = None

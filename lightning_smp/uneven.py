@@ -114,8 +114,7 @@ class Evaluations:
         self.prepares = self._sets_up = False
         self.weight = 1.0
         self._loaders: list[Any] = []
-        # Of these loops alone: Lightning's method is called inside, between a mark and
-        # a check.
+        # Each loop's own method is called inside, between a mark and a check.
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -212,7 +211,8 @@ class Evaluations:
         # With one loader steps get no dataloader_idx.
         shown = place if loop.num_dataloaders > 1 else None
         if number == 0 and place > 0 and not trainer.predicting:
-            # Of the loader before: the loop sees no batch of this one.
+            # Ends what was logged for the loader before: the loop sees no batch of this
+            # one.
             loop._store_dataloader_outputs()
         with self._counting_nothing(module):
             # The same way as in Lightning's loop: converted, moved, and given to the

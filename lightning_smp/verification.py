@@ -192,7 +192,7 @@ class RecordingCallback(Callback):
 
     def _read_batches_of(self, trainer: Trainer) -> None:
         """Let the recorder see each training batch before it is moved or split."""
-        # Of the instance: all of Lightning's ways to a batch go through this method.
+        # All of Lightning's ways to a batch go through this method of the instance.
         strategy, recorder = trainer.strategy, self._recorder
         original = strategy.batch_to_device
 
@@ -282,8 +282,7 @@ def _natural_samples(
 
     Returns:
         None where they are not known: several loaders, a sampler that Lightning wraps,
-            or samples that are made anew
-        each time they are read.
+        or samples that are made again each time they are read.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader):
