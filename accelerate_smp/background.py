@@ -66,7 +66,7 @@ class BackgroundSavingAccelerator(Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what was prepared, as Accelerate does between two trainings: steps
-        are counted anew."""
+        are counted from 0."""
         self.resume_counting(0)
         return super().free_memory(*objects)
 

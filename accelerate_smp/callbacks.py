@@ -359,7 +359,7 @@ class SmpCheckpointCallback(TrainerCallback):
     ) -> None:
         self._saved_step = state.global_step
         # Also a save that Trainer or another callback has asked for starts the interval
-        # anew.
+        # again.
         self.schedule.saved(
             0.0 if self._begin is None else time.perf_counter() - self._begin
         )

@@ -57,7 +57,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
 
         Returns:
             what was loaded, for a message; None where there is nothing: the run begins
-            anew, at step 0, whatever this process has trained before.
+            at step 0, whatever this process has trained before.
             ``optimizer_steps`` tells where it goes on.
 
         Raises:
@@ -97,7 +97,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         None without the knob, and in one process. Collective.
 
         What a phase of the loop before has kept stays until the last one has ended:
-        started anew, the script needs it.
+        started again, the script needs it.
         """
         if (
             not self.smp

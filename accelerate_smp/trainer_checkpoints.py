@@ -169,8 +169,8 @@ class CheckpointingTrainerMixin(_Base):
     ) -> Any:
         """Train as Trainer does. ``resume_from_checkpoint=True`` skips broken
         checkpoints, with a warning that names them; ``"last"`` does too, and begins
-        anew where no save has been completed yet, for jobs that are started again and
-        again with the same command.
+        from nothing where no save has been completed yet, for jobs that are started
+        again and again with the same command.
 
         With another number of ranks or another batch size, gradient accumulation is
         adapted so that an optimizer step keeps its number of samples.

@@ -341,7 +341,7 @@ def nothing_saved(
 
     A run that ends while it writes its first checkpoint behind training leaves the
     place that was held, and the link ``last.ckpt`` to it. Nothing is lost when the next
-    run begins anew.
+    run begins from nothing.
     """
 
     # Asked on the first rank alone: others may see an older state of a shared file

@@ -47,7 +47,7 @@ def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, No
     Lightning calls that hook again for every ``validate`` and ``test``; the module may
     have been trained before.
     """
-    # What the hook builds anew would replace shards by whole parameters.
+    # What the hook builds again would replace shards by whole parameters.
     sharded = is_sharded(module)
     registries: list[dict[str, Any]] = [
         module._modules,

@@ -232,7 +232,7 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         # In an evaluation Lightning's sampler deals to one rank, without repeating
-        # samples, and is dealt anew below.
+        # samples, and is dealt again below.
         size, rank = self._reads_as
         if self.evaluations is not None and self.evaluations.prepares:
             self._deals_as = (size, rank)
