@@ -54,6 +54,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accelerate_smp.compiled import compiled_already
 from accelerate_smp.config import (
     accelerators_arguments,
+    check_degree,
     check_world,
     engines_off,
     refuse_engine_in_effect,
@@ -182,6 +183,8 @@ class SmpAccelerator(
             for name in tuple(arguments)
             if name in SmpConfig.knobs()
         }
+        # Knobs come out of the keywords first: all others are Accelerate's, or
+        # misspelt.
         arguments = accelerators_arguments(self, args, arguments)
         self.smp = smp
         self.batch_layout = batch_layout
@@ -191,6 +194,7 @@ class SmpAccelerator(
         self._parallelism: SmpParallelism | None = None
         self._prepared_together: list[Optimizer] = []
         self._watch: RankWatch | None = None
+        # Before Accelerate's own state is made, which every later accelerator shares.
         if _must_say_cpu():
             arguments["cpu"] = True
         if not smp:
@@ -205,11 +209,14 @@ class SmpAccelerator(
         self.smp_config = settle_fp8(
             arguments, resolve_config(smp_config, knobs, parallelism, fsdp)
         )
+        # A knob of Lightning's face, which a shared file may have.
         if self.smp_config.checkpoint.full_state_dict:
             why = "save_state writes folders; unsharded weights: save_model, or `smp checkpoint consolidate`"
             self.smp_config = self.smp_config.with_resolved(
                 "checkpoint.full_state_dict", False, why
             )
+        # What was asked stays apart from what took effect: a second model is sharded by
+        # the same wishes.
         self._asked = self.smp_config
 
         # Accelerate, without a sharding engine of its own.
@@ -218,6 +225,7 @@ class SmpAccelerator(
         refuse_engine_in_effect(self.distributed_type)
         check_world(parallelism, self.num_processes)
 
+        self._sizes = parallelism
         self._find_ranks()
         if type(self.scaler) is torch.amp.GradScaler:
             # The same state; it also unscales plain and sharded together.
@@ -234,6 +242,8 @@ class SmpAccelerator(
             _check_backend(self.device, self.init_handler)
             self._topology = Topology.discover()
             self._watch = watch_ranks()
+            # A degree or a plan that depends on the model's size waits for the first
+            # one; who reads which samples is known before.
             if self.smp_config.shard_degree != "auto" and self.smp_config.plan is None:
                 mesh, self.smp_config = build_mesh(
                     self._asked, self._topology, self.device
@@ -241,6 +251,7 @@ class SmpAccelerator(
                 self._adopt_mesh(mesh)
             else:
                 self.layout = smallest_layout(self._asked, self._topology)
+        # One process shards nothing; what is lost by that is said.
         elif self.smp_config != SmpConfig():
             lost = "nothing is sharded" + (
                 " or computed in FP8" if self.smp_config.fp8 is not None else ""
@@ -324,6 +335,7 @@ class SmpAccelerator(
             # Torchmetrics may have been imported since.
             synchronize_metrics(self.smp_mesh)
         if self.sharding:
+            # Memory is planned for the optimizers that come in the same call.
             self._prepared_together = [
                 obj for obj in args if isinstance(obj, Optimizer)
             ]
@@ -351,6 +363,8 @@ class SmpAccelerator(
             return model
         if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
+        # A model that was prepared by another accelerator of this process has its
+        # handle already.
         if parallel_of(model) is None and not self.verify_device_map(model):
             handle = self._parallelize(model)
             watch_for_unprepared()
@@ -393,6 +407,8 @@ class SmpAccelerator(
 
     def _require_same_readers(self, mesh: SmpMesh) -> None:
         """Refuse degrees that a plan chose after a loader was prepared for others."""
+        # Loaders deal samples out by the degrees of the smallest layout, which a plan
+        # may change.
         assumed = mesh.data_size if self.layout is None else self.layout.size(*DATA)
         if self._dataloaders and mesh.data_size != assumed:
             raise ValueError(
@@ -401,6 +417,7 @@ class SmpAccelerator(
             )
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:
+        check_degree(self._sizes, mesh.shard_degree)
         self.smp_mesh, self.layout, self._parallelism = (
             mesh,
             mesh.layout,
@@ -460,8 +477,11 @@ class SmpAccelerator(
                 "the optimizer steps parameters of no prepared model; call prepare(model, optimizer), or prepare the "
                 "model first"
             )
+        # An optimizer without any of their parameters yet belongs to the first model:
+        # its groups may be filled later.
         stepped = [handle for handle in handles if handle.steps(optimizer)]
         first, *others = stepped or handles
+        # Prepared before, by another accelerator: its hooks are there.
         if not first.prepare_optimizer(optimizer, *others):
             return
         for handle in stepped:
@@ -473,6 +493,8 @@ class SmpAccelerator(
 
     def _before_step(self, handle: ParallelModel) -> Any:
         def before_step(optimizer: Optimizer, *_: Any) -> None:
+            # Before each step: the sum over replicas is over, states in memory are
+            # copied, and no step is taken with inf or nan unless it was asked for.
             handle.window.close()
             if self.memory is not None:
                 self.memory.before_update()
@@ -502,10 +524,12 @@ class SmpAccelerator(
         (:class:`SmpScheduler`)."""
         known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
+        # By ranks that read different samples: copies of a batch use up none.
         batches = self.num_processes if self.layout is None else self.data_size
         if not self.sharding or self.split_batches or len(self._schedulers) == known:
             return prepared
         # Accelerate's own counts processes, also copies.
+        # `split_batches` is Accelerate's way to say that one step is one step.
         if self.schedule_in_optimizer_steps or batches == 1:
             prepared.split_batches = True
             return prepared
@@ -549,7 +573,7 @@ def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -
             f"the process group's backend {backends!r} sends nothing from {device.type}; allowed there: 'gloo', 'mpi'; "
             "write init_process_group('gloo'), or leave it to SmpAccelerator"
         )
-    # Also when only a timeout was asked.
+    # InitProcessGroupKwargs says nccl also where only a timeout was asked.
     if asked is not None and asked.backend == "nccl" and "nccl" not in backends:
         logger.info(
             "InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s",
@@ -582,6 +606,7 @@ def is_prepared(optimizer: Optimizer) -> None:
 def _refuse(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _prepared:
         return
+    # Parameters of before sharding are remembered with the model's name.
     model, n = of_replaced(
         parameter for group in optimizer.param_groups for parameter in group["params"]
     )
@@ -634,6 +659,8 @@ class SmpScheduler(AcceleratedScheduler):
         """
         times = 1
         if self.step_with_optimizer and self.gradient_state.sync_gradients:
+            # One optimizer step since the last call: the schedule is stepped with every
+            # batch. ReduceLROnPlateau counts calls, whatever was trained in between.
             in_batches = max(self._optimizer_steps, default=0) <= 1
             if in_batches and not isinstance(self.scheduler, ReduceLROnPlateau):
                 times = self._batches

@@ -94,6 +94,7 @@ class SmpAveragingCallback(TrainerCallback):
                 "SmpAveragingCallback averages the weights of a model that SmpTrainer has sharded; use SmpTrainer, or "
                 "torch.optim.swa_utils.AveragedModel with a model that is not sharded"
             )
+        # Made when the model is sharded: the average has the same shards.
         device = None if self.device is None else torch.device(self.device)
         self.average = ShardedAverage(
             parallel, device, avg_fn=get_ema_avg_fn(self.decay)
@@ -137,6 +138,7 @@ class SmpAveragingCallback(TrainerCallback):
         )
         if not state.is_world_process_zero:
             return
+        # An average goes when Trainer has removed the checkpoint that it belongs to.
         for other in saved.parent.glob("step-*"):
             of_trainer = Path(
                 str(args.output_dir), f"checkpoint-{other.name.removeprefix('step-')}"
@@ -161,6 +163,8 @@ class SmpAveragingCallback(TrainerCallback):
             raise ValueError(
                 "SmpAveragingCallback.averaged(): no step has been averaged yet"
             )
+        # The trained weights wait in copies, of this rank's parts, until the block
+        # ends.
         weights = [part.clone() for part in RankWeights(self.average.parallel).parts]
         self._write(self.average.module.parts)  # type: ignore[arg-type, union-attr]
         try:

@@ -28,7 +28,7 @@ class BackgroundSavingAccelerator(Accelerator):
 
     smp_config: SmpConfig
     _steps_before = 0
-    # By the identity of the optimizer.
+    # Steps by the id of the optimizer.
     _steps_of: Mapping[int, int] = MappingProxyType({})
     background_saves: AsyncCheckpointer | None = None
 
@@ -59,14 +59,14 @@ class BackgroundSavingAccelerator(Accelerator):
                     id(optimizer): self._steps_of.get(id(optimizer), 0) + 1,
                 }
 
-            # Of a phase of training that may be over.
+            # Optimizers before it may be those of a phase of training that is over.
             self.resume_counting(self.optimizer_steps)
             after_each_step(optimizer, count)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what was prepared, as Accelerate does between two trainings: steps
-        are counted anew."""
+        are counted from 0."""
         self.resume_counting(0)
         return super().free_memory(*objects)
 

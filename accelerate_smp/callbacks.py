@@ -51,7 +51,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         run_log: the file that ``smp report`` makes a page of (docs/monitoring.md);
             default ``run.jsonl`` in ``output_dir``.
 
-    Reported with every log entry of training (``logging_steps``):
+    Reported with every log entry of training (``logging_steps``, or of an epoch):
     ``samples_per_second``, ``tokens_per_second``, ``tflops_per_device``, ``mfu``,
     ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and
     ``bytes_between_nodes``, ``bytes_inside_nodes``: sent per optimizer step and node.
@@ -121,6 +121,8 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             self._record = RunRecord(
                 handle, [stepping], path, state.global_step, micro_batches
             )
+        # Without stages a forward of the model is one micro-batch, counted when it
+        # ends.
         self._stages = (
             None
             if handle is None or handle.pipeline is None
@@ -183,6 +185,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
     def _before_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        # Forwards of evaluations count neither samples nor FLOPs.
         if not model.training:
             return
         assert self._figures is not None
@@ -209,6 +212,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
 
     def _count_of_stage(self, chunks: int) -> None:
         assert self._figures is not None
+        # Each chunk's call had the same inputs.
         self._figures.count(
             self._samples // chunks,
             None if self._tokens is None else self._tokens // chunks,
@@ -244,9 +248,24 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         if self._watch is not None:
             self._watch.end(state.global_step)
         self._figures.end_step()
+        # Before the clock's parts of evaluation and save, which belong to no step.
         if control.should_log:
             self._report(state.global_step)
         self._figures.start_clock()
+        if control.should_evaluate or control.should_save:
+            self._figures.pause()
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        assert self._figures is not None
+        # Strategies of "epoch": Trainer logs, evaluates and saves behind this hook.
+        if control.should_log:
+            self._report(state.global_step)
         if control.should_evaluate or control.should_save:
             self._figures.pause()
 
@@ -303,6 +322,7 @@ class SmpCheckpointCallback(TrainerCallback):
         )
         self.schedule = SaveSchedule(checkpoint_interval, seconds)
         self._begin: float | None = None
+        self._saved_step = 0
 
     def on_step_end(
         self,
@@ -315,11 +335,31 @@ class SmpCheckpointCallback(TrainerCallback):
             control.should_save = True
         self._begin = time.perf_counter() if control.should_save else None
 
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        # Another callback has ended training: Trainer comes here, and saves behind it.
+        if control.should_training_stop and state.global_step > self._saved_step:
+            control.should_save = True
+
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         if self._begin is not None:
             self._begin = time.perf_counter()  # the time before belongs to the step
 
-    def on_save(self, *_: Any, **__: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,
+    ) -> None:
+        self._saved_step = state.global_step
+        # Also a save that Trainer or another callback has asked for starts the interval
+        # again.
         self.schedule.saved(
             0.0 if self._begin is None else time.perf_counter() - self._begin
         )
@@ -387,6 +427,7 @@ class Fp8MonitorCallback(TrainerCallback):
         shown = self._watch.step_ends(
             state.global_step, writes=state.is_world_process_zero
         )
+        # Steps between two probed ones leave the last figures for the next log entry.
         self.latest = shown or self.latest
 
     def on_log(

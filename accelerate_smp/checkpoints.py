@@ -195,6 +195,7 @@ def read(
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
     accelerator.resume_counting(path.manifest.step or 0)
     load_weights(models[0] if models else None, path, strict, "sizes")
+    # Models are matched by their order.
     extra = rest.get("more_state_dicts", [])
     if len(extra) != max(len(models) - 1, 0):
         raise CheckpointError(
@@ -206,11 +207,14 @@ def read(
         load_checkpoint(path, {"more_state_dicts": more}, strict=strict, verify="sizes")
         for model, state in zip(models[1:], more, strict=True):
             _take_model_state(model, state)
+    # After the weights: masters and scales follow from them.
     load_optimizers(models, _optimizers(accelerator), path, rest)
     handle = parallel_of(models[0]) if models else None
     if handle is not None:
         load_remainder_state(handle.traffic, path)
     _load_fp8(models, path, rest)
+    # A folder of Lightning has no section of ours; its schedules are taken if there are
+    # as many.
     ours, schedules = rest.get("accelerate"), rest.get("lr_schedulers", [])
     if ours is None:
         same = len(schedulers) == len(schedules)
@@ -275,6 +279,7 @@ def load_weights(
     opened = open_checked(
         path, verify, Ranks(), f"weights of {os.fspath(path)} were not loaded"
     )
+    # A LightningModule's names begin with its attribute's.
     prefix = opened.manifest.metadata.get("module_prefix", "")
     state = _model_state(model)
     name_there = names_between("", prefix)
@@ -370,6 +375,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
 
 
 def _models(accelerator: BackgroundSavingAccelerator) -> list[nn.Module]:
+    # What is saved are shards, and rank 0's buffers on all ranks.
     for handle in map(parallel_of, accelerator._models):
         if handle is not None:
             handle.reshard()
@@ -385,6 +391,7 @@ def _optimizers(accelerator: BackgroundSavingAccelerator) -> list[Optimizer]:
 
 
 def _owner(models: list[nn.Module], optimizer: Optimizer) -> nn.Module:
+    # An optimizer's states are named by the parameters of one model.
     stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
     for model in models:
         if stepped <= {id(parameter) for parameter in model.parameters()}:

@@ -18,7 +18,7 @@ from smp_core.topology import divisors, listed
 
 
 class _Commands(OneLineErrors):
-    # As for a flag that is not there: what is wrong was typed, here or in the file.
+    # The status of a wrong flag: what is wrong was typed, here or in the file.
     error_status = 2
 
 
@@ -26,7 +26,7 @@ app = without_commands(
     "accelerate-smp", "torch-smp for Hugging Face Accelerate.", _Commands
 )
 
-# As Accelerate spells it, and as other commands do.
+# Accelerate's spelling, and that of other commands.
 _CONFIG_FILE = ("--config_file", "--config-file")
 
 _PACKAGES = (
@@ -82,6 +82,7 @@ def config(
         "num_processes": machines * each,
         "use_cpu": use_cpu,
     }
+    # Several machines have to find each other.
     if machines > 1:
         document["machine_rank"] = _ask("The rank of this machine", 0, _below(machines))
         document["main_process_ip"] = typer.prompt("The address of machine 0", type=str)

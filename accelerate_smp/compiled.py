@@ -45,6 +45,7 @@ def compiled_already(model: nn.Module, accelerator: Accelerator) -> Iterator[Non
     """Keep Accelerate from compiling a model whose blocks were compiled before it was
     sharded."""
     plugin: Any = accelerator.state.dynamo_plugin
+    # The plugin is shared by all accelerators of the process, and is put back.
     backend = plugin.backend
     if parallel_of(model) is not None:
         plugin.backend = DynamoBackend.NO

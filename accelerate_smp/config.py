@@ -68,8 +68,7 @@ def resolve_config(
         asked = _asked(base, base.given)
 
     # Accelerate's own settings, as knobs.
-    if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        parallelism = ParallelismConfig()
+    parallelism = _sizes_in_effect(parallelism)
     if fsdp is None and _flag("ACCELERATE_USE_FSDP"):
         refuse_fsdp1(os.environ.get("FSDP_VERSION", 1))
         fsdp = FullyShardedDataParallelPlugin()
@@ -90,9 +89,23 @@ def resolve_config(
                 f"{knob}={asked[knob]!r} was asked of torch-smp but Accelerate's own settings say {knob}={value!r}; "
                 "remove one of the two (in the YAML: `parallelism_config`/`fsdp_config` or the line in `smp_config`)"
             )
-    if any(knob not in asked for knob in translated):
-        base = SmpConfig.from_dict(nested({**translated, **asked}))
+    # "auto" leaves it to them.
+    settled = {
+        knob: value
+        for knob, value in asked.items()
+        if value != "auto" or knob not in translated
+    }
+    if translated.keys() - settled.keys():
+        base = SmpConfig.from_dict(nested({**translated, **settled}))
     return base
+
+
+def _sizes_in_effect(parallelism: ParallelismConfig | None) -> ParallelismConfig | None:
+    """Return Accelerate's sizes: those that are given, or of the variables that
+    `accelerate launch` sets."""
+    if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return ParallelismConfig()
+    return parallelism
 
 
 def accelerators_arguments(
@@ -107,6 +120,7 @@ def accelerators_arguments(
     Raises:
         ValueError: a keyword that is neither an argument of Accelerator nor a knob.
     """
+    # Whatever Accelerate of this version takes.
     signature = inspect.signature(Accelerator.__init__)
     unknown = {
         name: value
@@ -126,6 +140,7 @@ def refuse_precision(arguments: Mapping[str, Any]) -> None:
     Args:
         arguments: those for ``Accelerator``.
     """
+    # The same order as in Accelerate: the argument, then the variable of its launcher.
     asked = arguments.get("mixed_precision") or os.environ.get(
         "ACCELERATE_MIXED_PRECISION", "no"
     )
@@ -177,8 +192,7 @@ def refuse_engines(arguments: Mapping[str, Any]) -> None:
 def check_world(parallelism: ParallelismConfig | None, world_size: int) -> None:
     """Refuse degrees of a ``ParallelismConfig`` whose product is not the number of
     processes."""
-    if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        parallelism = ParallelismConfig()
+    parallelism = _sizes_in_effect(parallelism)
     if parallelism is None or parallelism.total_size == world_size:
         return
     sizes = {
@@ -194,6 +208,20 @@ def check_world(parallelism: ParallelismConfig | None, world_size: int) -> None:
         f"{shown} makes {parallelism.total_size}, but {world_size} processes were started; start "
         f"{parallelism.total_size}, or leave parallelism_config out and write shard_degree: (replicas follow from it)"
     )
+
+
+def check_degree(parallelism: ParallelismConfig | None, shard_degree: int) -> None:
+    """Refuse a ``ParallelismConfig`` of another shard degree than "node" or "world" has
+    turned out to mean."""
+    parallelism = _sizes_in_effect(parallelism)
+    if parallelism is None:
+        return
+    sizes = parallelism.dp_shard_size * parallelism.cp_size
+    if sizes != shard_degree:
+        raise ValueError(
+            f"shard_degree is {shard_degree} here, but Accelerate's own settings say {sizes} (dp_shard_size x "
+            "cp_size); remove one of the two (in the YAML: `parallelism_config` or the line in `smp_config`)"
+        )
 
 
 @contextlib.contextmanager
@@ -237,8 +265,8 @@ def _flag(variable: str) -> bool:
 
 
 def _same(asked: Any, translated: Any) -> bool:
-    # "node" and "world" may well be the number the other place writes; the mesh finds
-    # out.
+    # "node" and "world" may well be the number that the other place writes, which
+    # check_degree() compares once it is known.
     return (
         asked == translated
         or asked in ("auto", "node", "world")
@@ -280,6 +308,7 @@ def _from_fsdp(
 ) -> dict[str, Any]:
     """Translate a ``fsdp_config:`` section to settings: knobs, and dotted names of
     fields."""
+    # What cannot be translated is refused, then what can is.
     refuse_fsdp1(fsdp.fsdp_version)
     if fsdp.ignored_modules:
         raise ValueError(
@@ -320,6 +349,7 @@ def _from_fsdp(
         dtype = getattr(policy, knob, None)
         if dtype is not None:
             knobs[knob] = str(dtype).removeprefix("torch.")
+    # What torch-smp does in any case is said, and needs no knob.
     if fsdp.cpu_ram_efficient_loading:
         logger.info(
             "fsdp cpu_ram_efficient_loading has no effect: rank 0's weights go to every rank unit by unit"

@@ -20,6 +20,7 @@ TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
 
 def sizes_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return the samples and the tokens of a forward's arguments; None: not known."""
+    # Named inputs first, then the rest in the order of the call.
     token_ids = [
         kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), Tensor)
     ]

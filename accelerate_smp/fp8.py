@@ -59,6 +59,8 @@ def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Reci
     """
     fields: dict[str, Any] = {}
     for key, value in settings.items():
+        # Accelerate's own key is called fp8_format; others may carry the section's name
+        # in front.
         name = str(key).removeprefix("fp8_") if str(key) != "fp8_format" else str(key)
         if name not in _KEYS:
             near = nearest_name(name, _KEYS)
@@ -163,6 +165,7 @@ def _from_handlers(arguments: dict[str, Any]) -> Fp8Recipe | None:
         handler for handler in handlers if handler not in ours
     ]
     handler, where = ours[0], type(ours[0]).__name__
+    # torchao's filter is a function over modules, which globs cannot say.
     if isinstance(handler, AORecipeKwargs):
         if handler.module_filter_func is not None:
             raise ValueError(
@@ -186,6 +189,7 @@ def _from_environment() -> Fp8Recipe | None:
         for name, v in os.environ.items()
         if name.startswith(_PREFIX)
     }
+    # Three variables of the launcher, for one setting.
     overrides = {
         name: settings.pop(name)
         for name in tuple(settings)

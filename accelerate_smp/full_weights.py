@@ -48,6 +48,8 @@ class FullWeightsAccelerator(Accelerator):
         if handle is not None:
             state = full_state(handle)
         else:
+            # A part of a sharded model: its stages are those of the model that it is
+            # in.
             holding = (
                 whole for whole in map(parallel_of, self._models) if whole is not None
             )
@@ -88,6 +90,8 @@ class FullWeightsAccelerator(Accelerator):
 
 def save_full(model: nn.Module, handle: ParallelModel) -> None:
     """Let ``save_pretrained`` of the model and its parts write unsharded weights."""
+    # Parts too: PEFT's adapter, or the language model inside of a larger one, are saved
+    # by themselves.
     for name, part in model.named_modules():
         if callable(getattr(part, "save_pretrained", None)):
             object.__setattr__(part, _PART, (handle, f"{name}." if name else ""))
@@ -98,6 +102,7 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Save as the class does, with unsharded weights that rank 0 writes. Collective,
     unless ``state_dict`` is unsharded already.
     """
+    # The class's method, which this one stands in front of.
     own: Any = type(self).save_pretrained  # type: ignore[attr-defined]
     given = kwargs.get("state_dict")
     if given is not None and not given:
@@ -116,6 +121,8 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if given is not None:
         kwargs["state_dict"] = state
 
+    # On rank 0 the class writes as ever: parameters are whole inside, and
+    # `state_dict()` gives the state.
     def write() -> Any:
         with handle.unsharded(self, state), _showing(self, state):
             return own(self, *args, **kwargs)
@@ -146,6 +153,7 @@ def holds_shards(state: Any) -> bool:
 def _showing(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Make ``state_dict()`` of the model and its parts return values of ``state``
     inside the block."""
+    # Classes ask for their own state, or that of a part of them.
     shown = dict(model.named_modules())
     for name, part in shown.items():
         start = f"{name}." if name else ""

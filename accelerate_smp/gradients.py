@@ -110,6 +110,7 @@ class GradientsAccelerator(Accelerator):
     def _gradients_of(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Close the windows and undo loss scaling; map parameters of before ``prepare``
         to the sharded ones."""
+        # Accelerate takes one tensor, or any iterable, which is walked over once.
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for handle in self._handles():
             handle.window.close()

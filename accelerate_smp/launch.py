@@ -86,6 +86,8 @@ class LaunchFile:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         del accelerate[YAML_SECTION]
+        # Sections of Accelerate that its launcher would drop, or export under names
+        # that nothing reads, are taken out and handled here.
         parallelism = _parallelism(
             path, accelerate.pop("parallelism_config", None) or {}
         )
@@ -111,6 +113,7 @@ class LaunchFile:
         Raises:
             ValueError: degrees that do not multiply to ``processes``, fp8 precision.
         """
+        # Checked before a worker is started: each of them would print the same error.
         degree = self.smp.shard_degree
         if isinstance(degree, int) and processes % degree:
             raise ValueError(
@@ -146,6 +149,7 @@ def launch(arguments: Sequence[str]) -> None:
         ValueError: see :class:`LaunchFile`; no such script.
         SystemExit: a worker failed; with its exit status, after one line that names it.
     """
+    # All flags are those of Accelerate's own parser.
     parser = launch_command_parser()
     parser.prog = "accelerate-smp launch"
     parser.usage = "accelerate-smp launch --config_file FILE.yaml [flags of accelerate launch] SCRIPT [ARGS ...]"
@@ -161,12 +165,14 @@ def launch(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"{args.training_script}: no such file; write the script, and its arguments behind it"
         )
+    # The flag, the file, or one process for each GPU.
     processes = (
         args.num_processes
         or file.accelerate.get("num_processes")
         or max(torch.cuda.device_count(), 1)
     )
     file.check(processes)
+    # Workers read their knobs from the file by themselves.
     os.environ[CONFIG_FILE_VARIABLE] = str(file.path.resolve())
     if file.smp.fp8 is not None:
         os.environ["SMP_FP8"] = json.dumps(file.smp.fp8.to_dict())
@@ -199,6 +205,8 @@ def launch(arguments: Sequence[str]) -> None:
             *args.training_script_args,
         ]
         args.training_script, args.module = "accelerate_smp.run", True
+    # Accelerate's part goes to its launcher as a file of its own, and a worker's
+    # failure comes back as its exit status.
     with tempfile.TemporaryDirectory(prefix="accelerate-smp-") as folder:
         args.config_file = os.path.join(folder, "accelerate.yaml")
         Path(args.config_file).write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -214,6 +222,7 @@ def launch(arguments: Sequence[str]) -> None:
 def _ended(who: str, status: int) -> int:
     """Print how a worker ended, whose own traceback has been printed. Returns the exit
     status a shell would show."""
+    # Popen has the signal's number below 0.
     by_signal = status < 0
     how = (
         f"was ended by {signal.Signals(-status).name}"
@@ -258,6 +267,7 @@ def for_accelerate(
 def _parallelism(path: Any, section: Mapping[str, Any]) -> dict[str, int]:
     sizes = {}
     for key, value in section.items():
+        # With or without the prefix that Accelerate's own files have.
         name = str(key).removeprefix(_PREFIX)
         if name not in _PARALLELISM:
             if name in ("cp_backend", "cp_comm_strategy", "sp_backend"):

@@ -87,6 +87,8 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
             a value that is not allowed, a machine that is not one of the machines,
             FSDP1, another engine's settings, or settings without effect.
     """
+    # Every key has to be Accelerate's; a knob that stands outside of its section would
+    # have no effect.
     for key in document:
         if key in SmpConfig.knobs():
             raise ValueError(
@@ -109,6 +111,7 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
                 if key == "mixed_precision" and found[key] is False
                 else reader(key, found[key])
             )
+    # A wrong rank would wait for the others until a timeout.
     machines = found.get("num_machines") or 1
     rank = found.get("machine_rank") or 0
     if rank >= machines:
@@ -120,6 +123,7 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"machine_rank={rank} is not one of num_machines={machines}; allowed: {allowed}"
         )
+    # Accelerate's default for a file without a version is the first one.
     section = found.get("fsdp_config") or {}
     if section or found.get("distributed_type") == "FSDP":
         refuse_fsdp1(section.get("fsdp_version", 1))
@@ -178,6 +182,7 @@ def _refuse_engines(document: Mapping[str, Any]) -> None:
             f"fsdp_config has no effect with distributed_type: {kind}; write distributed_type: FSDP, or its settings "
             "as knobs into smp_config"
         )
+    # Keys of these sections are flags of the launcher with their prefix.
     flags = [
         name
         for name in vars(launch_command_parser().parse_args(["script"]))

@@ -92,6 +92,8 @@ class SmpMonitor(WatchesMemory):
         self._evaluates = False
         self._samples = 0
         self._tokens: int | None = None
+        # A loop says what it does by these three: forward, backward (through the
+        # accelerator), step.
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
@@ -112,6 +114,7 @@ class SmpMonitor(WatchesMemory):
     def _before_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        # The first forward of another mode stops the clock, or lets it run again.
         if model.training == self._evaluates:
             self._evaluates = not model.training
             (self._figures.pause if self._evaluates else self._figures.resume)()
@@ -129,6 +132,7 @@ class SmpMonitor(WatchesMemory):
     def around_backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Take a backward pass of ``loss`` into account; for
         :class:`SmpAccelerator`."""
+        # The loss comes with the batch's weight in it, and is noted without.
         weight = self._accelerator.batch_weight
         if weight == 0:
             self._figures.count(0, 0)  # the batch is repeated

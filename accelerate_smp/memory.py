@@ -57,7 +57,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
 
         Returns:
             what was loaded, for a message; None where there is nothing: the run begins
-            anew, at step 0, whatever this process has trained before.
+            at step 0, whatever this process has trained before.
             ``optimizer_steps`` tells where it goes on.
 
         Raises:
@@ -82,6 +82,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
             self.resume_counting(0)
         else:
             load(self, newest, **options)
+        # States that are kept from here on are of this run; what is there at the
+        # process's end stays for the next start.
         if memory is not None:
             memory.begin(self.optimizer_steps)
             atexit.register(self.close_memory, ended_well=False)
@@ -95,7 +97,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         None without the knob, and in one process. Collective.
 
         What a phase of the loop before has kept stays until the last one has ended:
-        started anew, the script needs it.
+        started again, the script needs it.
         """
         if (
             not self.smp
@@ -184,6 +186,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         line says so. Collective if it ended well."""
         before, self._phases_before = self._phases_before, ()
         memory, self.memory = self.memory, None
+        # The states of all phases stay if the run failed: the script starts with the
+        # first phase again.
         for each in before if ended_well else ():
             each.close(ended_well)
         if memory is not None:

@@ -83,10 +83,12 @@ def _device_mesh(mesh: SmpMesh) -> DeviceMesh | None:
     if not active:
         return None
     names = tuple(active)
+    # Axes of Accelerate's that no group of ours has.
     if mesh.batch_degree > 1:
         return init_device_mesh(
             mesh.device.type, tuple(active.values()), mesh_dim_names=names
         )
+    # Only these two are there without ranks that share a batch.
     ours = {"dp_replicate": mesh.replicate_group, "dp_shard": mesh.shard_group}
     ranks = torch.arange(mesh.topology.world_size).view(tuple(active.values()))
     groups = [ours[name] for name in names]

@@ -189,8 +189,11 @@ class PipelinedAccelerator(Accelerator):
         """
         pipeline = handle.pipeline
         assert pipeline is not None
+        # Parts of the batch, each of which is split again where ranks share sequences.
         count = pipeline.micro_batches
         parts, within = self.split_micro_batches(split_batch(batch, count))
+        # Losses that Trainer has divided by all targets are added up; means are
+        # averaged.
         weight = 1.0 if adds_up else 1.0 / count
 
         scaled = scale_in_stages(self.scaler)
@@ -207,6 +210,8 @@ class PipelinedAccelerator(Accelerator):
                 batch,
                 within,
             )
+        # What the last stage has comes to all: the mean over micro-batches, and over
+        # ranks that share sequences.
         returned = self.over_shared_sequences(
             pipeline.share_made(lambda: mean_of(results, name))
         )
@@ -215,6 +220,8 @@ class PipelinedAccelerator(Accelerator):
             loss *= count
         # Backward will scale it, too.
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        # The gradient that arrives says by what the user has multiplied the loss, which
+        # came too late.
         loss.requires_grad_().register_hook(
             functools.partial(_require_unchanged, divisor / scale)
         )
@@ -266,6 +273,7 @@ class PipelinedAccelerator(Accelerator):
                 "accelerator.backward(loss): with pipeline_parallel_degree backward passes are a part of the step; "
                 f"compute the loss in {_NAME}, and call backward with what it returns"
             )
+        # One backward call for each step.
         handle, self._stepped = self._stepped, None
         if not handle.window.is_open:
             raise ValueError(

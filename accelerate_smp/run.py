@@ -36,6 +36,7 @@ _TRAINERS = ("transformers.trainer", "accelerate_smp.trainer")
 
 def replace_accelerator() -> None:
     """Make ``from accelerate import Accelerator`` give SmpAccelerator from now on."""
+    # The package and the module that defines it: both are imported from.
     for module in (accelerate, accelerate.accelerator):
         module.Accelerator = SmpAccelerator  # type: ignore[attr-defined, misc]
 
@@ -55,6 +56,7 @@ def _put_trainer_in_place() -> None:
 
     from accelerate_smp import trainer as ours
 
+    # Both names again: scripts import from the package or from the module.
     transformers.trainer.Trainer = ours.SmpTrainer  # type: ignore[misc]
     transformers.Trainer = ours.SmpTrainer  # type: ignore[misc]
     # Whatever a script puts the mixin before has it from here on.
@@ -75,6 +77,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in _TRAINERS:
             return None
+        # Out of the way while the others look, or it would find itself.
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(fullname)
@@ -86,7 +89,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            # Else ours is being executed around it.
+            # Otherwise our module is being executed around it, and replaces it then.
             if fullname == _TRAINERS[1] or _TRAINERS[1] not in sys.modules:
                 _put_trainer_in_place()
 
@@ -102,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments = arguments[1:]
     if not arguments:
         raise SystemExit(_USAGE)
+    # Accelerate takes a CPU process for a single one unless it is told.
     if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     replace_accelerator()
@@ -113,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not os.path.isfile(script):
         raise SystemExit(f"{script}: no such file. {_USAGE}")
+    # As Python does for a script: imports from beside it work.
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
 

@@ -62,6 +62,8 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
         """
         if not self.smp:
             return super().save_state(output_dir, safe_serialization, **options)
+        # Options that Accelerate's folders have and ours do not are refused, in the
+        # place of being dropped.
         if not safe_serialization:
             raise ValueError(
                 "safe_serialization=False: checkpoints are always safetensors; leave it out, or write one torch.save "
@@ -71,6 +73,7 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
             raise TypeError(
                 f"save_state options {sorted(options)} have no counterpart here; leave them out"
             )
+        # Every rank has to call it: one that does not is named.
         meet("accelerator.save_state(...)")
         self._say_what_an_open_window_means()
         return _save(self, output_dir)
@@ -149,9 +152,11 @@ def _save(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> s
     checkpoints.write(accelerator, output_dir, {"step": accelerator.optimizer_steps})
     if accelerator._save_model_state_pre_hook:
         accelerator.wait_for_save()  # hooks write into the folder
+    # Hooks get what Accelerate's would: models and their states, which may be shards.
     weights = [model.state_dict() for model in accelerator._models]
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(list(accelerator._models), weights, output_dir)
+    # Older folders go once this one has committed.
     limit = accelerator.project_configuration.total_limit
     if (
         accelerator.project_configuration.automatic_checkpoint_naming
@@ -181,7 +186,7 @@ def load(
     path = _folder_to_read(accelerator, input_dir)
     checkpoints.read(accelerator, path, accelerator._schedulers, strict)
     for hook in accelerator._load_model_state_pre_hook.values():
-        # Which takes out what it has loaded itself.
+        # A hook takes out of the list what it has loaded itself.
         hook(list(accelerator._models), path)
 
 
@@ -205,6 +210,7 @@ def _folder_to_write(
             )
         return os.fspath(output_dir)
     root = os.path.join(project.project_dir, "checkpoints")
+    # A folder that is there may be the only whole state.
     target = os.path.join(root, f"checkpoint_{accelerator.save_iteration}")
     if os.path.exists(target):
         raise ValueError(

@@ -107,6 +107,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         """Prepare a loader that reads the same samples on ranks that share a batch."""
         if self.batch_degree == 1:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
+        # Rank 0's dispatcher knows nothing of ranks that share a batch.
         before = self.dispatch_batches
         if before:
             raise ValueError(
@@ -137,6 +138,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         Args:
             rest_of: the loader of which ``prepared`` has what is left of an epoch.
         """
+        # The loader's iteration is changed by a derived class: Python looks `__iter__`
+        # up in the class.
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
@@ -150,7 +153,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             ):
                 yield from through(loader)
             if rest_of is not None and epoch is not None:
-                # Also where nothing was left, which Accelerate does not count.
+                # Accelerate counts no epoch of which nothing was left.
                 rest_of.iteration = epoch + 1
 
         def through(loader: Any) -> Iterator[Any]:
@@ -165,7 +168,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
                     yield batch
                 accelerator.batch_weight = before
                 return
-            # Of a loop that this one is inside of.
+            # The batch of a loop that this one is inside of.
             around = accelerator._present, accelerator._number
             for batch in kind.__iter__(loader):
                 part = accelerator._part_of(batch)
@@ -207,6 +210,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
+        # Accelerate makes batches even by itself: nothing is left to join.
         if even_batches or (even_batches is None and self.even_batches):
             yield
             return
@@ -225,6 +229,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     def _part_of(self, batch: Any) -> Any:
         if self.context_degree == 1 or not self.split_in_loader or self.stages > 1:
             return batch
+        # Tensors of the part are known by number from here on, so that a call with an
+        # older batch is noticed.
         self._present = self._split(batch)
         self._number = self._n_split = self._n_split + 1
         if self._split_as is None:
@@ -240,6 +246,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         Raises:
             ValueError: the batch is not the one that the loader yielded last.
         """
+        # Tensors that the loader did not give have no number, and are the user's own.
         numbers = [
             (self._split_as or {}).get(tensor)
             for _, tensor in iterate_tensors(given, mapping=MutableMapping)
@@ -266,6 +273,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         Collective over all ranks."""
         if self.context_degree == 1:
             return super().split_micro_batches(parts)
+        # All micro-batches at once: splitting is collective, and stages would come to
+        # it one after the other.
         splits = [self._split(part) for part in parts]
 
         @contextlib.contextmanager
@@ -300,6 +309,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         """
         if self.stages > 1:
             return
+        # A stack, since a model may call itself.
         entered: list[AbstractContextManager[None]] = []
 
         def enter(
@@ -326,6 +336,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         """Run backward as Accelerate does; a mean over this rank's targets counts as
         its part of the mean over all of them.
         """
+        # Backward needs the batch too: attention's backward runs over all ranks, and
+        # recomputation calls the blocks again.
         with enabled(self._present):
             loss = part_of_mean(loss)
             super().backward(
@@ -348,6 +360,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if self.layout is None:
             return gathered
         world = self.layout.world_size
+        # One rank for each sample, or for each part of one.
         holders = list(
             self._readers
             if self._each_sample_once
@@ -418,6 +431,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             input_data = recursively_apply(
                 self._over_context, input_data, error_on_other_type=True
             )
+        # Objects that are no tensors: each reader gives its own, and the others
+        # nothing.
         except TypeError:
             return super().gather_for_metrics(input_data if first else [], True)
         self._each_sample_once = not use_gather_object
@@ -432,6 +447,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         split = self._present
         if split is None:
             return tensor
+        # Known by its size: a tensor [samples, local tokens, ...] is put together, and
+        # a number is averaged.
         if tensor.dim() >= 2 and tensor.shape[1] == split.plan.local_length:
             return self.full_sequence(tensor)
         return self.mean_over_context(tensor) if tensor.is_floating_point() else tensor
@@ -455,6 +472,7 @@ def _tell_epoch(loader: Any, epoch: int) -> None:
     skips some.
     """
     loader.iteration = epoch
+    # From the outermost to the user's own, whatever is around it.
     inside = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     told = [loader.dataset]
     while inside is not None:

@@ -46,6 +46,7 @@ def shard(
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
         accelerator.mixed_precision
     )
+    # Under autocast parameters are gathered in its dtype, and inputs stay as they are.
     precision = Precision(
         mixed if accelerator.native_amp else None,
         f"mixed_precision={accelerator.mixed_precision!r}",

@@ -78,10 +78,13 @@ class SmpTrainerMixin(
         smp_config: SmpConfig | Mapping[str, Any] | str | None = None,
         **keywords: Any,
     ) -> None:
+        # Trainer's own __init__ makes the accelerator, which asks for it.
         self._smp_config = smp_config
         super().__init__(*arguments, **keywords)
         if self.accelerator.sharding:
             _refuse_trackers_of_weights(self.callback_handler.callbacks)
+        # Trainer decides by the class's name, which sharding changes, where labels
+        # belong.
         if self.label_smoother is not None:
             if not transformers_names.SMOOTHS_BY_COUNT:
                 raise ValueError(
@@ -129,6 +132,7 @@ class SmpTrainerMixin(
         if self.args.fsdp and isinstance(options, dict) and "version" in options:
             # Transformers 4 leaves it out.
             os.environ.setdefault("FSDP_VERSION", str(options["version"]))
+        # Trainer looks the name up in its own module.
         stock = trainer_module.Accelerator
         trainer_module.Accelerator = functools.partial(
             SmpAccelerator, smp_config=self._smp_config
@@ -181,6 +185,8 @@ class SmpTrainerMixin(
         """Create the optimizer as Trainer does, in the same groups before and after the
         model is sharded: Trainer would divide those of a model that has been evaluated
         by meshes, and no other run could load their states."""
+        # A function of Trainer's module that splits groups of parameters by their
+        # meshes.
         found: Any = getattr(trainer_module, "has_mixed_dtensor", None)
         trainer_module.has_mixed_dtensor = lambda tensors: False
         try:
@@ -202,6 +208,8 @@ class SmpTrainerMixin(
         of all of them are counted; an auxiliary loss of routers is a mean, and is not
         multiplied. Nor is the mean of a model that takes the count and does not divide
         by it (BERT's classifiers)."""
+        # Trainer multiplies the loss by the number of ranks where it was divided by the
+        # targets of all of them.
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         is_multiplied = counts and self.args.average_tokens_across_devices
         count = kwargs.get("num_items_in_batch")
@@ -229,6 +237,7 @@ class SmpTrainerMixin(
     def _seeing_use_of(self, count: Any, model: torch.nn.Module) -> Iterator[None]:
         """Find out, the first time, whether a loss is divided by the count of
         targets."""
+        # Once is enough: a model's loss does not change its mind.
         parallel = (
             parallel_of(model)
             if self._ignores_count is None and isinstance(count, torch.Tensor)
@@ -280,9 +289,11 @@ class SmpTrainerMixin(
         :class:`Fp8MonitorCallback` alongside the loss, and the loss of a whole
         training.
         """
+        # The entry that ends a training.
         if "train_loss" in logs and "train_runtime" in logs:
             # Trainer writes into what it returns, too.
             logs["train_loss"] = self._over_ranks(logs["train_loss"])
+        # An entry of training; those of evaluations have "eval_loss".
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, (SmpMonitorCallback, Fp8MonitorCallback)):
@@ -323,6 +334,8 @@ class SmpTrainerMixin(
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None:
             return super().evaluation_loop(*args, **kwargs)
+        # BatchNorm's statistics differ between ranks, each of which has seen its own
+        # samples.
         handle.broadcast_buffers()
         with (
             handle.meter.outside_steps(),
@@ -373,6 +386,8 @@ class SmpTrainerMixin(
             super().save_model(output_dir, _internal_call)
             return
         meet("trainer.save_model(...)")
+        # Trainer's own writer, given the unsharded state on rank 0 and nothing on the
+        # others.
         with _as_one_model(handle.module):
             self._save(
                 output_dir or self.args.output_dir, state_dict=full_state(handle)
@@ -428,6 +443,7 @@ class _ReadsValue(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        # A copy of the count stands for the count; computing with either is use.
         given = iterate_tensors([args, kwargs])
         if any(tensor is copy for _, tensor in given for copy in self._copies):
             if function.__name__ not in self._OTHER:
@@ -478,6 +494,7 @@ class SmoothedLabels(LabelSmoother):
 def _predicts_next_token(model: Any) -> bool:
     """Return whether a model is one of Transformers' causal language models, adapters
     and sharding put aside."""
+    # By the classes below: FSDP2 puts one of its own on top.
     if hasattr(model, "get_base_model"):  # PEFT
         model = model.get_base_model()
     return any(

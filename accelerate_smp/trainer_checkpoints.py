@@ -65,6 +65,7 @@ class CheckpointingTrainerMixin(_Base):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as Trainer does; ``save_total_limit`` removes older checkpoints once
         this one has committed."""
+        # Trainer would remove older checkpoints before this one is complete.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
@@ -106,10 +107,12 @@ class CheckpointingTrainerMixin(_Base):
     def facts_of_save(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Return what the manifest of a save says, and this rank's random states; None:
         the present ones."""
+        # In samples, which hold on any number of ranks.
         facts: dict[str, Any] = {
             "step": self.state.global_step,
             **self._data_position(),
         }
+        # A checkpoint before or in an evaluation goes back to where that begins.
         if self.leaves is None:
             return facts, None
         return {
@@ -145,7 +148,7 @@ class CheckpointingTrainerMixin(_Base):
         per_step = self.get_total_train_batch_size(self.args)
         loader: Any = self.callback_handler.train_dataloader
         epoch = self.state.epoch or 0.0
-        # Of a stream without length Trainer counts one epoch, as long as the training.
+        # A stream without length is one epoch to Trainer, as long as the training.
         stream = self.args.max_steps * self.args.gradient_accumulation_steps
         batches = len(loader) if has_length(loader) else stream
         return {
@@ -166,8 +169,8 @@ class CheckpointingTrainerMixin(_Base):
     ) -> Any:
         """Train as Trainer does. ``resume_from_checkpoint=True`` skips broken
         checkpoints, with a warning that names them; ``"last"`` does too, and begins
-        anew where no save has been completed yet, for jobs that are started again and
-        again with the same command.
+        from nothing where no save has been completed yet, for jobs that are started
+        again and again with the same command.
 
         With another number of ranks or another batch size, gradient accumulation is
         adapted so that an optimizer step keeps its number of samples.
@@ -180,6 +183,7 @@ class CheckpointingTrainerMixin(_Base):
         try:
             self._trial_in_training = trial
             self._run_folder = os.path.abspath(str(self._get_output_dir(trial)))
+            # Memory is looked at first: "last" and True may mean what it has.
             with self._keeping_in_memory():
                 resume_from_checkpoint = self._beginning(resume_from_checkpoint)
                 if isinstance(resume_from_checkpoint, str) and self._has_state(
@@ -191,6 +195,7 @@ class CheckpointingTrainerMixin(_Base):
                     return super().train(
                         resume_from_checkpoint, trial, *arguments, **keywords
                     )
+        # A save in flight ends before the process does, or its folder would stay half.
         except BaseException:
             if self.accelerator.background_saves is not None:
                 try:
@@ -215,6 +220,7 @@ class CheckpointingTrainerMixin(_Base):
             return
         self.kept = KeepsInMemory(self, tier)  # type: ignore[arg-type]
         self.add_callback(self.kept)
+        # States stay for the next start unless training came to its end.
         ended_well = False
         try:
             yield
@@ -242,6 +248,7 @@ class CheckpointingTrainerMixin(_Base):
     def _skipping_batches(self) -> Iterator[None]:
         """Let Trainer skip the batches of an epoch as the accelerator does, which knows
         who reads them."""
+        # A function of Trainer's module, which it looks up there.
         stock = trainer_module.skip_first_batches
         trainer_module.skip_first_batches = lambda *arguments: (
             self.accelerator.skip_first_batches(*arguments)
@@ -303,6 +310,7 @@ class CheckpointingTrainerMixin(_Base):
             found = sort_checkpoints(folder)[::-1] if os.path.isdir(folder) else []
             return [path for path in found if not self._looks_unfinished(path)]
 
+        # The first rank lists: others may see an older state of a shared file system.
         found = ranks.on_first("no checkpoint to resume from", candidates)
         ours = [
             path for path in found if os.path.isdir(os.path.join(path, STATE_FOLDER))
@@ -318,6 +326,7 @@ class CheckpointingTrainerMixin(_Base):
     def _looks_unfinished(self, path: str) -> bool:
         """Return whether a crash came before the optimizer states or the Trainer's own
         state were there."""
+        # Any of the two: ours, or Trainer's of another program.
         states = (
             os.path.join(path, name)
             for name in (STATE_FOLDER, trainer_module.OPTIMIZER_NAME)
@@ -349,6 +358,7 @@ class CheckpointingTrainerMixin(_Base):
         ):
             return
         change = f"an optimizer step had {saved} samples when {checkpoint} was saved and has {now} here"
+        # Samples of one micro-batch over all ranks have to divide those of a step.
         if saved % (now // steps):
             raise ValueError(
                 f"{change} (per_device_train_batch_size x ranks x gradient_accumulation_steps={steps}), and no "
@@ -385,6 +395,8 @@ class CheckpointingTrainerMixin(_Base):
             # Trainer asks for them later.
             checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)
             return
+        # A checkpoint of plain Trainer: whole states, which each rank reads and takes
+        # its part of.
         stock = os.path.join(checkpoint, trainer_module.OPTIMIZER_NAME)
         if not os.path.isfile(stock):
             logger.warning(
@@ -408,6 +420,8 @@ class CheckpointingTrainerMixin(_Base):
             super()._load_rng_state(checkpoint)
             return
         opened = self._state_of(checkpoint)
+        # The last thing that Trainer loads; an evaluation that is lacking draws from
+        # here on.
         checkpoints.restore_random(self.accelerator, opened, self.args.seed)
         if (
             opened.manifest.metadata.get("lacks_evaluation")
@@ -455,6 +469,8 @@ class CheckpointingTrainerMixin(_Base):
         per_step = self.get_total_train_batch_size(self.args)
         if saved.get("samples_per_step", per_step) == per_step:
             return
+        # Whole optimizer steps of today's size: samples of a part of one are seen
+        # again.
         steps = saved["samples_in_epoch"] // per_step
         replayed = saved["samples_in_epoch"] - steps * per_step
         was = self.state.global_step
@@ -492,6 +508,7 @@ def _age(checkpoint: str) -> tuple[int, int, str]:
 def _surplus(found: list[str], limit: int, best: str | None) -> list[str]:
     """List the oldest checkpoints, so that ``limit`` complete ones stay; the newest and
     the best stay as in Trainer."""
+    # The best one stays beside the newest, and counts.
     older_best = [
         path for path in found[:-1] if best is not None and Path(path) == Path(best)
     ]

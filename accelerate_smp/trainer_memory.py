@@ -56,6 +56,7 @@ class KeepsInMemory(TrainerCallback):
         Returns:
             what to resume from: a folder with ``trainer_state.json``, or as given.
         """
+        # The run begins elsewhere: what memory has of one before is removed.
         if resume is not True and resume != "last":
             self._tier.leave()
             return resume
@@ -65,6 +66,7 @@ class KeepsInMemory(TrainerCallback):
         self.loaded = newest
         folder = self._tier.folder
 
+        # Trainer reads where it stands from this file.
         def write() -> None:
             text = read_rest(newest, _TRAINER_STATE)
             folder.write("", trainer_module.TRAINER_STATE_NAME, text.encode())
@@ -88,6 +90,7 @@ class KeepsInMemory(TrainerCallback):
         step = trainer.state.global_step
         if not self._tier.is_due(step):
             return
+        # As Trainer does before it saves: its state has what was computed up to here.
         trainer.store_flos()
         writes = trainer.accelerator.is_main_process
         text, _ = Ranks().together(
@@ -112,6 +115,7 @@ def _text_of(trainer: Any) -> str:
         name: list(state) if isinstance(state, list) else state
         for name, state in trainer.state.stateful_callbacks.items()
     }
+    # Several callbacks of one class have a list of states, as Trainer writes them.
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             name = type(callback).__name__

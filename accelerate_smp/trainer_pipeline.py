@@ -46,6 +46,8 @@ class PipelinedTrainerMixin(_Base):
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
         divisor = 1 if scaled else self.current_gradient_accumulation_steps
+        # Trainer's training_step calls compute_loss once, and divides and goes backward
+        # behind it: it gets a loss whose backward is over.
         own, shadowed = self.compute_loss, vars(self).get("compute_loss")
 
         def in_micro_batches(
@@ -60,8 +62,7 @@ class PipelinedTrainerMixin(_Base):
                 name="compute_loss",
             )
 
-        # Of the instance, for this call: subclasses of the user's own come before this
-        # class.
+        # On the instance, for this call: it comes before methods of a user's subclass.
         vars(self)["compute_loss"] = in_micro_batches
         self._takes_micro_batches = True
         try:

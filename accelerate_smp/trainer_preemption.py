@@ -49,6 +49,8 @@ class LeavesWhenTold(TrainerCallback):
         control: TrainerControl,
         **_: Any,
     ) -> TrainerControl:
+        # Trainer evaluates at an epoch's end after this hook, which therefore foresees
+        # it.
         self._evaluation_follows = _evaluates_now(args, state)
         if self._preemption.agreed():
             self._leaves = control.should_save = True
@@ -82,6 +84,8 @@ class LeavesWhenTold(TrainerCallback):
 
     def begin_evaluation(self, loader: Any) -> None:
         """Note that an evaluation over a loader begins. Collective."""
+        # Notices are agreed on batch by batch, which takes as many batches on all
+        # ranks.
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, len(loader) if has_length(loader) else None)
         self._in_evaluation = None not in counts and len(set(counts)) == 1
@@ -109,6 +113,7 @@ class LeavesWhenTold(TrainerCallback):
 def _evaluates_now(args: TrainingArguments, state: TrainerState) -> bool:
     """Return whether an epoch ends with this step, and with an evaluation."""
     epoch = state.epoch or 0.0
+    # The epoch is a sum of fractions.
     at_end = abs(epoch - round(epoch)) < 1e-6 and epoch > 0
     return (
         at_end

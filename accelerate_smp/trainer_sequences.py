@@ -93,6 +93,7 @@ class SharedSequencesTrainerMixin(_Base):
         if context is None:
             return super()._prepare_context_parallel_inputs(model, inputs)
         self._check_context_parallel()
+        # Moved to the device before it is split: the split is of tensors there.
         inputs = self._prepare_inputs(inputs)
         # Trainer has counted the targets of all micro-batches, unless the model does
         # not take their number.
@@ -119,6 +120,8 @@ class SharedSequencesTrainerMixin(_Base):
         context = self._context
         if context is None or not batch_samples or "labels" not in batch_samples[0]:
             return super()._get_num_items_in_batch(batch_samples, device)
+        # Each sample once: the first context peer counts, and the others' labels are
+        # ignored.
         counted = []
         for batch in batch_samples:
             labels = labels_within_documents(batch)
@@ -138,6 +141,8 @@ class SharedSequencesTrainerMixin(_Base):
             return number
         if self.args.average_tokens_across_devices:
             return number
+        # Without a sum over all ranks the first peer's count is that of the batch, of
+        # which each rank has its share.
         dist.broadcast(
             number, src=context.group.ranks[0], group=context.group.process_group
         )
@@ -235,7 +240,7 @@ class SharedSequencesTrainerMixin(_Base):
                 )
         finally:
             self._predicts = False
-        # Of all ranks that share the sequences.
+        # Each rank has the loss and the logits of its own tokens.
         if loss is not None:
             loss = self.accelerator.mean_over_context(loss)
         if logits is not None and self._split is not None:
@@ -257,6 +262,7 @@ def _of_own_targets(
     if split is None or split.labels is None:
         return function(outputs, labels, **options)
     assert split.shift_labels is not None
+    # The function shifts labels by one itself: what it is given is shifted back.
     labels = F.pad(split.shift_labels, (1, 0), value=IGNORED)
     if isinstance(outputs, dict):
         outputs = copy.copy(outputs)

@@ -33,6 +33,8 @@ def joined(
         yield from iterate(loader)
         loader.begin()  # it has ended for this rank alone
 
+    # One batch ahead of training, so that the last one of all ranks is known as such
+    # before its step.
     with _dealing_each_sample_once(loader):
         ahead = join(own(), count_samples)
         try:

@@ -129,7 +129,8 @@ class _Recording:
                 )
 
             accelerators.resolve_config = resolved
-            accelerators.check_world = lambda *_: None  # of the script's own degrees
+            # These compare the script's own degrees with the run.
+            accelerators.check_world = accelerators.check_degree = lambda *_: None
 
     def _made(
         self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any
@@ -142,8 +143,10 @@ class _Recording:
             refuse(
                 "SmpAccelerator(smp=False) trains without torch-smp, and there is nothing to verify; leave it out"
             )
+        # A first process only looks which degrees the script asks for.
         if self.request.role == "look":
             tell_degrees(self.request, accelerator.smp_config, 0)
+        # One process takes the ranks' batches one after another, as more accumulation.
         if self.request.one_by_one and not self.is_trainer:
             accelerator.gradient_accumulation_steps *= self.readers
 
@@ -158,6 +161,7 @@ class _Recording:
         if self.request.float64:
             model.double()
         prepared = original(accelerator, model, *args, **kw)
+        # The first model that trains; a frozen reference is none.
         if self._model is None and any(
             parameter.requires_grad for parameter in model.parameters()
         ):
@@ -173,6 +177,7 @@ class _Recording:
         *args: Any,
         **kw: Any,
     ) -> Any:
+        # Hooked once, however often it is prepared.
         new = not getattr(optimizer, "_is_accelerate_prepared", False)
         prepared = original(accelerator, optimizer, *args, **kw)
         if new:
@@ -199,6 +204,8 @@ class _Recording:
     def _backward(
         self, original: Any, accelerator: SmpAccelerator, loss: Tensor, **kwargs: Any
     ) -> None:
+        # The loader whose batch is current at the first backward pass is the one that
+        # trains; others evaluate.
         if self._training_loader is None:
             if not self._latest[0]:
                 refuse(_UNPREPARED)
@@ -214,6 +221,7 @@ class _Recording:
     def _clip(
         self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any
     ) -> Any:
+        # Gradients are noted before they are clipped.
         if accelerator.sync_gradients:
             self._note_gradients(accelerator)
         elif self.request.one_by_one:
@@ -276,6 +284,7 @@ class _Recording:
     def change_loaders(self) -> None:
         """Let the recorder see, and in one process replace, every batch of a prepared
         loader."""
+        # Both of Accelerate's kinds, by class: loaders are made later.
         for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher):
             kind.__iter__ = self._iterating(kind.__iter__)  # type: ignore[method-assign, assignment]
             if self.alone:
@@ -295,7 +304,7 @@ class _Recording:
             and isinstance(sampler, RandomSampler)
             and sampler.generator is None
         ):
-            # As Accelerate does on several ranks.
+            # Accelerate gives such a sampler a generator on several ranks.
             if not accelerator.use_seedable_sampler:
                 sampler.generator = torch.Generator()
                 sampler.generator.manual_seed(
@@ -320,6 +329,7 @@ class _Recording:
             self._begin(loader)
             name = getattr(loader, "verify_name", "")
             for number, batch in enumerate(original(loader)):
+                # In one process the ranks' batch comes in the place of its own.
                 seen = self.recorder.batch(batch, name)
                 if seen is not batch and loader.device is not None:
                     seen = send_to_device(seen, loader.device)
@@ -417,6 +427,7 @@ def install_trainer() -> None:
         return
     from accelerate_smp import trainer
 
+    # By name: under `-m accelerate_smp.run` the module's own name is an empty mixin.
     mixin: Any = next(
         kind
         for kind in trainer.SmpTrainer.__mro__

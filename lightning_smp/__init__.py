@@ -45,12 +45,14 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smp_sharded_auto": ("smp_sharded with all knobs planned", {"plan": "auto"}),
     "smp_sharded_fp8": ("smp_sharded with FP8 linear layers", {"fp8": True}),
 }
+# A module that is imported again (a notebook's reload) finds its names taken.
 for _name, (_description, _knobs) in _STRATEGIES.items():
     if _name not in StrategyRegistry:
         StrategyRegistry.register(
             _name, SmpShardedStrategy, description=_description, **_knobs
         )
 
+# Both classes have a classmethod of their own.
 for _kind in (LightningModule, LightningDataModule):
     read_folders(_kind)
 

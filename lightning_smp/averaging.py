@@ -52,6 +52,7 @@ def take_over_callbacks(trainer: Trainer) -> None:
                 "remove the callback; prune the trained model instead: `smp checkpoint consolidate DIR model.ckpt`, "
                 "YourModule.load_from_checkpoint('model.ckpt') and torch.nn.utils.prune"
             )
+        # Becoming of another class keeps the user's object, which the script may hold.
         kinds: Any = (
             (WeightAveraging, _Weight),
             (StochasticWeightAveraging, _Stochastic),
@@ -70,6 +71,8 @@ def make_averages(
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, (_Weight, _Stochastic)):
             continue
+        # A new average begins with the weights that were loaded; a saved one takes its
+        # place.
         callback.make_average(parallel)
         if callback.saved is not None:
             assert loading is not None
@@ -89,6 +92,8 @@ def averaging_keys(trainer: Trainer) -> list[str]:
 
 def _load_average(callback: _Weight | _Stochastic, loading: Loading) -> None:
     average: Any = callback._average_model
+    # Shards like those of the model, filled from the checkpoint, and given to the
+    # average.
     weights = average.weights()
     assert callback.saved is not None
     loading.load_into(weights, callback.saved, average.parallel.mesh.device)
@@ -149,6 +154,7 @@ class _OverShards:
         """Forget the average of an earlier fit when another begins; an evaluation in
         between has it still. With another strategy become Lightning's own callback
         again."""
+        # A Trainer of another strategy got the same callback afterwards.
         if not isinstance(trainer.strategy, SteppingStrategy):
             self.__class__ = self.stock
             self.setup(trainer, pl_module, stage)
@@ -172,6 +178,7 @@ class _Weight(_OverShards, WeightAveraging):
             use_buffers=self._use_buffers,
             **self._kwargs,
         )
+        # How many weights went into it, by which the next ones are weighed.
         average.n_averaged.fill_(int(self._saved_count))
         self._average_model, self._saved_count = average, 0
 
@@ -185,6 +192,7 @@ class _Weight(_OverShards, WeightAveraging):
 
     def _write(self, into: Callable[[Any], None]) -> None:
         assert self._average_model is not None
+        # Lightning's code walks over parameters: it is given this rank's parts of them.
         into(RankWeights(self._average_model.parallel))
         take_written(self._average_model.parallel)
 
@@ -195,6 +203,8 @@ class _Weight(_OverShards, WeightAveraging):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._average_model is None:
             return
+        # An average may be in float32 where the weights are not: what evaluates takes
+        # the weights' dtype, and a resumed run the finer one.
         average, current = checkpoint["state_dict"], checkpoint[CURRENT_MODEL]
         dtypes = {name: value.dtype for name, value in current.items()}
         if any(value.dtype != dtypes[name] for name, value in average.items()):
@@ -218,6 +228,8 @@ class _Weight(_OverShards, WeightAveraging):
                 FINER_AVERAGE if FINER_AVERAGE in checkpoint else "state_dict"
             ]
             self._saved_count = checkpoint["averaging_state"]["n_averaged"]
+            # The checkpoint's `state_dict` is the average; training goes on with the
+            # trained weights.
             trained = {"state_dict": checkpoint[CURRENT_MODEL]}
             trainer.strategy.load_model_state_dict(
                 trained, strict=pl_module.strict_loading

@@ -24,6 +24,7 @@ from smp_core.checkpoint.folders import is_address, local_path
 def in_lightning_words() -> Iterator[None]:
     """Translate the core's errors, which name arguments of its functions, to settings
     of a LightningModule."""
+    # What users of the core write, and what users of Lightning do.
     words = {
         "strict=False loads": "strict_loading=False on the LightningModule loads",
         "or pass allow_pickle=True to saving and to loading": "or leave them out: save_hyperparameters(ignore=[...])",
@@ -85,9 +86,12 @@ class BackgroundSaves:
         Raises:
             CheckpointError: the save before failed; on all ranks.
         """
+        # One save at a time: staging buffers are used again.
         self.wait()
         self._path = path
         self.checkpointer.save(path, checkpoint, **options)
+        # The place is held before ModelCheckpoint looks at it, and the writer puts the
+        # whole folder there.
         if self._is_first and not is_address(path):
             with contextlib.suppress(FileExistsError):
                 os.makedirs(local_path(path))
@@ -119,7 +123,7 @@ class BackgroundSaves:
                 yield
         except CheckpointError:
             if self._is_first and not is_address(self._path):
-                # Not empty: the checkpoint that was to be replaced.
+                # A folder that is not empty is the checkpoint to be replaced, and stays.
                 with contextlib.suppress(OSError):
                     os.rmdir(local_path(self._path))
             raise

@@ -32,6 +32,7 @@ class _Waiting(dict[str, Any]):
 
 def note_shards(checkpoint: dict[str, Any]) -> None:
     """Note in a checkpoint dictionary which tensors of callbacks' states are shards."""
+    # Where shards are is not seen in what is read, which is whole.
     tensors = iterate_tensors(checkpoint.get("callbacks", {}))
     places = [list(path) for path, tensor in tensors if isinstance(tensor, DTensor)]
     if places:
@@ -92,6 +93,8 @@ def _like(
 ) -> nn.Parameter | None:
     """Return the parameter of a name, or of one that ends so (a submodule's own), or
     any other of the same shape."""
+    # By name where names end alike: a state may be of a submodule, with names of its
+    # own.
     alike = {
         key: parameter
         for key, parameter in parameters.items()

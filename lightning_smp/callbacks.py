@@ -133,6 +133,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         memory_log: str | Path | None = None,
         run_log: str | Path | None = None,
     ) -> None:
+        # Refused when the callback is made, not in the middle of a run.
         if every_n_steps < 1:
             raise ValueError(
                 f"every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more"
@@ -154,6 +155,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     # The batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The monitor also works under Lightning's own strategies, which have no such
+        # handle.
         parallel = _parallel_model(trainer)
         strategy = trainer.strategy
         step = trainer.global_step
@@ -169,6 +172,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
             flops_per_sample=self.flops_per_sample,
             step=step,
         )
+        # Figures that are missing are said once, with the reason.
         if not self._figures.counts_bytes and trainer.is_global_zero:
             why = (
                 "collectives.meter=False"
@@ -178,6 +182,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
             logger.warning(
                 "SmpMonitor reports no bytes between nodes and inside them: %s", why
             )
+        # Steps that were booked, and the step of the last report; a resumed run does
+        # not begin at 0.
         self._booked_step = self._reported_step = step
         log = Path(self._memory_log or Path(trainer.default_root_dir) / "memory.jsonl")
         why_not = f"takes the memory of SmpShardedStrategy apart, and this is {type(strategy).__name__}; leave it out"
@@ -244,6 +250,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         batch_idx: int,
     ) -> None:
         assert self._figures is not None
+        # A rank that has run out of batches takes its last one again, with no weight.
         loader = trainer.train_dataloader
         if isinstance(loader, (JoinedLoader, DealtLoader)) and loader.weight == 0:
             self._figures.count(0, 0)  # it is repeated
@@ -252,6 +259,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
             self._figures.count(
                 self._samples_of(batch), tokens, _loss_of(trainer, outputs)
             )
+        # A micro-batch that is not its window's last ends no step.
         if trainer.global_step == self._booked_step:
             self._figures.enter("data")
             return
@@ -259,6 +267,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         if self._watch is not None:
             self._watch.end(trainer.global_step)
         self._booked_step = trainer.global_step
+        # Several optimizers may have stepped in one batch, so that a step may pass the
+        # mark.
         if trainer.global_step - self._reported_step >= self.every_n_steps:
             self._report(trainer)
             names = [name for name in _SHORT if name in self.latest]
@@ -270,6 +280,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._abandon_watch()
+        # The last steps, fewer than a report has.
         if self._booked_step > self._reported_step:
             self._report(trainer, ended=True)
         if self._figures is not None:
@@ -296,7 +307,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     def on_train_epoch_start(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> None:
-        # Of the epoch before, whose means are known when its hooks have run.
+        # What was logged in the epoch before: its means are known now.
         self._write_logged(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -315,6 +326,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
             if value is not self._logged.get(name)
         }
         fresh -= {*_SHORT.values()}
+        # A name belongs to evaluations if it first came up in one.
         names = (
             fresh & self._of_evaluation
             if of_evaluation
@@ -339,6 +351,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         )
 
     def _tokens_of_this_rank(self, trainer: Trainer, batch: Any) -> int | None:
+        # Without stages the batch was split over context ranks already.
         tokens, parallel = self._tokens_of(batch), _parallel_model(trainer)
         if tokens is None or parallel is None or parallel.pipeline is None:
             return tokens
@@ -353,6 +366,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
             ended: Lightning's loop has counted the step already.
         """
         assert self._figures is not None
+        # Figures of all ranks, then the run's log, then the Trainer's loggers.
         self._note_peak(trainer.strategy.root_device)
         self.latest = self._figures.report(self._booked_step, self._highest)
         if self._watch is not None:
@@ -376,6 +390,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
 
 
 def _over_ranks(trainer: Trainer, values: list[float], operation: str) -> list[float]:
+    # float64: counts of tokens and bytes pass what float32 holds exactly.
     tensor = torch.tensor(
         values, dtype=torch.float64, device=trainer.strategy.root_device
     )
@@ -453,6 +468,7 @@ def _main_tensor(batch: Any) -> torch.Tensor | None:
     if isinstance(batch, torch.Tensor):
         return batch if batch.ndim > 0 else None
     if isinstance(batch, Mapping):
+        # Token ids before anything else, since a mask or labels may come first.
         token_ids = [batch[key] for key in TOKEN_KEYS if key in batch]
         return _main_tensor([*token_ids, *batch.values()])
     if isinstance(batch, (tuple, list)):

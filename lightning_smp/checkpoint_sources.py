@@ -62,10 +62,13 @@ class CheckpointFolder:
 
     def __init__(self, path: Any, verify: str, module: nn.Module) -> None:
         self._path = os.fspath(path)
+        # All files are checked once, together on all ranks, and stay open for later
+        # reads.
         self._opened = open_checked(
             path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded"
         )
         self._places = self._opened.index.by_path()
+        # All tensors but those that are read when a hook looks at them.
         content = read_rest(
             self._opened, tensors=["*"], exclude=[*_NOT_READ, f"{REMAINDERS}.*"]
         )
@@ -81,6 +84,7 @@ class CheckpointFolder:
         )
         self.name_there = names_between(prefix_here, prefix_there)
         name_here = names_between(prefix_there, prefix_here)
+        # Lightning asks for its version and counters before any hook.
         if "loops" not in content:
             content.setdefault("pytorch-lightning_version", lightning.__version__)
             content.setdefault("global_step", 0)
@@ -114,6 +118,7 @@ class CheckpointFolder:
 
     def _children(self, *place: Any) -> list[str]:
         """List the names under ``place`` below which there are tensors."""
+        # Places are paths in the checkpoint's nest; of each the key at this depth.
         depth = len(place)
         return list(
             dict.fromkeys(path[depth] for path in self._places if path[:depth] == place)
@@ -124,6 +129,7 @@ class CheckpointFolder:
             place = ("optimizer_states", number, "state", name)
             return Unread(name, lambda: read_rest(self._opened, place, tensors=["*"]))
 
+        # Some states have values that are no tensors, which the folder's rest has.
         names = {
             **state.get("state", {}),
             **dict.fromkeys(self._children("optimizer_states", number, "state")),
@@ -132,6 +138,7 @@ class CheckpointFolder:
 
     def unread(self, place: Place) -> Unread:
         """Return an unread value by its place in the folder."""
+        # A value that is no tensor, or of no known shape, is read from the rest.
         stored = self._places.get(place)
         if stored is None:
             return Unread(place, lambda: read_rest(self._opened, place, tensors=["*"]))
@@ -149,6 +156,7 @@ class CheckpointFolder:
             for place, there in stored.items()
         }
         _warn_of_casts(self._path, targets, dtypes)
+        # The reader takes a nest of tensors, as the checkpoint's own is.
         template: dict[str, Any] = {}
         for place, target in targets.items():
             inner = template
@@ -178,6 +186,7 @@ class CheckpointFolder:
             # A hook has put another one in its place.
             load_full_optimizer_state(optimizer, state)
             return
+        # By name: shards are streamed to where the parameters of the same names are.
         where = ("optimizer_states", number)
         saved = [name for group in state["param_groups"] for name in group["params"]]
         names = parameter_names(module, optimizer)
@@ -202,6 +211,8 @@ class CheckpointFolder:
         for the weights. The parameters without a partner, here and there, are then
         paired in their order, as in one process.
         """
+        # Pairs only where shapes agree, one by one: otherwise the loader's own error
+        # says what is missing.
         there = [self.name_there(name) for name in names]
         mine = [
             (name, p)
@@ -236,11 +247,13 @@ class CheckpointFile:
     name_there: Callable[[str], str] = staticmethod(str)
 
     def __init__(self, path: Any, content: dict[str, Any]) -> None:
+        # torch.load reads any pickle.
         if "state_dict" not in content:
             raise CheckpointError(
                 f"{path} is no Lightning checkpoint: it has no 'state_dict' but {sorted(content)[:8]}"
             )
         self._path = path
+        # The file is in memory already: values are handed out when they are asked for.
         self._values = {
             (key, name): value
             for key in MODELS
@@ -302,6 +315,8 @@ def _warn_of_casts(
 def main_module(module: nn.Module) -> tuple[str, nn.Module]:
     """Return the one child that holds all parameters, with its name and a dot, or the
     module itself and ""."""
+    # What a LightningModule is around: accelerate_smp saves the model without such a
+    # prefix.
     children = [
         (name, child)
         for name, child in module.named_children()

@@ -55,6 +55,7 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
     if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
         return
     name = type(plugin).__name__
+    # It would be passed over in silence otherwise: a sharded save does not ask it.
     if isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
             f"{name} writes ordinary .ckpt files, and sharded folders have a writer of their own: leave the plugin out "
@@ -113,6 +114,8 @@ def save(
         _save_full(strategy, checkpoint, path, storage_options)
         return
     # A folder of sharded tensors.
+    # Options and paths that a folder cannot take are refused before anything is
+    # gathered.
     if storage_options is not None:
         raise TypeError(
             "storage_options have no effect on a sharded checkpoint; give an fsspec address as the path, or set "
@@ -123,6 +126,8 @@ def save(
             f"{path} is a file, perhaps of a run with checkpoint='full'; a sharded checkpoint is a folder: "
             "give another path or remove the file"
         )
+    # A save that a run can go on from also has each rank's random states, places of
+    # loaders, and what compression has left over.
     _, inner = main_module(strategy.parallel.module)
     if _can_resume(checkpoint):
         checkpoint = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
@@ -145,6 +150,8 @@ def save_in_memory(
 ) -> None:
     """Keep a checkpoint dictionary in shared memory. Collective; an error on one rank
     is raised on all."""
+    # Weights and optimizer states are copied behind training, before the next step
+    # changes them; all else is copied now.
     state = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
     # An average changes when it is taken, not when an optimizer steps.
     later = () if CURRENT_MODEL in checkpoint else ("state_dict.", "optimizer_states.")
@@ -168,13 +175,15 @@ def _facts(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, 
 
 
 def _can_resume(checkpoint: dict[str, Any]) -> bool:
-    # Not of ModelCheckpoint(save_weights_only=True).
+    # ModelCheckpoint(save_weights_only=True) leaves the optimizers out.
     return "optimizer_states" in checkpoint
 
 
 def _own_part(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's random states, and the places of its training data loaders
     that keep one."""
+    # Where the resumed run begins: at an open window's start, before the validation
+    # that runs, or here.
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     start = None if strategy.open_window is None else strategy.open_window.random
@@ -240,6 +249,7 @@ def remove(
     save has committed. On rank 0."""
 
     def remove_now() -> None:
+        # A link ("last.ckpt") goes alone; what it leads to has a name of its own.
         if os.path.islink(path):
             Path(path).unlink()
         elif is_checkpoint(path):

@@ -61,6 +61,7 @@ class DealtLoader:
     __slots__ = (
         "_cuts",
         "_fetched",
+        "_has_warned",
         "_index",
         "_is_dealt",
         "_need_alike",
@@ -85,6 +86,7 @@ class DealtLoader:
         self._need_alike = need_alike
         self._cuts, self._once = cuts, once
         self._is_dealt: bool | None = None
+        self._has_warned = False
         self._fetched: deque[float] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -99,6 +101,8 @@ class DealtLoader:
             setattr(self.loader, name, value)
 
     def __len__(self) -> int:
+        # Whether batches are dealt out is known from the first one, which is read for
+        # it; random states stay as they were.
         batches = len(self.loader)
         if self._is_dealt is None:
             before = random_state()
@@ -114,13 +118,15 @@ class DealtLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._fetched.clear()
-        # Which draws the seed of its workers now, as it does for Lightning.
+        # The loader draws the seed of its workers now, as it does for Lightning.
         return self._read(iter(self.loader))
 
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = self._first_of(batches)
+        # No rank has a batch: the fingerprints said so to all.
         if first is _END:
             return
+        # Weights wait in line with batches that a trainer fetches ahead.
         for batch, weight in self._dealt(chain([first], batches)):
             self._fetched.append(weight)
             yield batch
@@ -131,9 +137,11 @@ class DealtLoader:
         self.weight = self._fetched.popleft()
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+        # The dataset deals itself out.
         if not self._is_dealt:
             yield from ((batch, 1.0) for batch in batches)
             return
+        # One batch for each rank makes a group.
         group: list[Any] = []
         for batch in batches:
             group.append(batch)
@@ -141,22 +149,41 @@ class DealtLoader:
                 # The last batch of a stream may be a short one. (Tokens are counted
                 # where batches may be cut.)
                 weighs = not (self._once or self._cuts())
+                if not weighs:
+                    self._warn_of_unequal([_samples(each) for each in group])
                 yield (
                     _whole(group, self._ranks, self._index)
                     if weighs
                     else (group[self._index], 1.0)
                 )
                 group.clear()
+        # The rest of the stream: weighed, cut or left out.
         if not group or self.loader.drop_last:
             return
         if self._once:
             yield from _own_samples(group, self._ranks, self._index)
+        elif self._cuts():
+            bounds = [_bounds(group, self._ranks, rank) for rank in range(self._ranks)]
+            self._warn_of_unequal([end - start for _, _, start, end in bounds])
+            yield _cut(group, self._ranks, self._index)
         else:
-            yield (
-                _cut(group, self._ranks, self._index)
-                if self._cuts()
-                else _whole(group, self._ranks, self._index)
-            )
+            yield _whole(group, self._ranks, self._index)
+
+    def _warn_of_unequal(self, samples: list[int]) -> None:
+        """Say once that ranks train on different numbers of samples with equal weights.
+
+        Nothing is said in an evaluation, where what is logged has its number of
+        samples, and where ranks share sequences, whose targets are counted.
+        """
+        unequal = len(set(samples)) > 1 and sum(samples) > 1
+        if not unequal or self._once or not self._need_alike or self._has_warned:
+            return
+        self._has_warned = True
+        _warn(
+            f"the last batches of a stream have {', '.join(map(str, samples))} samples on the ranks, whose losses "
+            "count alike: a step has no weights where there are several training loaders, or where training_step takes "
+            "a dataloader_iter. Write DataLoader(drop_last=True), or zip the loaders into one stream"
+        )
 
     def _first_of(self, batches: Iterator[Any]) -> Any:
         """Return the first batch, and settle whether batches are dealt out. Collective
@@ -166,11 +193,14 @@ class DealtLoader:
         except Exception:
             self._tell("failed")  # the others wait for a word of this rank
             raise
+        # All ranks' fingerprints of the first batch.
         told = self._tell("nothing" if first is _END else _fingerprint(first))
         if self._need_alike:
             _require_alike(told)
         found = dict(told)
         is_same = len(set(found.values())) == 1
+        # It was settled in an earlier epoch, and cannot change without batches being
+        # seen twice.
         if self._is_dealt and not is_same:
             _warn(
                 "a stream was dealt out to the ranks and now differs between them: some samples are seen twice. "
@@ -183,6 +213,8 @@ class DealtLoader:
 
     def _tell(self, own: str) -> list[tuple[int, str]]:
         """Return the indices and fingerprints of all ranks."""
+        # A dataset may take minutes to its first batch: the watch says what is waited
+        # for.
         told: list[Any] = [None] * dist.get_world_size()
         with here.waiting("the other ranks' first batch of a stream"):
             dist.all_gather_object(told, (self._index, own))
@@ -194,6 +226,7 @@ class DealtLoader:
                 "a stream that is the same on all ranks is dealt out to %d, batch by batch",
                 self._ranks,
             )
+        # Right or wrong, depending on the dataset, which cannot be seen: said once.
         elif not self._is_dealt and not _deals_itself_out(self.loader.dataset):
             apart = len(set(found.values())) == len(found)
             which = "every rank" if apart else "some ranks, and the same to others,"
@@ -220,6 +253,7 @@ def _warn(words: str) -> None:
 
 
 def _require_alike(told: list[tuple[int, str]]) -> None:
+    # Ranks of one index compute the same samples, each with its part of the model.
     by_index: dict[int, str] = {}
     for rank, (index, fingerprint) in enumerate(told):
         if by_index.setdefault(index, fingerprint) != fingerprint:
@@ -250,6 +284,7 @@ def _fingerprint(batch: Any) -> str:
 def _leaves(batch: Any) -> Iterator[bytes]:
     """Yield what a batch holds as bytes: tensors, arrays, numbers and text."""
     if isinstance(batch, Tensor):
+        # As bytes, since NumPy knows no bfloat16.
         plain = batch.detach().cpu().contiguous().reshape(-1)
         yield repr(batch.shape).encode()
         yield plain.view(torch.uint8).numpy().tobytes()
@@ -269,6 +304,8 @@ def _leaves(batch: Any) -> Iterator[bytes]:
 def _whole(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
     """Return this rank's batch of a group that is not full, and its weight: 0 where it
     is another rank's."""
+    # Every rank has to take a step: those without a batch take another's, with no
+    # weight. The weights of all ranks add up to their number.
     sizes = [_samples(batch) for batch in group]
     place = index % len(group)
     return group[place], sizes[place] * ranks / sum(sizes) if index < len(
@@ -279,6 +316,7 @@ def _whole(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
 def _bounds(group: list[Any], ranks: int, index: int) -> tuple[Any, int, int, int]:
     """Return the batch of a group that is not full which this rank has samples of,
     their number, and its own."""
+    # Ranks are shared out to the batches that are left, and each batch to its ranks.
     place, part = index % len(group), index // len(group)
     parts = len(range(place, ranks, len(group)))
     size = _samples(group[place])
@@ -320,6 +358,8 @@ def _rows(value: Any, size: int, rows: slice) -> Any:
         same.update(cut)
         return same
     if isinstance(value, (list, tuple)):
+        # A list of as many texts as samples is cut; a pair of tensors is a pair of
+        # columns.
         holds_batches = any(
             isinstance(each, (Tensor, np.ndarray, MutableMapping)) for each in value
         )

@@ -45,6 +45,7 @@ def is_lacking(trainer: Trainer) -> bool:
         return not (
             batches.is_last_batch and batches.current.completed == batches.current.ready
         )
+    # ModelCheckpoint saves between a batch's step and its count as completed.
     at_batch_end = (
         loop.batch_progress.current.processed  # type: ignore[attr-defined]
         == loop.batch_progress.current.completed + 1
@@ -60,6 +61,8 @@ def begin_with_it(checkpoint: dict[str, Any], in_progress: bool) -> None:
         in_progress: whether the validation had begun.
     """
     loop = checkpoint["loops"]["fit_loop"]
+    # The batch is over, and the first step of its validation is ready: Lightning's own
+    # mark of a validation to be gone on with.
     trained = loop["epoch_loop.batch_progress"]
     for part in ("total", "current"):
         trained[part]["completed"] = trained[part]["processed"]

@@ -28,6 +28,7 @@ class PlatformEnvironment(ClusterEnvironment):
         leaves the choice to Lightning."""
         if not {"OMPI_COMM_WORLD_RANK", "SM_HOSTS"} & os.environ.keys():
             return None
+        # One process alone needs no environment, and Lightning's own does for it.
         launch = launch_environment()
         return (
             cls(launch)
@@ -82,6 +83,8 @@ class PlatformEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        # A launcher has started all processes already: the Trainer cannot make more or
+        # fewer.
         if num_devices * num_nodes != self._launch.world_size:
             raise ValueError(
                 f"Trainer(devices={num_devices}, num_nodes={num_nodes}) makes {num_devices * num_nodes} ranks, but "

@@ -6,21 +6,26 @@ alone."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 _VALUES = (int, float, str, type(None))
+_CHANGING = (list, deque, dict, Tensor)  # in place
 
 
 @dataclass(frozen=True)
-class _More:
-    """The items of a list from a place on."""
+class _Items:
+    """What a list has from a place on, and changes inside of the lists and dicts before
+    it, by their places."""
 
     begin: int
-    items: list[Any]
+    more: list[Any]
+    inner: dict[int, Any]
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,7 @@ class _Other:
     value: Any
 
 
-@dataclass(frozen=True, eq=False)
-class _SeenTensor:
+class _SeenTensor(NamedTuple):
     """A tensor, and the count of its changes or, inside of inference mode where none
     are counted, its values."""
 
@@ -44,6 +48,23 @@ class _SeenTensor:
         if isinstance(self.state, Tensor):
             return torch.equal(self.state, value)
         return self.state == value._version
+
+
+class _SeenItems(NamedTuple):
+    """A list or deque, the items that it had, the counts of changes of its tensors, and
+    what was seen of its lists and dicts, by their places."""
+
+    values: list[Any] | deque[Any]
+    items: list[Any]
+    versions: list[int]
+    inner: dict[int, Any]
+
+    def has_still(self, values: list[Any] | deque[Any]) -> bool:
+        """Return whether these are the same items, whatever became of its lists and
+        dicts."""
+        if len(values) != len(self.items) or not all(map(is_, values, self.items)):
+            return False
+        return _versions(values) == self.versions
 
 
 class Kept:
@@ -78,7 +99,8 @@ class Kept:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    kinds = (list, deque, dict, Tensor, *_VALUES)
+    # Private attributes are Lightning's and torch's own.
+    kinds = (*_CHANGING, *_VALUES)
     return {
         name: value
         for name, value in vars(module).items()
@@ -87,16 +109,50 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _seen(value: Any) -> Any:
-    """Return what tells whether a value has changed."""
+    """Return what tells whether a value has changed. It holds the value: a new one does
+    not get its address."""
     if isinstance(value, dict):
         return {key: _seen(each) for key, each in value.items()}
     if isinstance(value, (list, deque)):
-        return id(value), len(value), None if not len(value) else id(value[0])
+        inner = {}
+        # A module may have long lists of text or tensors: nothing is made for each.
+        if any(issubclass(kind, _CHANGING) for kind in set(map(type, value))):
+            for place, each in enumerate(value):
+                counts_changes = isinstance(each, Tensor) and not each.is_inference()
+                if isinstance(each, _CHANGING) and not counts_changes:
+                    inner[place] = _seen(each)
+        return _SeenItems(value, list(value), _versions(value), inner)
     if isinstance(value, Tensor):
         return _SeenTensor(
             value, value.clone() if value.is_inference() else value._version
         )
-    return value if isinstance(value, _VALUES) else id(value)
+    return value
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    tensors = (each for each in values if isinstance(each, Tensor))
+    return [each._version for each in tensors if not each.is_inference()]
+
+
+def _is_still(value: Any, before: Any) -> bool:
+    if isinstance(before, _SeenTensor):
+        return before.is_still(value)
+    if isinstance(before, _SeenItems):
+        return (
+            value is before.values
+            and before.has_still(value)
+            and all(_is_still(value[at], seen) for at, seen in before.inner.items())
+        )
+    if isinstance(before, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == before.keys()
+            and all(_is_still(value[key], each) for key, each in before.items())
+        )
+    # Numbers and text are as good as others of the same value.
+    if isinstance(before, _VALUES):
+        return type(value) is type(before) and value == before
+    return value is before
 
 
 def _change(value: Any, before: Any) -> Any:
@@ -116,29 +172,39 @@ def _change(value: Any, before: Any) -> Any:
             key: _Other(value[key]) if change is None else change
             for key, change in new.items()
         } or None
-    # What is no dict is the same object with the same value, or another one.
-    if isinstance(before, _SeenTensor):
-        return None if before.is_still(value) else _Other(value)
-    now = _seen(value)
-    if type(now) is type(before) and now == before:
-        return None
-    # A list that only grew.
-    if isinstance(value, list) and isinstance(before, tuple) and len(before) == 3:
-        same_list, count, first = before
-        if (
-            id(value) == same_list
-            and len(value) > count
-            and (count == 0 or id(value[0]) == first)
-        ):
-            return _More(count, value[count:])
-    return _Other(value)
+    # A list that only grew, or whose own lists and dicts did: what is new is sent, and
+    # not all outputs of an epoch once more in each step.
+    if isinstance(before, _SeenItems) and isinstance(value, list):
+        count = len(before.items)
+        if value is before.values and before.has_still(value[:count]):
+            inner = _changes_inside(value, before.inner)
+            if inner is not None:
+                more = value[count:]
+                return _Items(count, more, inner) if more or inner else None
+    # All else is the same object with the same value, or another one.
+    return None if _is_still(value, before) else _Other(value)
+
+
+def _changes_inside(values: list[Any], before: dict[int, Any]) -> dict[int, Any] | None:
+    """Return the changes of a list's own lists and dicts, by their places; None: one of
+    its items has to be sent as a whole."""
+    found: dict[int, Any] = {}
+    for place, seen in before.items():
+        change = _change(values[place], seen)
+        if isinstance(change, _Other):
+            return None
+        if change is not None:
+            found[place] = change
+    return found
 
 
 def _changed(value: Any, change: Any) -> Any:
     if isinstance(change, _Other):
         return change.value
-    if isinstance(change, _More):
-        value[change.begin :] = change.items
+    if isinstance(change, _Items):
+        for place, inner in change.inner.items():
+            value[place] = _changed(value[place], inner)
+        value[change.begin :] = change.more
         return value
     for key, inner in change.items():
         value[key] = _changed(value.get(key), inner)

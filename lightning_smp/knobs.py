@@ -27,6 +27,7 @@ def read_config(
         ValueError: an unknown knob, something else than a config, or one and also
             knobs.
     """
+    # All names at once, so that a misspelt one is named whichever way it was given.
     given = config if isinstance(config, Mapping) else {}
     SmpConfig.require_known({**given, **knobs}, arguments=list(arguments))
     if isinstance(config, Mapping):
@@ -37,6 +38,8 @@ def read_config(
         for knob, value in knobs.items()
         if value != getattr(_DEFAULTS, knob)
     }
+    # All knobs are given by LightningCLI alone: those at their defaults are left to the
+    # environment then.
     if config is None:
         return SmpConfig.from_code(
             changed if len(knobs) == len(SmpConfig.knobs()) else knobs
@@ -46,6 +49,7 @@ def read_config(
             f"SmpShardedStrategy(config={config!r}): allowed: an SmpConfig or a mapping from knobs to values; write "
             "config=SmpConfig.from_yaml(path) for a file"
         )
+    # Two sources of one knob: which should win is not ours to guess.
     if changed:
         raise ValueError(
             f"SmpShardedStrategy got config= and also {', '.join(changed)}; write dataclasses.replace(config, "
@@ -64,6 +68,8 @@ def list_knobs(init: Callable[..., None]) -> list[str]:
     """
     signature, types = inspect.signature(init), get_type_hints(SmpConfig)
     keyword = inspect.Parameter.KEYWORD_ONLY
+    # The signature is what LightningCLI and help() read; the function itself takes
+    # `**knobs`.
     knobs = [
         inspect.Parameter(
             knob,

@@ -92,14 +92,20 @@ class Loading:
         memory: KeepsInMemory | None,
     ) -> None:
         verify = strategy.config.checkpoint.verify
+        # "last" may be damaged, or older than what memory has: the newest whole one is
+        # looked for, and is checked by that. A path that a user wrote is taken as it
+        # is.
         is_checked = _means_newest(strategy, path)
         if is_checked:
             path = _newest(strategy, path, verify, memory)
+        # Whatever else memory has of a run before is removed: this run begins
+        # elsewhere.
         if memory is not None:
             memory.begins_from(path)
         self.path = os.fspath(path)
         module = strategy.lightning_module
         assert module is not None
+        # Both kinds answer the same questions from here on.
         self._source: CheckpointFolder | CheckpointFile
         if os.path.isfile(path):
             # torch.load does not compare its checksums.
@@ -114,6 +120,7 @@ class Loading:
         else:
             self._source = CheckpointFolder(path, verify, module)
         self.content = self._source.content
+        # Weights alone can be evaluated, but are no run to go on with.
         if module.trainer.state.fn == TrainerFn.FITTING:
             _check_complete(self.content, self.path)
         # Unless averages were saved: averaging.py.
@@ -136,9 +143,13 @@ class Loading:
         parallel.reshard()
         given = _agreed(self._given, self._source.unread, parallel.mesh.device)
         live, module = parallel.model_state(), parallel.module
+        # Names without what wrappers put in front (activation checkpointing, compile),
+        # and how the module itself has them.
         own_names = {clean_name(name): name for name in module.state_dict()}
         shown: dict[str, Any] = {}
         streamed: dict[Place, Tensor] = {}
+        # What fits is streamed, each rank its shards. What does not is read as a whole,
+        # so that torch's own error names it.
         for key, value in given.items():
             target = live.get(clean_name(key))
             if isinstance(value, Unread):
@@ -156,6 +167,7 @@ class Loading:
         (missing, unexpected), _ = Ranks().together(
             what, lambda: self._load_full(module, shown, live)
         )
+        # Without strict loading the differences are said, and training goes on.
         for where, names in (
             ("missing in it, kept", missing),
             ("in it only, not used", unexpected),
@@ -219,6 +231,7 @@ class Loading:
         Raises:
             CheckpointError: the states do not fit the optimizers.
         """
+        # States are matched with optimizers by their order.
         states = checkpoint["optimizer_states"]
         if len(states) != len(strategy.optimizers):
             raise CheckpointError(
@@ -240,6 +253,8 @@ class Loading:
         random = None
         rank = strategy.global_rank
         world = dist.get_world_size()
+        # On as many ranks each has its own states back; on others they follow from the
+        # seed, the step and the rank.
         if any("random" in part for part in parts):
             seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
             step = int(checkpoint["global_step"])
@@ -247,6 +262,7 @@ class Loading:
             random = resumed_random_state(
                 saved, rank, world, seed, step, os.fspath(self.path)
             )
+        # An epoch's order on other ranks is another one anyway.
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
         allow = strategy.config.checkpoint.allow_batch_change
         data_size = strategy.mesh.data_size
@@ -325,9 +341,11 @@ def nothing_saved(
 
     A run that ends while it writes its first checkpoint behind training leaves the
     place that was held, and the link ``last.ckpt`` to it. Nothing is lost when the next
-    run begins anew.
+    run begins from nothing.
     """
 
+    # Asked on the first rank alone: others may see an older state of a shared file
+    # system.
     def held() -> bool:
         return (
             _means_newest(strategy, path)
@@ -356,6 +374,8 @@ def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
         return True
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
+    # By the name that ModelCheckpoint gives its last one ("last", "last-v1",
+    # "epoch=1-last"), in its own folder.
     folder, name = os.path.split(os.path.abspath(path))
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
@@ -395,6 +415,8 @@ def _newest_undamaged(
         # that clocks call the newest.
         named = [each for each in others if _is_last(each) or each in at_exceptions]
         lasts = [each for each in named if os.path.isfile(each) == os.path.isfile(path)]
+        # Each checkpoint once, however many links lead to it; the first place of each
+        # counts.
         found = dict.fromkeys(
             [*lasts, *([] if _is_place(path) else [str(path)]), *others]
         )
@@ -472,11 +494,14 @@ def read_folders(kind: type) -> None:
 
 @contextlib.contextmanager
 def _as_file(path: Any) -> Iterator[Any]:
+    # Lightning reads files at web addresses by itself.
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     stored = is_address(text) and not text.startswith("http") and is_checkpoint(text)
     if not os.path.isdir(text) and not stored:
         yield path
         return
+    # One file of all weights, which has to fit beside the folder on the disk of
+    # temporary files.
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "whole.ckpt")
         consolidate(text, file)

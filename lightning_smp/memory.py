@@ -68,6 +68,7 @@ def finding_memory(launcher: Any) -> Any:
     def launched(
         function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
+        # By name, since Lightning passes it by place.
         call = inspect.signature(function).bind(*args, **kwargs)
         is_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if (
@@ -105,6 +106,8 @@ def run_folder(trainer: Trainer) -> str:
                 return os.fspath(callback.dirpath)
             if not trainer.loggers:
                 return os.path.join(trainer.default_root_dir, "checkpoints")
+    # Two runs in one working directory must not find each other's states: without a
+    # folder of its own a run is named by its job.
     root, job = os.path.abspath(trainer.default_root_dir), launcher_job()
     return (
         os.path.join(root, "no-checkpoints")

@@ -51,6 +51,7 @@ def check_module(module: LightningModule) -> None:
             values.
     """
     trainer: Any = module.trainer
+    # Other stages' parameters are without values here.
     for callback in trainer.callbacks if trainer.training else ():
         if isinstance(callback, BaseFinetuning):
             raise ValueError(
@@ -63,6 +64,7 @@ def check_module(module: LightningModule) -> None:
             "pipeline_parallel_degree is not built yet together with manual optimization, in which backward is called "
             "in the middle of training_step; write automatic_optimization=True"
         )
+    # Overridden in the module's class: what it does would come too late.
     for name in ("optimizer_zero_grad", "backward"):
         if getattr(type(module), name) is not getattr(LightningModule, name):
             raise ValueError(
@@ -117,21 +119,26 @@ class PipelinedSteps:
             weight: of the batch's loss.
 
         Returns:
-            what training_step returns of an unsplit batch: the loss, wanting a gradient
-                that nothing comes of, or the
-            mapping that it was in.
+            what training_step returns of an unsplit batch: the loss, or the mapping
+            that it was in. The loss is a leaf that requires a gradient, for Lightning's
+            own call of backward.
 
         Raises:
             ValueError: a batch that cannot be cut, a step that returns no loss.
         """
+        # Cut into micro-batches; where ranks share sequences each of them is split
+        # again.
         batch, *rest = args
         count = self._pipeline.micro_batches
         parts, splits = self._sequences.split_each(split_batch(batch, count))
         self._let_zero()
+        # Before the first batch of a window: when Lightning zeroes, gradients of this
+        # batch are there already.
         if not self._parallel.window.is_open:
             for optimizer in optimizers:
                 optimizer.zero_grad()
         logged, kept = _Logged(self._module), Kept(self._module)
+        # What the step logs is noted instead of logged, micro-batch by micro-batch.
         calls = [
             functools.partial(logged.during, functools.partial(run, part, *rest))
             for part in parts
@@ -152,12 +159,15 @@ class PipelinedSteps:
                 (kept.changes(), logged.updates()),
             )
         )
+        # All ranks go on with what the last stage has: its loss, what it logged, and
+        # what its step left on the module.
         self._take(kept, logged, *changes)
         logged.replay(log, self._device)
         for optimizer in optimizers:
-            # Of the instance, for one call: the gradients of this step are there.
+            # For one call, on this instance: the gradients of this step are there.
             optimizer.zero_grad = _passed_over  # type: ignore[method-assign]
             self._zero_grads.append(optimizer)
+        # Lightning calls backward on it, which finds a leaf and computes nothing.
         _loss_of(returned).requires_grad_()
         return returned
 
@@ -176,6 +186,7 @@ class PipelinedSteps:
         logged, kept = _Logged(self._module), Kept(self._module)
         batch, *rest = args
         parts, splits = self._sequences.split_each([batch])
+        # The batch is one micro-batch here: nothing is kept for a backward pass.
         call = functools.partial(
             logged.during, functools.partial(run, *parts, *rest, **kwargs)
         )
@@ -209,6 +220,7 @@ class PipelinedSteps:
         changes: dict[str, Any],
         updates: dict[str, int],
     ) -> None:
+        # The last stage has them itself.
         if self._parallel.mesh.stage < self._pipeline.stages.count - 1:
             kept.take(changes)
             logged.take_updates(updates)
@@ -251,9 +263,10 @@ class _Logged:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
+        # The class's, since the instance's may be replaced by an outer call.
         self._log = type(module).log
         self._signature = inspect.signature(self._log)
-        # Not by themselves: a metric's hash is of its state.
+        # By their ids: the hash of a metric depends on its state.
         self._metrics = {
             name: inner
             for name, inner in module.named_modules()
@@ -305,6 +318,8 @@ class _Logged:
     def combined(self) -> list[_Call]:
         """Return one call for the calls of all micro-batches, each name's by the
         reduction that it was logged with."""
+        # One call of each micro-batch goes into one: they have to be the same ones in
+        # the same order.
         names = []
         for calls in self._micro_batches:
             names.append([call.arguments["name"] for call in calls])
@@ -323,6 +338,7 @@ class _Logged:
         """Return a call with what a metric gave last, which Lightning logs for a
         step."""
         value, name = call.arguments["value"], call.arguments["name"]
+        # Lightning's defaults: on_step in training, on_epoch in evaluation.
         on_step = call.arguments.get("on_step")
         in_training = self._module.trainer.training
         if not isinstance(value, _MetricOf) or not (
@@ -345,12 +361,15 @@ class _Logged:
     def take_updates(self, updates: dict[str, int]) -> None:
         """Count the last stage's updates here, so that a metric is computed again
         behind them, with its state."""
+        # torchmetrics warns of a compute without updates, and keeps what it computed:
+        # both would be wrong here.
         for name, metric in self._metrics.items():
             if metric.update_count != updates[name]:
                 metric._update_count, metric._computed = updates[name], None
 
     def replay(self, calls: list[_Call], device: torch.device) -> None:
         """Log on this rank what the last stage logged."""
+        # Through the module's own log, so that Lightning's checks and reductions apply.
         for call in calls:
             arguments = dict(call.arguments)
             value = arguments["value"]
@@ -374,6 +393,7 @@ def _combine(calls: list[_Call]) -> _Call:
     name = (
         reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
     )
+    # A reduction of the user's own may need all values at once.
     if len(calls) > 1 and name not in _REDUCTIONS:
         raise ValueError(
             f"self.log({first['name']!r}, reduce_fx={reduction!r}): allowed with pipeline_parallel_degree are "

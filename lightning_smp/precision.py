@@ -47,6 +47,7 @@ class Fp8Precision(Precision):
         recipe: Fp8Recipe | Any = None,
         compute_dtype: torch.dtype | Literal["bfloat16", "float32"] = "bfloat16",
     ) -> None:
+        # Text as well as dtypes, since configuration files have text.
         dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
         name = str(compute_dtype).removeprefix("torch.")
         if name not in dtypes:
@@ -95,6 +96,8 @@ def adapt_precision(
         )
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+        # Values are clipped of complete gradients: the sum over replicas has to be
+        # over.
         parallel().window.close()
         clip_grad_value_(parallel().stepped(plugin.main_params(optimizer)), clip_val)
 

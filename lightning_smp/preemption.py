@@ -89,6 +89,8 @@ class LeavesWhenTold(Callback):
         self._in_validation = False
 
     def _save_and_leave(self, trainer: Trainer) -> None:
+        # The save is complete before this process leaves, also where saves run behind
+        # training.
         begin = time.monotonic()
         path = _path(trainer)
         strategy = cast(Any, trainer.strategy)
@@ -96,6 +98,8 @@ class LeavesWhenTold(Callback):
         if strategy.background_saves is not None:
             strategy.background_saves.wait()
         environment = strategy.cluster_environment
+        # SLURM's requeued job looks for Lightning's own name, which leads to the
+        # checkpoint.
         if (
             _requeued_by_lightning(trainer)
             and trainer.is_global_zero
@@ -118,6 +122,7 @@ class LeavesWhenTold(Callback):
 
 
 def _signals(trainer: Trainer) -> list[int]:
+    # The usual signals, and the one that SLURM was told to send.
     environment: Any = cast(Any, trainer.strategy).cluster_environment
     requeue = (
         getattr(environment, "requeue_signal", None)
@@ -148,5 +153,6 @@ def _link(path: str, name: str) -> None:
     if path != os.path.abspath(name) and (
         os.path.islink(name) or not os.path.exists(name)
     ):
+        # Replaced in one step: a job that is killed in between leaves the old link.
         os.symlink(path, f"{name}.new")
         os.replace(f"{name}.new", name)

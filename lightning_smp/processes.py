@@ -77,6 +77,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         process_group_backend: str | None,
         timeout: timedelta,
     ) -> None:
+        # mpirun and SageMaker, which Lightning does not look for.
         cluster_environment = cluster_environment or PlatformEnvironment.detected()
         super().__init__(
             accelerator,
@@ -110,6 +111,8 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        # Started by hand: Lightning's launcher runs the script once for each further
+        # device.
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -120,9 +123,11 @@ class ProcessGroupStrategy(ParallelStrategy):
         self._failed = False
         self._require_a_device_for_each_process()
         super().setup_environment()
+        # Processes that Lightning launched take the seed of the one that launched them.
         reset_seed()
         self.set_world_ranks()
         self._init_process_group()
+        # Once a process: a second run of it has the same nodes.
         if self._topology is None:
             self._topology = Topology.discover()
         self._watch = watch_ranks(self._timeout)
@@ -174,6 +179,7 @@ class ProcessGroupStrategy(ParallelStrategy):
                 "process_group_backend='nccl' sends between GPUs and this run is on CPU; allowed there: 'gloo', 'mpi'; "
                 "write process_group_backend='gloo' or leave it out"
             )
+        # An earlier run, or the user, has made the process group.
         if dist.is_initialized():
             return
         environment = self.cluster_environment
@@ -203,6 +209,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and (name is None or name != self._passed_barrier):
+            # NCCL's barrier has to know the device, or it takes the wrong one.
             on_cuda = self.root_device.type == "cuda"
             dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
 
@@ -238,6 +245,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
         group = self.counting_group if group is None else group
+        # gloo has no mean: a sum, divided.
         mean = reduce_op is None or (
             isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         )
@@ -250,6 +258,7 @@ class ProcessGroupStrategy(ParallelStrategy):
                 if isinstance(reduce_op, str)
                 else reduce_op
             )
+        # The caller's tensor stays as it is.
         tensor = tensor.clone()
         if mean and not torch.is_floating_point(tensor):
             tensor = tensor.float()
@@ -281,6 +290,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        # What an error of torch's means for sharded models, and which rank was lost.
         explain(exception)
         report(exception)
 
@@ -303,6 +313,7 @@ class ProcessGroupStrategy(ParallelStrategy):
 def take_over_exception_saves(trainer: Trainer) -> None:
     """Make the callbacks that save at an exception do it on all ranks or on none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # A user's subclass counts too: what it does is asked, and not its class.
         at_exceptions = isinstance(callback, OnExceptionCheckpoint) or getattr(
             callback, "save_on_exception", False
         )
@@ -337,6 +348,8 @@ class _SavesTogether(Callback):
         if isinstance(exception, Preempted):
             return  # all ranks have saved
         if isinstance(strategy, ProcessGroupStrategy):
+            # An error of a collective is another rank's: that one is gone, and cannot
+            # save.
             alone = looks_like_a_lost_peer(exception) or not strategy.all_come(
                 "a save at an exception", ENDING
             )

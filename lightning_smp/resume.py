@@ -89,6 +89,7 @@ class WindowStart:
     ) -> WindowStart:
         """Return the present place. Call it when the window's first batch has been
         fetched and counted as ready, or an epoch's inside of one."""
+        # A batch is counted as ready before its step: the window begins one before.
         loop = trainer.fit_loop.epoch_loop
         progress, stepped = loop.batch_progress, loop._batches_that_stepped
         random = None if accumulation(trainer) == 1 else random_state()
@@ -115,12 +116,14 @@ class WindowStart:
                 "end of each epoch"
             )
         loop = checkpoint["loops"]["fit_loop"]
+        # All counters go back to the window's first batch, those of the run as well.
         progress = loop["epoch_loop.batch_progress"]
         replayed = progress["current"]["processed"] - self.batches
         for part, batches in (("current", self.batches), ("total", self.total)):
             progress[part].update(dict.fromkeys(_COUNTERS, batches))
         progress["is_last_batch"] = False
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped
+        # Loaders that keep their place go back to where they were between windows.
         if self.loaders:
             loop["state_dict"].update(self.loaders)
         checkpoint["smp_window"] = {
@@ -169,16 +172,20 @@ class PlacedSampler(Sampler[Any]):
         self._skip, self._random, self._keep = samples, (at_start, then), keep
 
     def __iter__(self) -> Iterator[Any]:
+        # What was set holds for one epoch.
         skip, (at_start, then) = self._skip, self._random
         if self._keep:
             then = random_state()
         self._skip, self._random, self._keep = 0, (None, None), False
+        # The same order of samples: the generators as they were when the epoch was
+        # first drawn.
         if at_start is not None:
             set_random_state(at_start)
         self.random_at_start = (
             None if isinstance(self.sampler, DistributedSampler) else random_state()
         )
         samples = iter(self.sampler)
+        # Drawn and dropped, since a sampler has no other way to come to its place.
         for _ in itertools.islice(samples, skip):
             pass
         if then is not None:
@@ -198,6 +205,8 @@ class PlacedSampler(Sampler[Any]):
 def place_sampler(loader: Any) -> None:
     """Wrap the sampler of a DataLoader, where there is one between it and its
     batches."""
+    # A stream has no sampler, and a batch sampler of another kind need not have one
+    # inside.
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(
         loader.dataset, IterableDataset
@@ -244,6 +253,7 @@ def describe_place(
     loaders = training_loaders(trainer)
     if not loaders:
         return None
+    # Counted by what was trained on, not by what was fetched: Lightning reads ahead.
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     batches = 0 if progress["is_last_batch"] else progress["current"]["processed"]
     sizes = [samples_per_batch(loader, data_size) for loader in loaders]
@@ -257,15 +267,18 @@ def describe_place(
     }
 
 
-def metrics_of(trainer: Trainer) -> dict[str, float]:
+def metrics_of(trainer: Trainer) -> dict[str, Any]:
     """Return what callbacks and schedules find in ``trainer.callback_metrics``, for a
-    checkpoint."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    checkpoint: numbers, and lists of them for a metric with several (one of each class,
+    say)."""
+    found = trainer.callback_metrics.items()
+    return {name: value.double().tolist() for name, value in found}
 
 
 def accumulation(trainer: Trainer) -> int | None:
     """Return the micro-batches of an optimizer step; None where the module or a
     schedule decides."""
+    # Two places may change it from epoch to epoch or step to step.
     scheduled = any(
         isinstance(callback, GradientAccumulationScheduler)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -285,6 +298,7 @@ def random_of_rank(trainer: Trainer, earlier: dict[str, Any] | None) -> dict[str
             the start of an open window, whose batches are seen again, or before a
             validation in progress.
     """
+    # One state for each loader, in their order.
     starts = [
         getattr(sampler_of(loader), "random_at_start", None)
         for loader in training_loaders(trainer)
@@ -323,7 +337,7 @@ class Resume:
         allow_batch_change: bool,
         in_window: bool = False,
         loader_states: Sequence[dict[str, Any]] = (),
-        metrics: Mapping[str, float] = MappingProxyType({}),
+        metrics: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.place = place
         self.random = random
@@ -340,6 +354,8 @@ class Resume:
         Raises:
             ValueError: the global batch would change, which is not allowed.
         """
+        # ReduceLROnPlateau and ModelCheckpoint look for a metric by its name before the
+        # first new one is logged.
         for name, value in self.metrics.items():
             trainer.callback_metrics.setdefault(
                 name, torch.tensor(value, dtype=torch.float64)
@@ -367,6 +383,8 @@ class Resume:
                 # Lightning does it later, when workers have begun to fetch.
                 if set_epoch is not None:
                     set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+        # What comes before the next batch draws random numbers of its own: a
+        # validation, or the rest of an epoch.
         validates_first = begins_with_it(trainer)
         ends_epoch_first = _ends_epoch_first(trainer)
         if not ends_epoch_first:
@@ -385,11 +403,13 @@ class Resume:
         saved = self.place["samples_per_batch"]
         steps = self.place["accumulate_grad_batches"]
         here = accumulation(trainer)
+        # Each loader's place is by its number.
         if len(saved) != len(sizes):
             raise ValueError(
                 f"the checkpoint was saved with {len(saved)} training data loaders, here are {len(sizes)}; give the "
                 "same ones, or load the weights alone"
             )
+        # Without sizes there is nothing to compare.
         if None in saved or None in sizes:
             if saved != sizes:
                 logger.warning(
@@ -471,6 +491,8 @@ class Resume:
         fetcher = trainer.fit_loop._data_fetcher
         if fetcher is None:
             return
+        # Three kinds: loaders that keep their place, those whose sampler can begin
+        # later, and all others, which are read up to the place.
         keeping = [loader for loader in loaders if isinstance(loader, KeepsPlace)]
         self._tell_places(keeping)
         others = [loader for loader in loaders if loader not in keeping]
@@ -544,6 +566,8 @@ class Resume:
         validates_first: bool,
         goes_round: bool,
     ) -> None:
+        # Samples that are read just before their step may draw in between; those that
+        # workers fetch draw elsewhere.
         starts = self.epoch_random or [None] * len(loaders)
         lazy = _read_when_needed(loaders) and not self.in_window
         for loader, sampler, start in zip(loaders, samplers, starts, strict=True):
@@ -602,7 +626,7 @@ def _listed(sizes: list[int]) -> str:
     return " + ".join(map(str, sizes))
 
 
-# Of a class that was derived here: the loader's own class, and its place.
+# Attributes of a class that is derived here: the loader's own class, and its place.
 _KIND, _PLACE = "_smp_kind", "_smp_place"
 
 
@@ -635,6 +659,8 @@ class _PlaceOfTraining:
     on."""
 
     def __init__(self, loader: KeepsPlace) -> None:
+        # A loader of an earlier fit has a derived class already: its own class first,
+        # or two of them would stand one on the other.
         kind: Any = getattr(type(loader), _KIND, type(loader))
         object.__setattr__(loader, "__class__", kind)
         self._state_of: Callable[[], dict[str, Any]] = loader.state_dict
@@ -652,6 +678,8 @@ class _PlaceOfTraining:
             _KIND: kind,
             _PLACE: self,
         }
+        # By class, since Python looks up `__iter__` in the class and never in the
+        # instance.
         derived = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
         object.__setattr__(loader, "__class__", derived)
 
@@ -661,6 +689,7 @@ class _PlaceOfTraining:
 
     def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
+            # The state from before this batch, until training begins with it.
             self._before.append(copy.deepcopy(self._state_of()))
             try:
                 batch = next(batches)

@@ -53,6 +53,8 @@ class SmpCheckpoint(ModelCheckpoint):
             raise ValueError(
                 f"keep_last={keep_last} must be 1 or more, or None to keep all"
             )
+        # ModelCheckpoint names, links and writes; when to save and what stays is
+        # decided here.
         super().__init__(
             dirpath,
             filename=filename,
@@ -69,6 +71,7 @@ class SmpCheckpoint(ModelCheckpoint):
         self.schedule = SaveSchedule(checkpoint_interval, seconds)
         self.keep_last = keep_last
         self._kept: list[str] = []
+        # Steps that the schedule has seen, and the step of the last save.
         self._counted_step = self._saved_step = -1
 
     @property
@@ -94,6 +97,7 @@ class SmpCheckpoint(ModelCheckpoint):
             self._save_now(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The end of training is saved, unless its last step was.
         if trainer.global_step > self._saved_step:
             self._save_now(trainer, pl_module)
 
@@ -104,6 +108,7 @@ class SmpCheckpoint(ModelCheckpoint):
         newest = self.best_model_path  # without a metric to watch it is the newest
         if newest not in self._kept:
             self._kept.append(newest)
+        # The checkpoint that the run began from stays: it is the user's to remove.
         while self.keep_last is not None and len(self._kept) > self.keep_last:
             oldest = self._kept.pop(0)
             if trainer.ckpt_path is None or os.path.abspath(oldest) != os.path.abspath(
@@ -117,6 +122,7 @@ class SmpCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        # In another folder the older ones are another run's.
         if state_dict.get("dirpath") == self.dirpath:
             # The checkpoint that is loaded was not one of them yet when it was written.
             self._kept = list(

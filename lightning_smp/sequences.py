@@ -68,6 +68,7 @@ class SharedSequences:
             weight: of an evaluation's batch, 0 where it is another rank's; None in
                 training.
         """
+        # Stages split each micro-batch for themselves.
         if self._context is None or self._in_stages:
             return batch
         self.split = self._context.split(

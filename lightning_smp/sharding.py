@@ -47,6 +47,7 @@ def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, No
     Lightning calls that hook again for every ``validate`` and ``test``; the module may
     have been trained before.
     """
+    # What the hook builds again would replace shards by whole parameters.
     sharded = is_sharded(module)
     registries: list[dict[str, Any]] = [
         module._modules,
@@ -70,6 +71,7 @@ def with_recipe(
     """
     if not isinstance(plugin, Fp8Precision):
         return config
+    # Autocast asks for a device, which the plugin does not know when it is made.
     plugin.device_type = device.type
     if config.fp8 not in (None, plugin.recipe, Fp8Recipe()):
         raise ValueError(
@@ -109,6 +111,7 @@ def shard(
         # and a fit may follow. torch's own SyncBatchNorm refuses CPU tensors.
         sync = sync_batch_norm_on_cpu if device.type == "cpu" else layer_sync.apply
         unsharded = sync(unsharded)
+    # Before sharding: a precision like "64-true" changes the parameters' dtype.
     unsharded = precision.convert_module(unsharded)
     parallel = parallelize(
         unsharded,
@@ -120,6 +123,7 @@ def shard(
         init_fn=init_fn,
         accumulated=module.trainer.accumulate_grad_batches,
     )
+    # Past nn.Module's own, which would register the model inside as a submodule.
     object.__setattr__(module, _ATTACHED, (parallel, str(precision.precision)))
     return parallel
 
@@ -127,6 +131,7 @@ def shard(
 def _leave_inference_mode(module: nn.Module) -> None:
     """Replace parameters and buffers that were made in inference mode, which nothing
     can be trained with."""
+    # Tied parameters stay tied: each tensor is copied once.
     made: dict[int, torch.Tensor] = {}
 
     def ordinary(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,6 +171,7 @@ def _meant_by(plugin: Precision, device: torch.device) -> CorePrecision:
     CPU, whose autocast lets ``layer_norm`` meet a float32 input and a half precision
     weight, which it refuses.
     """
+    # Without autocast inputs are cast to what parameters are gathered in.
     gathered, why = _autocast_dtype(plugin), f"precision={plugin.precision!r}"
     casts_inputs = gathered is None
     if gathered is not None and device.type == "cpu":
@@ -190,6 +196,7 @@ def reattach(
     Raises:
         ValueError: a knob or a precision asks for something else than the module has.
     """
+    # Its parameters were converted for that precision.
     attached, kept_precision = getattr(module, _ATTACHED)
     if kept_precision != str(precision.precision):
         raise ValueError(

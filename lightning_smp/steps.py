@@ -98,6 +98,8 @@ class SteppingStrategy(ProcessGroupStrategy):
         """The number of ranks that hold different tokens: what numbers are added up
         over, and the divisor of gradients. ``dist.get_world_size()`` counts processes.
         """
+        # Ranks of one tensor group, and of one pipeline, compute the same samples:
+        # their numbers would be counted several times.
         of_one_batch = (
             self.config.tensor_parallel_degree * self.config.pipeline_parallel_degree
         )
@@ -115,11 +117,14 @@ class SteppingStrategy(ProcessGroupStrategy):
         """
         if group is not None or self._parallel is None or not torch.is_tensor(tensor):
             return super().reduce(tensor, group, reduce_op)
+        # Lightning passes words, users may pass operators.
         is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
         is_mean = reduce_op in (None, dist.ReduceOp.AVG) or str(reduce_op).lower() in (
             "mean",
             "avg",
         )
+        # Context ranks have parts of one batch: a number that each of them has in full
+        # would be summed too often.
         if is_sum and tensor.is_floating_point():
             instead = "self.log(..., sync_dist_group=self.trainer.strategy.data_group)"
             report_equal_terms(tensor, self.mesh, "a sum that is logged", instead)
@@ -148,6 +153,8 @@ class SteppingStrategy(ProcessGroupStrategy):
             ValueError: a loss over samples of all ranks, of which pipeline stages
                 compute micro-batches.
         """
+        # A gather with gradients means a loss over the samples of all ranks, and a
+        # micro-batch has a part of them.
         if self._pipelined is not None and sync_grads and torch.is_grad_enabled():
             self._pipelined.require_whole_batches(
                 "self.all_gather(..., sync_grads=True)"
@@ -204,6 +211,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     def _run_step(
         self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        # As if it were forward: parameters that belong to no unit of their own are
+        # gathered while the method runs.
         with context, self._sequences.active():
             return self.parallel.run_as_forward(method, *args, **kwargs)
 
@@ -222,6 +231,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # In an evaluation Lightning's sampler deals to one rank, without repeating
+        # samples, and is dealt again below.
         size, rank = self._reads_as
         if self.evaluations is not None and self.evaluations.prepares:
             self._deals_as = (size, rank)
@@ -230,6 +241,8 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        # Lightning's barrier behind the hooks that make loaders is the only sign that
+        # these are over.
         super().barrier(name)
         if (
             self.evaluations is not None
@@ -253,11 +266,13 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
+        # Streams are dealt out by batches; other loaders have had a sampler from
+        # Lightning.
         deals_as, self._deals_as = self._deals_as, None
         evaluates = self.evaluations is not None and self.evaluations.prepares
         if self._is_dealt_out(dataloader):
             read_alike(dataloader)
-            # Else the first context peer's batch counts.
+            # Context peers may read unlike batches: the first one's counts.
             need_alike = self.config.context_parallel_degree == 1
             dataloader = DealtLoader(
                 dataloader,
@@ -280,6 +295,8 @@ class SteppingStrategy(ProcessGroupStrategy):
             if deals_as is not None:
                 deal(dataloader, *deals_as)
             return self.evaluations.process(dataloader)
+        # Training loaders get samplers that can begin later, or tell the place of
+        # training.
         place_sampler(dataloader)
         tell_place_of_training(dataloader)
         if isinstance(dataloader, JoinedLoader):
@@ -313,6 +330,8 @@ class SteppingStrategy(ProcessGroupStrategy):
             or self.config.context_parallel_degree > 1
         ):
             return None  # where sequences are shared, targets are counted
+        # With `dataloader_iter` a step takes batches when it likes: which one is
+        # present is not known.
         fetches_itself = (
             "dataloader_iter"
             in inspect.signature(self._module.training_step).parameters
@@ -326,6 +345,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         """Move a batch as Lightning does; where sequences are shared, return this
         rank's part of the first context peer's batch.
         """
+        # In an evaluation the split counts targets, of which a repeated batch has none.
         weight = None
         if self.evaluations is not None and not self._trainer.training:
             weight = self.evaluations.weight
@@ -359,6 +379,8 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # An epoch that only takes statistics (StochasticWeightAveraging's last) goes
+        # forward through the stages.
         if self._pipelined is not None and not self.steps_have_backward:
             with torch.no_grad():
                 return self._pipelined.evaluate(self._micro_batch, args, kwargs)
@@ -415,6 +437,8 @@ class SteppingStrategy(ProcessGroupStrategy):
             self.window.close()
             on_nonfinite = self.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
+                # The norm of what this optimizer steps, where its masters have the
+                # gradients.
                 parameters = self.parallel.stepped(
                     p for group in optimizer.param_groups for p in group["params"]
                 )
@@ -426,6 +450,8 @@ class SteppingStrategy(ProcessGroupStrategy):
             self._before_update()
             return result
 
+        # The closure runs forward and backward; Lightning clips behind it, when
+        # gradients are complete.
         result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
         self._has_stepped = True
         self.parallel.meter.close_step()
@@ -434,14 +460,15 @@ class SteppingStrategy(ProcessGroupStrategy):
         return result
 
     def _before_update(self) -> None:
-        """Wait for whoever still reads parameters or optimizer states; they are about
-        to change."""
+        """Wait for copies of parameters and optimizer states, which are about to
+        change."""
 
     # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with
     # the weights at its beginning (averages may have replaced them, also in the middle
     # of a window), and leaves no stale unsharded ones.
 
     def _begin_evaluation(self, limit: str, batches: Any) -> None:
+        # Ranks that gather parameters together have to take as many steps.
         require_equal_evaluation(limit, batches, self.mesh)
         self._before_update()
         self.parallel.reshard()

@@ -136,10 +136,14 @@ class SmpShardedStrategy(SteppingStrategy):
             process_group_backend,
             timeout,
         )
+        # `config` becomes what took effect once a module is sharded; `_asked` stays
+        # what was written, for what is needed before that.
         self.config = self._asked = read_config(config, knobs, _ARGUMENTS)
         self._init_fn = init_fn
         self._sequences = SharedSequences(batch_layout, full_outputs)
         self._loaders: dict[str, Any] = {}
+        # How the data go on from the checkpoint that the run begins with, and that
+        # checkpoint itself until it is read.
         self.resume: Resume | None = None
         self.loading: Loading | None = None
         self._is_set_up = False
@@ -166,6 +170,8 @@ class SmpShardedStrategy(SteppingStrategy):
     def tensor_init_context(
         self, empty_init: bool | None = None
     ) -> Generator[None, None, None]:
+        # With delayed initialisation the model is built without memory, and gets its
+        # values as shards.
         on_meta = bool(empty_init) or self.config.delayed_init is not None
         with (
             torch.device("meta") if on_meta else contextlib.nullcontext(),
@@ -182,11 +188,15 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        # "last" may be in shared memory alone, where Lightning would find nothing and
+        # forget that it was asked.
         if self._asked.checkpoint.memory_every_n_steps:
             self._launcher = finding_memory(self._launcher)
 
     @override
     def setup_environment(self) -> None:
+        # Before the setup of callbacks, in which Lightning's own would copy the
+        # unsharded module.
         take_over_callbacks(self._trainer)
         take_over_exception_saves(self._trainer)
         super().setup_environment()
@@ -209,6 +219,7 @@ class SmpShardedStrategy(SteppingStrategy):
         module = self._module
         precision = self.precision_plugin
         self.config = with_recipe(self.config, precision, self.root_device)
+        # Refused before anything is sharded: a module that is sharded stays it.
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
         if not is_sharded(module):
@@ -229,6 +240,8 @@ class SmpShardedStrategy(SteppingStrategy):
                 check_layer_sync(module, self._layer_sync)
             self._parallel, self.config = reattach(module, self.config, precision)
 
+        # torchmetrics are added up over ranks that hold different samples, not over the
+        # world.
         synchronize_metrics(self.mesh)
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the
@@ -236,6 +249,8 @@ class SmpShardedStrategy(SteppingStrategy):
         checkpoints.check_plugin(self.checkpoint_io, self.config)
         if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
             checkpoints.say_what_is_not_uploaded(trainer.loggers, self.config)
+        # The watch learns which ranks make calls together: where one does not come, the
+        # others are told where it is.
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
@@ -251,6 +266,7 @@ class SmpShardedStrategy(SteppingStrategy):
             self.background_saves = BackgroundSaves(self.is_global_zero, trainer)
         if self.memory is not None:
             self.memory.begin_run(trainer)
+        # The last of the callbacks: it saves behind all others' hooks of the batch.
         grace = self.config.checkpoint.preemption_grace_s
         if trainer.state.fn == TrainerFn.FITTING and grace:
             self._leaves = self._leaves or LeavesWhenTold(grace)
@@ -278,12 +294,16 @@ class SmpShardedStrategy(SteppingStrategy):
         self._reset_optimizers_and_schedulers()
         self.parallel.reshard()
         super().setup_optimizers(trainer)
+        # The shard degree was chosen for optimizers that were not made then; now they
+        # can be looked at.
         if self.parallel.plan.optimizer is not None:
             warning = missed(self.parallel.plan, self.optimizers)
             if warning is not None and self.global_rank == 0:
                 logger.warning("%s", warning)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
+        # In these layouts some parameters have no `.grad` before the step: hooks whose
+        # code reads it are named once.
         if self.window.world is not None or self._pipelined is not None:
             say_where_gradients_are(
                 hooks_before_steps(trainer), in_stages=self.window.world is None
@@ -318,6 +338,7 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.resume is not None:
             self.resume.on_train_batch_start(self._trainer)
             self.resume = None
+        # Manual optimization may leave a window open at the end of an epoch.
         goes_on_in_window = batch_idx == 0 and self.open_window is not None
         if goes_on_in_window:
             self._remember_loaders()
@@ -325,6 +346,7 @@ class SmpShardedStrategy(SteppingStrategy):
             self.joined.begin_batch()
         for loader in training_loaders(self._trainer):
             begin_batch(loader)
+        # A window begins with this batch: what a checkpoint inside it goes back to.
         if goes_on_in_window or self.open_window is None:
             self._has_stepped = False
             self._window_start = WindowStart.here(
@@ -359,6 +381,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Every rank has to call it: one that did not is named, in the place of a hang.
         meet_between_runs("trainer.save_checkpoint(...)")
         self.parallel.reshard()
         self.parallel.broadcast_buffers()
@@ -373,6 +396,8 @@ class SmpShardedStrategy(SteppingStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         trainer = self._trainer
+        # Counters first: what the checkpoint says about its place, before that place is
+        # described.
         if self.open_window is not None:
             self.open_window.rewind(checkpoint)
         elif is_lacking(trainer):
@@ -381,9 +406,12 @@ class SmpShardedStrategy(SteppingStrategy):
         if place is not None:
             checkpoint["smp_data"] = place
             checkpoint["smp_metrics"] = metrics_of(trainer)
+        # Shards in callbacks' states are noted, and scales of FP8 added, which are no
+        # parameters.
         note_shards(checkpoint)
         if self.parallel.fp8 is not None:
             checkpoint[FP8_STATE] = self.parallel.fp8.state_dict()
+        # By identity: no path of a user's is meant.
         if filepath is IN_MEMORY:
             assert self._memory is not None
             checkpoints.save_in_memory(self, checkpoint, self._memory.tier)
@@ -419,6 +447,7 @@ class SmpShardedStrategy(SteppingStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        # Rank 0's path counts: clocks and views of a shared file system differ.
         path = self.broadcast(checkpoint_path)
         if nothing_saved(self, path, self.memory):
             return NothingSaved()
@@ -469,6 +498,8 @@ class SmpShardedStrategy(SteppingStrategy):
         """Tear the run down after the save in flight. The module stays sharded."""
         if self._leaves is not None:
             self._leaves.restore()
+        # An error of the save in flight is raised, unless one of training is on its way
+        # already. Memory is freed only where all ended well.
         memory, self._memory = self._memory, None
         saved = False
         try:

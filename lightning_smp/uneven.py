@@ -80,7 +80,10 @@ class UnevenLoader:
         return self._longest
 
     def __iter__(self) -> Iterator[Any]:
+        # limit_val_batches counts steps, also repeated ones.
         limit = self._limit()
+        # join() asks all ranks in each step whether any has a batch; this rank's last
+        # one comes again with weight 0 as long as one has.
         for number, (batch, weight) in enumerate(join(self.loader)):
             if weight:
                 yield batch
@@ -111,6 +114,7 @@ class Evaluations:
         self.prepares = self._sets_up = False
         self.weight = 1.0
         self._loaders: list[Any] = []
+        # Each loop's own method is called inside, between a mark and a check.
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -125,6 +129,8 @@ class Evaluations:
             type(loop).setup_data(loop)
         finally:
             self._sets_up = self.prepares = False
+        # Other modes read several loaders in one step, so that a repeated step of one
+        # would be a step of all.
         uneven = any(isinstance(loader, UnevenLoader) for loader in self._loaders)
         if uneven and loop._combined_loader._mode != "sequential":
             raise ValueError(
@@ -141,13 +147,16 @@ class Evaluations:
     def process(self, loader: Any) -> Any:
         """Return a loader of an evaluation as Lightning's loop iterates it. Collective
         over the world."""
+        # A JoinedLoader is for training: here repeated batches count nothing already.
         if isinstance(loader, JoinedLoader):
             loader = loader.loader
+        # A loader without a length on any rank is treated as if ranks differed.
         lengths: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(lengths, length_of(loader))
         is_uneven = (
             None in lengths or len(set(lengths)) > 1 or isinstance(loader, DealtLoader)
         )
+        # A step that takes batches itself cannot be repeated from outside.
         if is_uneven and self._fetches_itself:
             if None not in lengths and len(set(lengths)) > 1:
                 raise ValueError(
@@ -156,6 +165,7 @@ class Evaluations:
                     "batch_idx), or give all ranks as many batches (drop_last=True)"
                 )
         elif is_uneven:
+            # The number of the loader, as Lightning counts them.
             place = len(self._loaders)
             longest = None if None in lengths else max(lengths)
             repeat = functools.partial(self._repeat, place)
@@ -198,11 +208,15 @@ class Evaluations:
         loop = self._loop
         name = self._step_name
         module: Any = trainer.lightning_module
+        # With one loader steps get no dataloader_idx.
         shown = place if loop.num_dataloaders > 1 else None
         if number == 0 and place > 0 and not trainer.predicting:
-            # Of the loader before: the loop sees no batch of this one.
+            # Ends what was logged for the loader before: the loop sees no batch of this
+            # one.
             loop._store_dataloader_outputs()
         with self._counting_nothing(module):
+            # The same way as in Lightning's loop: converted, moved, and given to the
+            # step under the logger's eyes.
             batch = trainer.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=place)
             batch = call._call_strategy_hook(
@@ -217,10 +231,13 @@ class Evaluations:
             if trainer._results is not None:
                 trainer._logger_connector.on_batch_end()
         self._after_repeated()
+        # The loop ends its epoch by this mark, which only a batch of its own would set.
         loop.batch_progress.is_last_batch = place == loop.num_dataloaders - 1
 
     @contextlib.contextmanager
     def _counting_nothing(self, module: LightningModule) -> Iterator[None]:
+        # The step may change attributes and metrics of the module: all of it is put
+        # back.
         restore = list(_restorers(module))
         vars(module)["log"] = functools.partial(_log_neutral, module, type(module).log)
         self.weight = 0.0
@@ -240,6 +257,7 @@ def deal(loader: Any, size: int, rank: int) -> None:
     Raises:
         ValueError: the loader's batch sampler hides it.
     """
+    # Batch samplers keep their sampler under various names.
     sampler = _distributed_sampler(loader, depth=4)
     if sampler is None:
         raise ValueError(
@@ -247,12 +265,16 @@ def deal(loader: Any, size: int, rank: int) -> None:
             "sampler in an attribute; write use_distributed_sampler=False, and deal them out with "
             "trainer.strategy.data_size and data_rank"
         )
+    # What it computes from its arguments when it is made; total_size without padding,
+    # so that no sample comes twice.
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     sampler.num_replicas, sampler.rank = size, rank
     sampler.total_size, sampler.num_samples = samples, len(range(rank, samples, size))
 
 
 def _distributed_sampler(holder: Any, depth: int) -> DistributedSampler[Any] | None:
+    # The usual names first, then whatever the object has; only samplers are looked
+    # into.
     for name in ("batch_sampler", "sampler", *getattr(holder, "__dict__", {})):
         value = getattr(holder, name, None)
         if isinstance(value, DistributedSampler):
@@ -271,6 +293,7 @@ def _log_neutral(module: LightningModule, log: Any, *args: Any, **kwargs: Any) -
     """Log as ``self.log``, but a number that leaves the others' result as it is."""
     arguments = inspect.signature(log).bind(module, *args, **kwargs).arguments
     arguments.pop("self")
+    # A metric object has counted nothing new: logging it is neutral by itself.
     value, reduction = arguments["value"], arguments.get("reduce_fx", "mean")
     if not isinstance(value, Metric):
         name = (
@@ -283,6 +306,7 @@ def _log_neutral(module: LightningModule, log: Any, *args: Any, **kwargs: Any) -
             if torch.is_tensor(value) and value.is_floating_point()
             else torch.get_default_dtype()
         )
+        # The sum of 0, the mean of 0 with no samples, the largest of -inf.
         neutral = _NEUTRAL.get(name.lower(), 0.0)
         arguments["value"] = torch.tensor(neutral, dtype=dtype, device=module.device)
         arguments["batch_size"] = 0
@@ -306,6 +330,8 @@ def _restorers_of_attributes(
     if id(holder) in seen:
         return
     seen.add(id(holder))
+    # Attributes that are replaced are put back by name, containers and tensors that are
+    # changed in place by their contents.
     kept = {
         name: value for name, value in vars(holder).items() if name not in _LEFT_ALONE
     }
@@ -366,6 +392,8 @@ def require_equal_training(trainer: Trainer) -> None:
     """
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, trainer.num_training_batches)
+    # More batches on a rank do no harm where max_steps ends training before any rank
+    # has run out.
     windows = min(counts) // (trainer.accumulate_grad_batches or 1)
     if len(set(counts)) > 1 and not 0 <= trainer.max_steps <= windows:
         raise _uneven("limit_train_batches", dict(enumerate(counts)))
@@ -419,6 +447,8 @@ def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
     """
     # Pipeline stages take every batch together, and any two partition groups share one
     # with some stage.
+    # Ranks that gather parameters, or share layers, have to take as many steps;
+    # replicas need not.
     stage = mesh.shard_degree * mesh.tensor_degree
     together = mesh.topology.world_size if mesh.pipeline_degree > 1 else stage
     if together == 1:

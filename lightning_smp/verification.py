@@ -62,9 +62,13 @@ def install() -> None:
 
     @functools.wraps(original)
     def recorded(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        # Before anything is made: the script would train without torch-smp, and all
+        # would agree.
         asked = kwargs.get("strategy", "auto")
         if not _is_ours(asked):
             refuse(_FORGOTTEN.format(asked=asked))
+        # A first process only looks which degrees and how many ranks the script asks
+        # for; it trains nothing.
         if request.role == "look":
             here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False}
             original(self, *args, **{**kwargs, **here})
@@ -75,6 +79,7 @@ def install() -> None:
         if request.role == "ranks":
             strategy = self.strategy
             assert isinstance(strategy, SmpShardedStrategy)
+            # The layout to be tried wins over what the script says.
             strategy.config = strategy._asked = strategy.config.with_asked(
                 "smp verify", **request.knobs
             )
@@ -104,6 +109,8 @@ def _ranks_asked(kwargs: Mapping[str, Any]) -> int:
 
 def _changed(kwargs: Mapping[str, Any], request: Request) -> dict[str, Any]:
     """Return the arguments of a Trainer of a recorded run."""
+    # Callbacks that write files or draw on the terminal are left out, and all others
+    # stay.
     given = kwargs.get("callbacks") or []
     callbacks = [given] if isinstance(given, Callback) else list(given)
     unwanted = (Checkpoint, ProgressBar, ModelSummary)
@@ -122,9 +129,12 @@ def _changed(kwargs: Mapping[str, Any], request: Request) -> dict[str, Any]:
         "num_sanity_val_steps": 0,
         "default_root_dir": str(request.folder / "files"),
     }
+    # A precision plugin would say something else.
     if request.float64:
         changed["precision"] = "64-true"
         changed.pop("plugins", None)
+    # The one process takes the same steps: with the ranks' batches one by one as more
+    # accumulation, or as one large batch.
     if request.role == "one process":
         facts = read_record(request.batches).facts
         changed["strategy"] = OneProcess(torch.device("cpu" if request.cpu else "cuda"))
@@ -170,6 +180,8 @@ class RecordingCallback(Callback):
         facts["batches of an epoch"] = trainer.num_training_batches
         facts["data_size"] = recorder.record.data_size
         facts["precision"] = str(trainer.precision)
+        # Which samples one process would have read by itself, to be compared with what
+        # the ranks read.
         if parallel is None:
             wanted = recorder.batches_of_ranks()
             recorder.record.natural = _natural_samples(trainer, wanted, recorder)
@@ -180,6 +192,7 @@ class RecordingCallback(Callback):
 
     def _read_batches_of(self, trainer: Trainer) -> None:
         """Let the recorder see each training batch before it is moved or split."""
+        # All of Lightning's ways to a batch go through this method of the instance.
         strategy, recorder = trainer.strategy, self._recorder
         original = strategy.batch_to_device
 
@@ -197,6 +210,8 @@ class RecordingCallback(Callback):
     ) -> None:
         recorder, strategy = self._recorder, trainer.strategy
         recorder.enter_backward()
+        # Where ranks share sequences: this rank's part of the mean, as backward starts
+        # from it.
         value = loss.detach()
         if isinstance(strategy, SmpShardedStrategy):
             value = strategy.weighted_loss(value)
@@ -267,12 +282,13 @@ def _natural_samples(
 
     Returns:
         None where they are not known: several loaders, a sampler that Lightning wraps,
-            or samples that are made anew
-        each time they are read.
+        or samples that are made again each time they are read.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader):
         return None
+    # Samplers of Lightning's own depend on the ranks; two of torch's have a known one
+    # in their place.
     sampler: Any = loader.sampler
     is_dealt = (
         trainer._accelerator_connector.use_distributed_sampler

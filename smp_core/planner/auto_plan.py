@@ -115,6 +115,8 @@ def plan_run(
         cluster.topology.world_size // split
     )
     hardware = hardware_of_run(asked, cluster, step.device)
+    # The planner knows optimizers by their bytes of states; any name with as many will
+    # do.
     kept = planned_states(asked.planner.optimizer, step.optimizers).bytes_of(1, 4)
     optimizer = next(
         name for name, states in OPTIMIZERS.items() if states.bytes_of(1, 4) == kept
@@ -130,6 +132,7 @@ def plan_run(
         traced = trace_built(model, asked, sequence, computed, step.entry)
     except ValueError as error:
         raise ValueError(f"plan='auto': {error}; {_WITHOUT}") from None
+    # Blocks would be recomputed twice, and the model's own mode is in no figure.
     if any(shapes.checkpoints_itself for shapes in traced.shapes.values()):
         raise ValueError(
             "plan='auto' chooses what is recomputed, and the model's own gradient checkpointing is on; switch it off "
@@ -137,6 +140,7 @@ def plan_run(
         )
     # The search.
     machines = replace(cluster, device_memory=int(hardware.device.memory_gib * GIB))
+    # The loader's batch and accumulation are the user's, and stay.
     counts = {MICRO_BATCH: micro_batch, COUNT: step.accumulated}
     found = search(
         traced,
@@ -158,6 +162,7 @@ def plan_run(
 
 def _batch(model: nn.Module, plan: AutoPlan) -> tuple[int, int]:
     """Return tokens of a sample and samples of a micro-batch."""
+    # What is given in `plan` wins over the example.
     given = tensors_in(getattr(model, "example_input_array", None))
     sizes = [each.shape[:2] for each in given if each.ndim > 1]
     micro_batch, sequence = sizes[0] if sizes else (None, None)
@@ -190,6 +195,7 @@ def hardware_of_run(
                 f"{nodes} x {ranks}; write {nodes}x{ranks}:..., or leave it out"
             )
     elif device.type == "cpu":
+        # Ranks on a CPU share the memory of their host.
         memory = cluster.host_memory / ranks / GIB
         cpu = Device(
             "CPU",
@@ -217,6 +223,8 @@ def hardware_of_run(
 def _of_device(name: str, memory_gib: float, nodes: int, ranks: int) -> Hardware:
     """Return machines of a device by its name and its memory, with the network of the
     machines that it is sold in."""
+    # Several rows may have the words of a name; the one with the nearest memory is
+    # meant, and of these the most exact name.
     words = name.upper().replace("-", " ").split()
     alike = {
         row: each
@@ -252,6 +260,7 @@ def _said(
         f"GiB planned for {work.global_batch} x {work.sequence} tokens on {hardware.describe()}, the best of "
         f"{len(found.ranked)} that fit of {found.considered}"
     )
+    # The second best is told where it differs in a knob that was open.
     others = (each for each in found.ranked[1:] if _differences(each, chosen, knobs))
     second = next(others, None)
     if second is None:

@@ -134,10 +134,13 @@ def calibrate(
         ValueError: a log that lacks what is needed, stages of a model that is not
             planned in stages, or a model of another size; says what to do.
     """
+    # What the run was, and how it was decided: batch, machines, degrees and knobs come
+    # from its log.
     run = Run.read(path)
     measured = _measured(run, path)
     machines = _machines(run, hardware, path)
     plan = _plan_of(run, trace, machines, workload, path)
+    # A trace of another model would be fitted to times that are not its own.
     parameters = number(run.asked.get("parameters"))
     if parameters is not None and abs(parameters / trace.parameters - 1) > 0.01:
         raise ValueError(
@@ -147,6 +150,7 @@ def calibrate(
     count = int(number(run.asked.get("micro_batches")) or 1)
     if plan.stages is not None:  # each of them went through the stages in parts
         count *= int(plan.knobs.pipeline.microbatches)
+    # Samples of a step, over ranks that read different ones and over micro-batches.
     data = plan.layout.replicate * plan.layout.shard
     micro_batch = max(round(measured.samples / data / count), 1)
 
@@ -156,6 +160,8 @@ def calibrate(
         )
         return model.step(micro_batch, count).total
 
+    # Links first, by their own measurement; what is then left of the time is a matter
+    # of computing.
     before = hardware.fitted
     links = {} if hardware.measured is not None else _rates(measured.sent, machines)
     shares: Any = {}
@@ -167,6 +173,7 @@ def calibrate(
     fitted = _with_efficiency(
         with_links, machines.device.name, measured.seconds, seconds
     )
+    # Memory is compared and not refitted: its constants are margins.
     peak = peak_memory(
         plan,
         trace,
@@ -198,6 +205,7 @@ def _measured(run: Run, path: Path) -> _Measured:
             f"{path} has too few reports with samples, samples_per_second and tokens_per_second; let the run take some "
             "more steps, with SmpMonitor or SmpMonitorCallback"
         )
+    # Samples are a running sum; their slope by steps is the batch.
     (first, before), (last, after) = samples[0], samples[-1]
     of_step = (after - before) / (last - first)
     rate = statistics.median(rates)
@@ -232,7 +240,9 @@ def _plan_of(
     asked: dict[str, Any] = {
         knob: int(layout.get(axis, 1)) for axis, knob in DEGREES.items()
     }
+    # A partition group has the ranks of both of its axes.
     asked["shard_degree"] = int(math.prod(layout.get(axis, 1) for axis in PARTITION))
+    # The report shows knobs as they took effect, by their names with fields.
     for row in objects(run.asked.get("knobs")):
         if row.get("knob") in _SETTINGS:
             asked[str(row["knob"])] = row.get("value")
@@ -252,6 +262,7 @@ def _recipe(shown: str, path: Path) -> Fp8Recipe | None:
     if shown == "none":
         return None
     try:
+        # The log is a file that may come from anywhere: read as literals, never run.
         call = ast.parse(shown, mode="eval").body
         recipe = Fp8Recipe.read(
             {
@@ -284,6 +295,7 @@ def _rates(
     for long enough to tell, as measured and as planned."""
     found = {}
     for constant, (link, _) in _LINKS.items():
+        # Stages wait for messages, so that their seconds are no measure of a link.
         collectives = {
             name: value
             for name, value in sent.items()
@@ -311,6 +323,7 @@ def _with_efficiency(
 ) -> Fitted:
     """Return the constants with the factor on the speed of computing that makes a step
     as long as it was."""
+    # Halving in logarithms: a step is the shorter the larger the factor.
     low, high = 1 / _LARGEST_FACTOR, _LARGEST_FACTOR
     for _ in range(60):
         factor = (low * high) ** 0.5

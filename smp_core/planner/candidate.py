@@ -31,11 +31,14 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
     """Return the knobs that are not at their defaults, as YAML files have them."""
     found = {}
     for knob in SmpConfig.knobs():
+        # Compared as they were asked for: "auto" that came to a value is still a
+        # default.
         if asked.asked(knob) == _DEFAULT.asked(knob):
             continue
         value, default = as_asked(asked.asked(knob)), _DEFAULTS[knob]
         if value == default:
             continue
+        # Of a knob with fields only those that differ, so that a file stays short.
         if isinstance(value, Mapping):
             # Of one that is off by default.
             plain = default or SmpConfig.from_dict({knob: True}).to_dict()[knob]
@@ -48,6 +51,7 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
 
 def complexity_of(plan: Plan, knobs: Mapping[str, Any]) -> int:
     """Return how many axes and knobs a configuration takes."""
+    # An axis is harder to understand than a knob, and counts twice.
     axes = sum(2 for axis in DEGREES if plan.layout.size(axis) > 1)
     return axes + sum(
         len(value) if isinstance(value, Mapping) else 1 for value in knobs.values()

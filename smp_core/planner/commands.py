@@ -97,6 +97,8 @@ def plan(
         raise ValueError(
             "--json prints the plans alone; ask for --front, --why-not and --dry-run without it"
         )
+    # Machines, then the batch, then knobs: whatever is written wrongly is said before
+    # the trace.
     hardware = Hardware.parse(cluster)
     if links is not None:
         hardware = hardware.with_links(links)
@@ -106,11 +108,13 @@ def plan(
     workload = Workload(seq, samples, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
     fixed, questions = (list(map(_pair, written or [])) for written in (fix, why_not))
     planned: str | ModelTrace = model
+    # The trace is needed for the calibration, and is not made twice.
     if from_log is not None:
         planned = trace(model, workload.sequence)
         calibration = calibrate(from_log, planned, hardware, workload)
         hardware = replace(hardware, fitted=calibration.fitted)
         for line in calibration.lines():
+            # With --json standard output is JSON alone.
             typer.echo(line, err=as_json_)
     try:
         with long_wait("planning"):

@@ -37,6 +37,8 @@ def beside_attention(plan: Plan, block: Figures, heads: int) -> tuple[float, flo
     if degree == 1:
         return 0.0, 0.0
     assert isinstance(asked, int)
+    # Keys are exchanged group of heads by group, so that less of them is there at a
+    # time.
     groups = head_groups(max(heads // plan.layout.tensor, 1), asked)
     one, others = keys_and_values(plan, block) / groups, float(groups > 1)
     # The ranks' pieces are put into the sequence's order one after the other, by

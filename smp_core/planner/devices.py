@@ -66,7 +66,10 @@ def peak_flops(device_name: str) -> float | None:
     the dense peak. MIG slices, laptop parts and the "D" of the 4090 and 5090 are not
     known.
     """
+    # Names differ by what stands between their words ("NVIDIA H100 80GB HBM3",
+    # "H100-SXM"), so that whole words are compared.
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    # A slice, a laptop part or an export model has another peak under the same name.
     if words & {"MIG", "LAPTOP", "D"}:
         return None
     return next(

@@ -116,6 +116,7 @@ def dry_run_of(recommended: Recommendation) -> DryRun:
         )
     chosen = recommended.chosen
     work, experts = recommended.workload, expert_degree(chosen.plan)
+    # How many rows go to which expert are values, which a dry run does not have.
     if experts > 1:
         raise ValueError(
             f"a dry run does not know how many tokens go to whom with expert_parallel_degree={experts}; fix it at 1 "
@@ -138,6 +139,7 @@ def compared(recommended: Recommendation, found: DryRun) -> Table:
     there are pipeline stages."""
     from rich.table import Table
 
+    # One table for all stages that are unlike, each beside its own plan.
     seconds = sum(each.seconds for each in (found, *found.others))
     who = (
         f"of each stage's first rank of {found.ranks:,}"
@@ -171,6 +173,7 @@ def compared(recommended: Recommendation, found: DryRun) -> Table:
             (memory.total - memory.margin) / GIB,
             ran.total / GIB,
         )
+        # Kinds that only one of both has are shown too, as 0 in the other.
         sent = sent_bytes(plan, recommended.trace, *sizes, ran.stage)
         for name in sorted({*sent, *ran.sent}):
             planned[f"{name}, GB sent"] = sent.get(name, 0.0) / 1e9

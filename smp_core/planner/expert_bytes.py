@@ -78,6 +78,7 @@ def token_bytes(
     # One for each expert of a token.
     rows = of_token * trace.block["full"].at(micro_batch, held).kept
     counts = float(_COUNT * experts)
+    # How many of an expert group's ranks stand on one node.
     ranks = min(
         max(plan.cluster.topology.ranks_per_node // plan.layout.tensor, 1), degree
     )

@@ -53,6 +53,7 @@ def table(found: Recommendation) -> Table:
             "chosen" if place == 0 else str(place + 1), justify="right", overflow="fold"
         )
     for name, values in _rows(found, shown):
+        # A row without values stands for a line between sections.
         if not values:
             made.add_section()
             continue
@@ -94,6 +95,7 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
         row("other knobs", _others),
         ("", []),
     ]
+    # Bound as a default: a lambda would see the loop's last kind.
     for kind in MEMORY_KINDS:
         rows.append(
             row(
@@ -109,6 +111,7 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
         ("", []),
     ]
     for part in TIME_PARTS:
+        # Parts of time that no configuration has would be rows of zeros.
         if any(getattr(each.time, part) for each in shown):
             rows.append(
                 row(f"{part}, s", lambda c, part=part: f"{getattr(c.time, part):.3g}")
@@ -153,12 +156,14 @@ def _others(candidate: Candidate) -> str:
 
 def _caption(found: Recommendation) -> str:
     parameters, hardware = found.trace.parameters, found.hardware
+    # SMP's users know its rule of thumb: the pick is set beside it.
     by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
     chosen, fastest = (
         found.chosen,
         min(found.found.ranked, key=lambda each: each.time.total),
     )
     experts = experts_of(found, chosen)
+    # Rates change times alone, by which the lowest peak is not chosen.
     flips = (
         [flip.words for flip in found.flips()] if found.objective != "memory" else []
     )
@@ -209,6 +214,7 @@ def waits_of(candidate: Candidate) -> str:
     """Return what a step waits for longest, in words; of unlike stages which one the
     others wait for."""
     time = candidate.time
+    # Shares of a step's time, all but computing itself.
     waits = {part: getattr(time, part) / time.total for part in _WAITS}
     most = max(waits, key=lambda part: waits[part])
     line = f"A step computes {time.compute / time.total:.0%} of its time"
@@ -221,6 +227,7 @@ def waits_of(candidate: Candidate) -> str:
     if stages is None or time.over_mean < _UNEVEN:
         return line
     has_head = " with the head" if time.stage == stages.count - 1 else ""
+    # One number is enough where all chunks have as many blocks.
     sizes = ", ".join(map(str, stages.sizes))
     if len(set(stages.sizes)) == 1:
         sizes = f"{stages.sizes[0]} for each of {stages.n_chunks}"
@@ -240,6 +247,7 @@ def experts_of(found: Recommendation, candidate: Candidate) -> dict[str, float] 
     of_stage = next(
         each for each in states_of(plan, found.workload.states) if each.stage == stage
     )
+    # Of the stage's own parameters, as one tensor rank holds them.
     shapes = (
         plan.split_shapes
         if plan.stages is None
@@ -326,6 +334,8 @@ def as_yaml(found: Recommendation) -> str:
     """Return the file of a run: its `smp_config:` section, and in comments what the
     trainer has to be told."""
     chosen = found.chosen
+    # What no knob holds, and the user has to set up: the batch of the loader, and how
+    # many make a step.
     comments = [
         title(found),
         _batches(chosen),
@@ -337,6 +347,8 @@ def as_yaml(found: Recommendation) -> str:
 
 
 def _batches(chosen: Candidate) -> str:
+    # With stages the loader's batch is cut into micro-batches, so that it is larger
+    # than one of them.
     together = chosen.plan.knobs.pipeline.microbatches
     if chosen.plan.stages is None or not isinstance(together, int):
         return (
@@ -398,6 +410,7 @@ def _bars(
     parts: Sequence[str],
     unit: int,
 ) -> None:
+    # Bars are stacked: each part begins where the one before it ended.
     places, begins = range(len(labels)), [0.0] * len(labels)
     for part in parts:
         widths = [getattr(each, part) / unit for each in of_plans]
@@ -407,6 +420,7 @@ def _bars(
                 begin + width for begin, width in zip(begins, widths, strict=True)
             ]
     axes.set_yticks(places, labels, fontsize=7)
+    # The pick on top.
     axes.invert_yaxis()
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)
 

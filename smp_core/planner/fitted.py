@@ -60,6 +60,8 @@ class Fitted:
         """Return the share of a rate that is reached, by its field: of a "link", or of
         the peak of the device that "products" or "attention" reach."""
         share = getattr(self, rate)
+        # The exact name, then its first word ("A100" of "A100 PCIE"), then what holds
+        # for all others.
         if isinstance(share, Mapping):
             share = share.get(device, share.get(device.split()[0], share[""]))
         return float(share)
@@ -114,6 +116,7 @@ has the three that are known, and nothing is fitted on them."""
 def band_of(layout: Layout, in_fp8: bool = False) -> Band:
     """Return the band of the nearest program, the widest of a layout's axes; in FP8
     that of speedups is added."""
+    # Errors of several axes are not added: the widest band is taken.
     if layout.pipeline > 1:
         found = BANDS["pipeline"]
     else:

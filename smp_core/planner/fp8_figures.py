@@ -57,6 +57,8 @@ class Fp8Layers:
         for each in weights:
             if not each.name.startswith(trace.inside) or each.fp8_dim is None:
                 continue
+            # An expert's layer multiplies the rows that meet it: as often as a token
+            # goes to experts.
             degree = plan.dealt(each)
             met = trace.experts_of_token if each.name in trace.experts else 1.0
             elements += each.elements / degree
@@ -96,6 +98,8 @@ def kept_bytes(plan: Plan, trace: ModelTrace, tokens: float) -> float:
     unsplit = Fp8Layers.of(
         plan, trace, [plan.shapes.of_name(each.name) for each in trained]
     )
+    # Their inputs are kept in one byte; inputs in bfloat16 that nothing but products
+    # kept go away for them.
     inputs = tokens * (
         layers.inputs - trace.product_inputs * layers.inputs / unsplit.inputs
     )
@@ -149,6 +153,8 @@ def block_figures(
     recipe, peak = plan.knobs.fp8, hardware.device.fp8_flops
     if recipe is None or peak is None:
         return found
+    # Times are computed at the bfloat16 peak, so that fewer FLOPs stand for the faster
+    # ones.
     faster = hardware.device.flops / peak
     layers = Fp8Layers.of(
         plan, trace, [plan.shapes.of_name(each.name) for each in fp8_weights(plan)]

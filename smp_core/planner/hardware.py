@@ -62,11 +62,13 @@ class Hardware:
         Raises:
             ValueError: neither; says how one is written.
         """
+        # A file, devices with a rate, or a kind of node; each form excludes the others.
         word = os.fspath(text).strip()
         if word.endswith((".yaml", ".yml")):
             return _of_fields(Path(word), read_yaml(Path(word)))
         if found := _DEVICES.fullmatch(word):
             nodes, ranks, device, rate = found.groups()
+            # A rate has no default: it decides about more than any other figure.
             if rate is None and int(nodes) > 1:
                 raise ValueError(
                     f"cluster {word!r}: how fast are the nodes connected? Write {word + '@400gbps'!r}"
@@ -128,9 +130,12 @@ class Hardware:
         fitted efficiencies."""
         if self.measured is not None:
             return self.measured
+        # From data sheets: one latency and bandwidth for each class of links, the same
+        # for all kinds of collectives.
         fitted, k, m = self.fitted, self.ranks_per_node, self.nodes
         inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link)
         node_bytes = max(self.gbit, 1e-3) * 1e9 / 8
+        # All ranks of a node share its adapters when they talk between nodes at once.
         of_node = node_bytes * fitted.network
         of_rank = of_node / k
         between = _alike(m, fitted.latency_between, of_rank)
@@ -188,6 +193,7 @@ def _of_fields(path: Path, values: Any) -> Hardware:
     allowed = (
         ("cluster", *_OF_BOTH) if "cluster" in values else (*_OF_CLUSTER, *_OF_BOTH)
     )
+    # A misspelt field would be left out in silence.
     unknown = [name for name in values if name not in allowed]
     if unknown:
         raise ValueError(

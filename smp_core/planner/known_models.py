@@ -92,6 +92,7 @@ _SUFFIXES = re.compile(r"-(instruct|it|base|hf|chat|v0\.1)$")
 def known_model(words: str) -> Mapping[str, Any] | None:
     """Return the fields of a short name, or of a name on the hub that differs from one
     by its owner, capitals, and a suffix that changes no shapes; None: of neither."""
+    # Suffixes are taken off one at a time, as in "-Chat-HF".
     name = words.rpartition("/")[2].lower().removeprefix("meta-")
     while name not in KNOWN_MODELS and _SUFFIXES.search(name):
         name = _SUFFIXES.sub("", name)

@@ -80,6 +80,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
         ValueError: there is no such model, or it cannot be built; says what to write
             instead.
     """
+    # Adapters may stand behind any of the other forms.
     base, adapters, rank = words.partition(ADAPTERS)
     if adapters:
         return _with_adapters(build(base, sequence, fields), rank)
@@ -101,6 +102,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
                 f"{path} is no configuration of a Transformers model: it has no `model_type`"
             )
         return _of_fields(read, sequence)
+    # Files were looked for before: a path may have a colon, too.
     module, colon, name = words.partition(":")
     if colon:
         return _of_function(module, name, words)
@@ -128,6 +130,7 @@ def _cached_config(words: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
+    # It may also return an object that stands for "known not to be there".
     found = try_to_load_from_cache(words, "config.json")
     return Path(found) if isinstance(found, str) else None
 
@@ -154,6 +157,7 @@ def _with_adapters(source: Source, rank: str) -> Source:
         raise ValueError(
             f"{ADAPTERS}{rank} names no adapters; write a rank of at least 1, as {ADAPTERS}16"
         )
+    # The head has no adapter, as LoRA's usual settings leave it out.
     source.model.requires_grad_(False)
     head: Any = getattr(source.model, "get_output_embeddings", lambda: None)()
     linear = [
@@ -167,6 +171,7 @@ def _with_adapters(source: Source, rank: str) -> Source:
         )
     for name in linear:
         parent, _, own = name.rpartition(".")
+        # The name of a layer stays, with the frozen layer inside as PEFT names it.
         setattr(
             source.model.get_submodule(parent),
             own,
@@ -182,20 +187,26 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         raise ValueError(
             f"the model is a Transformers configuration, and that is not installed; {how_to_install('transformers')}"
         ) from None
+    # A file from elsewhere may ask for any number of layers, each of which is built as
+    # modules.
     for name, value in fields.items():
         if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
             raise ValueError(
                 f"{name}={value!r} in the configuration: at most {_MOST_LAYERS:,} layers are planned for"
             )
+    # Whatever Transformers makes of the fields, an error in them is the user's to mend,
+    # and is told with their words.
     kind = fields.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **fields)
         config.use_cache = False
+        # The sequence to plan for may be longer than the model's own limit.
         for name in ("n_positions", "max_position_embeddings"):
             if getattr(config, name, sequence) < sequence:
                 setattr(config, name, sequence)
         # A decoder alone says that it has none.
         words, has_encoder = config.vocab_size, config.is_encoder_decoder
+        # Tensor ranks cannot split a vocabulary that they do not divide.
         if words % _TENSOR_RANKS:
             config.vocab_size = -(-words // PADDED_TO) * PADDED_TO
         model = AutoModelForCausalLM.from_config(
@@ -263,6 +274,8 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
     """
     inner = _transformers_model(model)
     root = inner or model
+    # deepcopy takes what the memo has in place of a copy: empty tensors in place of
+    # values.
     memo: dict[int, Any] = {}
     for tensor in [*root.parameters(), *root.buffers()]:
         trains = isinstance(tensor, nn.Parameter)
@@ -279,11 +292,14 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
     for module in root.modules():
         for tensor in tensors_in(list(vars(module).values())):
             memo.setdefault(id(tensor), tensor)
+    # Tied parameters are one tensor in the memo, and stay tied.
     copy: Any = deepcopy(root, memo)
+    # A cache of keys is for inference; masks would be a question of values.
     if inner is not None:
         copy.config.use_cache = False
         copy.set_attn_implementation(_attention())
         return _of_model(copy)
+    # All else is called as its example shows.
     args, kwargs = example_of(model, model, "")
 
     def batch(samples: int, tokens: int) -> tuple[Any, Any]:
@@ -306,6 +322,8 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
 def _transformers_model(model: nn.Module) -> Any:
     """Return the causal language model of Transformers that has all parameters of a
     module, if there is one."""
+    # A wrapper of a Transformers model trains nothing else: the model is traced as
+    # Transformers calls it, with labels.
     total = set(model.parameters())
     module: Any
     for module in model.modules():
@@ -338,6 +356,7 @@ def _of_function(module: str, name: str, words: str) -> Source:
         raise ValueError(
             f"model {words!r}: {error}; write package.module:function as Python imports it"
         ) from None
+    # User code, whose own errors go through as they are.
     made = function()
     model, batch = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
@@ -351,6 +370,7 @@ def _of_function(module: str, name: str, words: str) -> Source:
             f"model {words!r}: {type(model).__name__} is no Transformers model, so that its batch is not known; return "
             "(model, batch), where batch(samples, tokens) is what a step gets"
         )
+    # A LightningModule returns the loss itself, and its step is what a run calls.
     if hasattr(model, "training_step"):
         step: Any = model.training_step
         return Source(model, batch, lambda batch: _loss_of(step(batch, 0)), "steps")

@@ -57,6 +57,8 @@ class Figures:
         and as many rows."""
         if degree == 1:
             return self
+        # Rows stay as many with a balanced router; only the matrices that are read are
+        # fewer.
         shares = {
             name: getattr(self, name) / degree
             for name in ("forward_weights", "backward_weights")
@@ -107,11 +109,13 @@ class Curve:
         s = self.tokens
 
         def value(name: str) -> float:
+            # Matrices of experts are read once, however large the batch.
             if name.endswith("_weights"):
                 return float(getattr(self.one, name))
             one, two, half = (
                 getattr(figures, name) for figures in (self.one, self.two, self.half)
             )
+            # Three measurements give three unknowns of s (a + b (c + d s)).
             of_sample = two - one  # b s (c + d s) at b = 1
             shared = (one - of_sample) / s  # a
             of_half = half - shared * s / 2
@@ -178,10 +182,13 @@ class Instants:
         attending: list[tuple[tuple[float, float, float, float, bool], ...]] = []
         for reached in range(FORWARD + 1):
             rows = _of_the_same([_while(reached, run) for run in runs])
+            # No instant is of this part in all three runs.
             if not rows:
                 found.append(((0.0, 0.0, 0.0, 0.0),))
                 attending.append(())
                 continue
+            # Activations grow with the batch and are kept for three sizes; gradients do
+            # not.
             lives = [(one[1], two[1], half[1]) for one, two, half in rows]
             held = [one[2] for one, *_ in rows]
             # Which instants are the highest depends on the batch, and on how much of
@@ -190,6 +197,7 @@ class Instants:
             for samples, length, share in itertools.product(
                 _SAMPLES, _LENGTHS, _SHARES
             ):
+                # Weights of the three runs at this batch, as this share of activations.
                 x, y, z = (share * weight for weight in _weights(samples, length))
                 totals = [
                     x * a + y * b + z * c + one
@@ -229,6 +237,7 @@ class Instants:
             beside: bytes that attention takes beside what was traced, in forward and in
                 backward.
         """
+        # A search asks for the same batches under many layouts.
         place = (reached, samples, tokens, beside)
         if place not in self._known:
             one, two, half = _weights(samples, tokens / self.tokens)
@@ -236,6 +245,7 @@ class Instants:
                 (one * a + two * b + half * c, held)
                 for a, b, c, held in self.points[reached]
             ]
+            # At attention's own instants what it takes beside the trace comes on top.
             for a, b, c, held, is_backward in self.attending[reached]:
                 found.append((one * a + two * b + half * c + beside[is_backward], held))
             self._known[place] = max(found, key=sum)
@@ -273,6 +283,7 @@ def between(
 ) -> SplitRun:
     """Return the run over ``degree`` ranks, from those over fewest and most: bytes are
     a + b / ranks."""
+    # Linear in 1 / ranks, through both runs.
     weight = (
         0.0 if fewest == most else (1 / degree - 1 / most) / (1 / fewest - 1 / most)
     )
@@ -299,9 +310,13 @@ def _names(run: list[Instant]) -> list[str]:
 def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:
     """Return the instants of all runs, operation by operation, without operations that
     not all runs have: those depend on the number of samples or tokens."""
+    # By the place of an operation in the first run, for each operation that all others
+    # have as well.
     rows = {place: [instant] for place, instant in enumerate(runs[0])}
     for run in runs[1:]:
         same: dict[int, Instant] = {}
+        # The longest common runs of names. `autojunk` would drop the commonest names of
+        # long lists.
         matcher = difflib.SequenceMatcher(
             None, _names(runs[0]), _names(run), autojunk=False
         )
@@ -394,6 +409,8 @@ class ModelTrace:
             )
         if mode in self.untraced:
             raise ValueError(self.untraced[mode])
+        # "mixed" and "trainer" take the shapes as they are: a trace of words has
+        # float32, one of a built model that model's dtypes.
         key = mode, precision == "bfloat16", dealt
         if key not in self._stored:
             shapes = self.shapes[mode]
@@ -462,6 +479,7 @@ class ModelTrace:
         """The shares of a block's elements, and of those outside of blocks, that are
         trained."""
         inside, outside = ([0, 0], [0, 0])
+        # Elements, and those of them that are trained, inside blocks and outside.
         for each in self.shapes["none"].parameters:
             counts = inside if each.name.startswith(self.inside) else outside
             counts[0] += each.elements

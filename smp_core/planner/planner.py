@@ -116,6 +116,8 @@ class Recommendation:
         Args:
             knobs: as `fixed` of :func:`plan`; the others are chosen anew.
         """
+        # The whole search again with these knobs fixed as well: the others may be
+        # chosen otherwise then.
         said = ", ".join(f"{knob}={value}" for knob, value in knobs.items())
         try:
             given = {**self.fixed, **read_fixed(knobs)}
@@ -130,6 +132,8 @@ class Recommendation:
         """Return what would change the pick: of each assumed rate the nearest shares,
         below and above, at which other axes, or partition groups of one node or of
         several, win among what is shown and the fastest of each spread."""
+        # All of them are timed again for each share; the search itself is not repeated,
+        # so that other configurations may be better still.
         fastest = {each.spread: each for each in reversed(self.found.ranked)}
         among = list(
             {
@@ -142,6 +146,7 @@ class Recommendation:
             now = self.hardware.fitted.share_of(rate, self.hardware.device.name)
             falling = [share for share in reversed(_SHARES) if share < now]
             rising = [share for share in _SHARES if share > now]
+            # The nearest share in both directions from the assumed one.
             for shares in (falling, rising):
                 picks = (
                     Flip(rate, words, now, share, self._pick(among, rate, share))
@@ -155,6 +160,8 @@ class Recommendation:
 
     def _rates(self) -> dict[str, str]:
         """Return the rates that are assumed, and their words."""
+        # Measured links are no assumption, and links that machines do not have decide
+        # nothing.
         rates = {"products": "matrix products"}
         if self.hardware.measured is None and self.hardware.ranks_per_node > 1:
             rates["link"] = "links inside nodes"
@@ -197,6 +204,7 @@ class Recommendation:
         smaller: Recommendation | None = self
         while smaller is not None:
             plans.append(smaller)
+            # Measured links are of the number of nodes that they were measured on.
             nodes, is_odd = divmod(smaller.hardware.nodes, 2)
             smaller = (
                 None if is_odd or self.hardware.measured is not None else self.on(nodes)
@@ -206,6 +214,7 @@ class Recommendation:
     def on(self, nodes: int) -> Recommendation | None:
         """Return the plan for another number of nodes; None: nothing fits, or the batch
         does not divide."""
+        # A single node has no rate between nodes; one has to be assumed for several.
         hardware = replace(
             self.hardware, nodes=nodes, gbit=self.hardware.gbit or _RATE_BETWEEN_NODES
         )
@@ -295,6 +304,7 @@ def plan(
         raise ValueError(
             f"objective={objective!r} is not known; allowed: {', '.join(OBJECTIVES)}"
         )
+    # What the user wrote is checked before the trace, which takes seconds.
     hardware = cluster if isinstance(cluster, Hardware) else Hardware.parse(cluster)
     given = read_fixed(fixed)
     traced = model if isinstance(model, ModelTrace) else trace(model, workload.sequence)
@@ -305,6 +315,7 @@ def plan(
     recommended = Recommendation(
         name, traced, hardware, workload, given, objective, found
     )
+    # Seconds of a step by nodes is what a training costs, whatever their price.
     if objective == "cost":
         return min(
             recommended.front(),
@@ -324,6 +335,7 @@ def _outline(candidate: Candidate) -> tuple[Any, ...]:
 
 def _compared(candidate: Candidate, chosen: Candidate) -> str:
     """Return how much longer a step is, and what makes it so."""
+    # Compared with the pick: time by the part that grows most, and memory.
     more = candidate.time.total / chosen.time.total - 1
     if candidate.knobs == chosen.knobs and candidate.micro_batch == chosen.micro_batch:
         return "this is what was chosen"
@@ -334,6 +346,7 @@ def _compared(candidate: Candidate, chosen: Candidate) -> str:
     worst = max(lost, key=lambda part: lost[part])
     less = (chosen.memory.total - candidate.memory.total) / GIB
     memory = f"{abs(less):.1f} GiB {'less' if less > 0 else 'more'} memory"
+    # No slower than the pick, which is simpler and within the time model's error.
     if more <= 0:
         complexity = (
             f"{candidate.complexity} axes and knobs instead of {chosen.complexity}"
@@ -377,6 +390,7 @@ def _nothing_fits(
     name: str,
 ) -> NothingFits:
     changes: list[tuple[str, Candidate]] = []
+    # Each change is searched for, until three of them fit: what is offered does fit.
     for words, model, machines, work, knobs in _changes(
         hardware, workload, fixed, name
     ):
@@ -411,6 +425,7 @@ def _changes(
 ) -> Iterator[_Change]:
     """Yield changes, the cheapest first: knobs that were fixed, the host's memory,
     fewer bytes, adapters, more nodes, less to compute."""
+    # What costs nothing: a knob that was fixed.
     for knob in fixed:
         rest = {each: value for each, value in fixed.items() if each != knob}
         yield (
@@ -420,6 +435,7 @@ def _changes(
             workload,
             rest,
         )
+    # Then states on the host, which takes time for copies.
     offloads = () if "state_offload" in fixed else ("optimizer", "all")
     for where in offloads:
         yield (
@@ -429,6 +445,7 @@ def _changes(
             workload,
             {**fixed, "state_offload": where},
         )
+    # Then fewer bytes for each parameter, which changes the training's numbers.
     if workload.precision == "mixed":
         words = (
             "parameters and states in bfloat16 (precision bfloat16; rounds every step)"
@@ -443,6 +460,8 @@ def _changes(
                 small,
                 {**fixed, "state_offload": where},
             )
+    # Then adapters alone. A trace that was given has no name to build another model
+    # from.
     if name != "model" and ADAPTERS not in name:
         model = f"{name}{ADAPTERS}{_RANK}"
         yield (
@@ -452,6 +471,7 @@ def _changes(
             workload,
             fixed,
         )
+    # Then more nodes. The batch grows where more ranks do not divide it.
     nodes = hardware.nodes
     rate = hardware.gbit or _RATE_BETWEEN_NODES
     at = "" if hardware.gbit else f" at {rate:g} Gbit/s"
@@ -466,6 +486,7 @@ def _changes(
         )
         same = "" if work is workload else f" and global_batch={whole}"
         yield f"{nodes} nodes{at}{same}", None, more, work, fixed
+    # At last shorter sequences.
     sequence = workload.sequence
     while sequence >= 256:
         sequence //= 2

@@ -64,8 +64,8 @@ schedule."""
 
 TIE = 0.01
 _UNPLANNED = ("units", "planner")
-# Configurations with stages that cannot come as near to the best are not looked at any
-# closer.
+# Configurations with stages whose bound is further behind the best than a tie are
+# neither played nor ranked.
 _FAR = 1 + TIE
 
 
@@ -92,6 +92,7 @@ class Found:
         """A line about the sparest configuration, where none fits."""
         assert self.closest is not None
         memory = self.closest.memory
+        # By kind, so that a reader sees what would have to shrink.
         kinds = ", ".join(
             f"{kind} {getattr(memory, kind) / GIB:.1f}" for kind in MEMORY_KINDS
         )
@@ -108,6 +109,8 @@ def read_fixed(given: Fixed) -> dict[str, Any]:
         ValueError: a knob that is not there, one that is not planned with, or a value
             that is not allowed.
     """
+    # Command lines give text, which is read as YAML: `true`, `4` and `{schedule:
+    # gpipe}` get the types that a file would give them.
     fixed: dict[str, Any] = {}
     for name, written in given.items() if isinstance(given, Mapping) else given:
         value = (
@@ -115,6 +118,8 @@ def read_fixed(given: Fixed) -> dict[str, Any]:
             if isinstance(written, str)
             else written
         )
+        # A number of stages and a schedule are both written `pipeline`; only the type
+        # of the value says which is meant.
         knob = SHORT_NAMES.get(name, name)
         if name == "pipeline" and type(value) is int:
             knob = "pipeline_parallel_degree"
@@ -125,6 +130,8 @@ def read_fixed(given: Fixed) -> dict[str, Any]:
         if knob in fixed:
             raise ValueError(f"{knob} is fixed twice: {fixed[knob]!r} and {value!r}")
         fixed[knob] = value
+    # The micro-batch is no field of SmpConfig, whose readers therefore do not check it.
+    # A bool is an int to Python.
     micro_batch = fixed.get(MICRO_BATCH, 1)
     if (
         isinstance(micro_batch, bool)
@@ -134,6 +141,8 @@ def read_fixed(given: Fixed) -> dict[str, Any]:
         raise ValueError(
             f"micro_batch={micro_batch!r} is not a number of samples of at least 1"
         )
+    # All other values go through the readers of the configuration once, which check
+    # them and bring them into the form that knobs have.
     read = SmpConfig.from_dict(
         {knob: value for knob, value in fixed.items() if knob != MICRO_BATCH}
     )
@@ -167,12 +176,16 @@ def search(
             knobs, a batch that no layout divides); says why.
     """
     of_memory = objective == "memory"
+    # The search for the lowest peak walks over everything: the bounds that prune are
+    # bounds of time.
     space = SearchSpace(
         trace, hardware, workload, fixed or {}, cluster or hardware.cluster()
     )
     found = _Search(space, precision, of_memory, prunes and not of_memory).look()
     if not found.ranked and found.closest is None:
         raise ValueError(_nothing_allowed(found, workload, hardware, space.micro_batch))
+    # The walk's order is by layout, and the ranking by the objective. Behind the pick,
+    # which is moved to the front, candidates stay in that order.
     found.ranked.sort(key=_by_memory if of_memory else _by_time)
     if found.ranked:
         chosen = (
@@ -189,6 +202,8 @@ def simplest(ranked: Sequence[Candidate]) -> Candidate:
     """Return the pick among configurations by rising time: more axes and wider groups
     have to save more time than the model may be off."""
     fastest = ranked[0]
+    # All that the time model cannot tell from the fastest, by its error on published
+    # runs.
     near = [
         each
         for each in ranked
@@ -201,6 +216,8 @@ def simplest(ranked: Sequence[Candidate]) -> Candidate:
 def _with_fewest_knobs(
     ranked: Sequence[Candidate], key: Callable[[Candidate], tuple[Any, ...]]
 ) -> Candidate:
+    # A tie is 1 %: a knob that saves less than that is not worth having to be
+    # understood.
     limit = key(ranked[0])[0] * (1 + TIE)
     tied = [each for each in ranked if key(each)[0] <= limit]
     return min(tied, key=lambda each: (each.complexity, *key(each)))
@@ -259,6 +276,8 @@ class _Search:
         # By degrees and recomputation.
         self.best_of: dict[tuple[Layout, str], float] = {}
         self.shared: dict[Any, Any] = {}  # between models of steps
+        # Figures that all candidates share: model FLOPs, the peak of a device, tokens
+        # of a step.
         flops = model_flops(
             self.trace, self.workload.global_batch, self.workload.sequence
         )
@@ -273,6 +292,7 @@ class _Search:
         """Walk over layouts; over the other knobs only where the sparest of them
         fits."""
         for layout in sorted(self.space.layouts(), key=self._spread):
+            # Fixed degrees may be of a product that does not divide the devices.
             stages = layout["pipeline_parallel_degree"]
             split = math.prod(layout[knob] for knob in DEGREES.values())
             data = self.hardware.devices // split
@@ -280,6 +300,7 @@ class _Search:
                 self._decided(dict(layout))  # decide() says why not
                 continue
             samples = self.workload.global_batch // data
+            # Each rank that reads its own samples has as many of them in a step.
             batches = (
                 []
                 if self.workload.global_batch % data
@@ -288,6 +309,8 @@ class _Search:
             if not batches:
                 self.found.indivisible.add(data)
                 continue
+            # Bounds on computing alone drop batches before anything is decided about,
+            # which is what takes the time of a search.
             choices = list(self.space.later_knobs(stages))  # the sparest is the last
             near = []
             for knobs in choices:
@@ -317,11 +340,15 @@ class _Search:
         Args:
             near: the batches to look at of each of the choices.
         """
+        # Decisions about model states are made once for all modes of recomputation,
+        # which change none of them.
         for knobs in all_knobs:
             decided = self._decided(knobs)
             sparest = None if decided is None else self._model(*decided, choices[-1])
             if decided is None or sparest is None:
                 continue
+            # If even the sparest choice with the smallest batch does not fit, nothing
+            # else of these knobs does.
             if not any(
                 way.memory.fits
                 for way in self._ways(*sparest, [smallest], all_of_them=True)
@@ -351,6 +378,8 @@ class _Search:
 
     def _decided(self, knobs: dict[str, Any]) -> tuple[Plan, _States] | None:
         """Decide about all knobs but those of :data:`LATER`; None: refused."""
+        # What the user fixed wins over what the walk proposes; "auto" leaves it to the
+        # walk.
         knobs = {
             **knobs,
             **{
@@ -361,12 +390,14 @@ class _Search:
         }
         own = {knob: value for knob, value in knobs.items() if knob not in LATER}
         try:
+            # Refusals that only the trace knows of; all others are for decide() to say.
+            # The last one is shown if nothing at all is allowed.
             if knobs.get("pipeline_parallel_degree", 1) > 1 and self.trace.uncut:
                 raise ValueError(self.trace.uncut)
             unsplit = self.trace.split.unsplit.get(
                 knobs.get("tensor_parallel_degree", 1)
             )
-            # Which may have its own plan.
+            # A tensor plan that the user wrote may split what ours could not.
             if unsplit is not None and "tensor_parallel" not in self.space.fixed:
                 raise ValueError(unsplit)
             if (
@@ -378,6 +409,8 @@ class _Search:
                     f"{self.trace.dropped_scores:.0%} of attention's scores in training, which several ranks cannot do "
                     "with one softmax; set that dropout to 0 (GPT-2: attn_pdrop), or leave the degree out"
                 )
+            # Units depend on whether experts are dealt to ranks, which makes each of
+            # them one of its own.
             shapes = self.trace.of_precision(
                 "none", self.workload.precision, knobs[EXPERTS] != 1
             )
@@ -394,6 +427,7 @@ class _Search:
     ) -> tuple[StepModel, _States] | None:
         """Return the times of a plan with the knobs of :data:`LATER`, and its stages'
         states; None: refused."""
+        # States were made for the blocks of each stage as they were cut before.
         cut_before = plan.stages and plan.stages.sizes
         try:
             plan = self._decided_later(plan, knobs)
@@ -423,9 +457,11 @@ class _Search:
         """
         plan, tokens = model.plan, self.workload.sequence
         takes_largest = self.prunes and plan.stages is None and not all_of_them
+        # The bound for layouts without stages: the largest micro-batch is the fastest,
+        # also where it does not fit.
         if takes_largest:
-            # However large its micro-batches are, another one of these degrees and this
-            # recomputation is faster.
+            # Even its largest micro-batch is slower, by more than a tie, than a ranked
+            # configuration of the same degrees and recomputation.
             best = self.best_of.get((plan.layout, model.mode), math.inf)
             if model.step(batches[-1].size, batches[-1].count).total > _FAR * best:
                 return
@@ -436,6 +472,7 @@ class _Search:
                 and chunks_of(plan.knobs.pipeline.schedule) > 1
             ):
                 continue  # not a full round
+            # Playing a schedule takes longest of all, so that a bound goes before it.
             sizes = (batch.size, batch.count)
             if self.prunes and not all_of_them and isinstance(model, StagedModel):
                 if model.least(*sizes, batch.in_stages) > _FAR * self.best:
@@ -446,6 +483,8 @@ class _Search:
             way = _Way(model, batch, memory)
             if not takes_largest:
                 yield way
+            # Larger micro-batches take no less memory: the first that does not fit ends
+            # the walk. The sparest of all that fail is what an error names.
             if not memory.fits:
                 closest = self.found.closest
                 if closest is None or memory.total < closest.memory.total:
@@ -462,6 +501,8 @@ class _Search:
         configuration so far: what all compute by the number of stages, or what the one
         with most blocks does, and the first round."""
         stages = layout["pipeline_parallel_degree"]
+        # FP8 and compiled blocks take less time than the figures that the bound is made
+        # of.
         in_less = self.space.fixed.get("fp8") or self.space.fixed.get("compile")
         if stages == 1 or not self.prunes or in_less:
             return False
@@ -469,10 +510,12 @@ class _Search:
             layout["context_parallel_degree"],
             knobs["activations"].checkpoint,
         )
+        # The model does not run with this mode of recomputation, which has no figures.
         if mode not in self.trace.block:
             return False  # refused later
         experts = layout[EXPERTS] if isinstance(layout[EXPERTS], int) else 1
         tokens = self.workload.sequence / context
+        # Many layouts share these figures, so that they are computed once for all.
         where = (
             mode,
             batch.size,
@@ -485,6 +528,8 @@ class _Search:
             self.shared[where] = computed_seconds(self.trace, self.hardware, *where)
         of_block, of_rest = self.shared[where]
         blocks = self.trace.blocks
+        # In each batch the first micro-batch goes through all other stages forward, and
+        # the last one backward, while a stage waits for them.
         chunk = max(blocks // (stages * chunks_of(knobs["pipeline"])), 1)
         begun = batch.count / batch.in_stages * (stages - 1) * chunk * of_block
         slowest = max(
@@ -494,6 +539,7 @@ class _Search:
 
     def _decided_later(self, plan: Plan, knobs: dict[str, Any]) -> Plan:
         own = {knob: value for knob, value in knobs.items() if knob != "pipeline"}
+        # Shapes depend on the mode: which modules are recomputed is part of them.
         mode, dealt = (
             str(knobs["activations"].checkpoint),
             plan.knobs.expert_parallel_degree != 1,
@@ -511,6 +557,8 @@ class _Search:
         """Rank configurations that fit; those with stages only if they are not far
         behind the best."""
         for way in ways:
+            # A candidate's time is found by playing its schedule, which is slow: only
+            # those near the lowest peak are worth it.
             is_far = (
                 self.of_memory
                 and way.model.plan.stages is not None
@@ -520,6 +568,7 @@ class _Search:
                 continue
             candidate = self._candidate(way)
             self.found.ranked.append(candidate)
+            # What later configurations have to be near to: of this outline, and of all.
             outline = (candidate.plan.layout, way.model.mode)
             self.best_of[outline] = min(
                 self.best_of.get(outline, math.inf), candidate.time.total
@@ -531,6 +580,8 @@ class _Search:
 
     def _candidate(self, way: _Way) -> Candidate:
         plan, batch = way.model.plan, way.batch
+        # The plan learns how many micro-batches go through its stages in one batch,
+        # which decisions left open.
         if isinstance(way.model, StagedModel):
             time = way.model.step(batch.size, batch.count, batch.in_stages)
             flow = {**self.space.pipeline, "schedule": plan.knobs.pipeline.schedule}
@@ -546,6 +597,7 @@ class _Search:
 def _nothing_allowed(
     found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None
 ) -> str:
+    # Refusals of many layouts are mostly alike: one stands for all.
     if found.refused:
         return f"no configuration is allowed with these knobs: {found.refused[-1]}"
     ranks = min(found.indivisible)

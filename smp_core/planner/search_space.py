@@ -84,6 +84,8 @@ class SearchSpace:
             self.fixed.pop(MICRO_BATCH, None),
             self.fixed.pop(COUNT, None),
         )
+        # A schedule that is given leaves its micro-batches open, and the other way
+        # round.
         asked = self.fixed.get("pipeline")
         given = None if asked is None else Pipeline.read(asked)
         self.pipeline = (
@@ -99,6 +101,8 @@ class SearchSpace:
 
     def _require_fp8_products(self) -> None:
         asked, device = self.fixed.get("fp8"), self.hardware.device
+        # Speed is planned of native layers on tensor cores; anything else would be told
+        # a time that it does not have.
         recipe = None if asked is None else Fp8Recipe.read(asked)
         if recipe is None:
             return
@@ -126,6 +130,7 @@ class SearchSpace:
             self.hardware.ranks_per_node,
             self.hardware.devices,
         )
+        # Experts of all layers are dealt alike, so that each count has to be divided.
         counts = {site.experts for site in self.trace.shapes["none"].experts}
         common = math.gcd(world, *counts)
         allowed = [n for n in divisors(common) if k % n == 0 or n % k == 0]
@@ -139,6 +144,7 @@ class SearchSpace:
     def layouts(self) -> Iterator[dict[str, int]]:
         """Yield the degrees of all layouts. An axis of which no other size is tried has
         the fixed one, or one rank."""
+        # Stages first: each has a topology of its own, with the ranks that are left.
         degrees = {knob: self.fixed.get(knob, 1) for knob in DEGREES.values()}
         for stages in self._open("pipeline_parallel_degree", self._stages()):
             try:
@@ -166,6 +172,8 @@ class SearchSpace:
         wide = [n for n in takes if words % n == 0]
         tensors = [1, *wide]
         for tensor in self._open("tensor_parallel_degree", tensors):
+            # A tensor group counts as one rank when partition groups are formed. A
+            # degree that does not fit a node is refused by decide().
             groups = topology.of_groups(tensor) if k % tensor == 0 else topology
             shards = self._open("shard_degree", groups.allowed_shard_degrees())
             for shard in shards:
@@ -209,6 +217,7 @@ class SearchSpace:
             if splits
             else 1
         )
+        # Context ranks are taken from the partition group.
         while degree <= most and shard % degree == 0:
             found.append(degree)
             degree *= 2
@@ -217,6 +226,7 @@ class SearchSpace:
     def _experts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
         """Return over how many ranks of a node experts may be dealt, or what is fixed,
         which may be several nodes."""
+        # Experts are dealt inside a node by default, where links are fast.
         sites = self.trace.shapes["none"].experts
         common = math.gcd(shard, ranks_per_node, *(site.experts for site in sites))
         takes = self.trace.experts and not any(site.problem for site in sites)
@@ -256,6 +266,8 @@ class SearchSpace:
             sizes = [n for n in [loaded] if samples % n == 0]
         found = []
         for size in sizes:
+            # How many of the step's micro-batches go through the stages in one batch:
+            # all of them, those of a loader's batch, or as many as are fixed.
             count = samples // size
             together = count if self.count is None else count // self.count
             if fixed is not None:
@@ -269,6 +281,9 @@ class SearchSpace:
         self, layout: dict[str, int], several: bool
     ) -> Iterator[dict[str, Any]]:
         """Yield the knobs about model states that mean something in a layout."""
+        # A knob is varied only where it changes something: what is kept between
+        # micro-batches where there are several, copies on a node where groups are
+        # wider, the optimizer's shard where there are replicas.
         gathers = layout["shard_degree"] > 1
         of_stage = self.hardware.devices // layout["pipeline_parallel_degree"]
         k = (
@@ -280,6 +295,8 @@ class SearchSpace:
         # parts of all replicas would cut blocks of 8-bit states, which share a scale
         over_world = replicas and self.workload.states.bytes_each is None
         copies = ["auto", *(["node"] if layout["shard_degree"] > k > 1 else [])]
+        # Mixed precision computes in bfloat16; otherwise parameters are computed with
+        # as they are stored.
         dtype = "bfloat16" if self.workload.precision == "mixed" else None
         for keep in self._open("keep_between_micro_batches", kept):
             for copy in self._open(
@@ -301,6 +318,8 @@ class SearchSpace:
     def later_knobs(self, stages: int) -> Iterator[dict[str, Any]]:
         """Yield the knobs that change no model states: recomputation, the loss's
         chunks, the pipeline's schedule."""
+        # By falling memory: the walk looks at the last first, to see whether anything
+        # fits.
         modes: list[Any] = [
             "none",
             "selective",
@@ -338,6 +357,8 @@ class SearchSpace:
     def _schedules(self, stages: int) -> list[str]:
         if "schedule" in self.pipeline:
             return [self.pipeline["schedule"]]
+        # Which schedule wins follows mostly from how long a message takes beside a
+        # stage's computation.
         between, tokens = self.hardware.links.inter, self.workload.sequence
         message = self.trace.block["full"].at(1, tokens).kept
         of_block, _ = computed_seconds(

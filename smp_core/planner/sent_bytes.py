@@ -55,6 +55,7 @@ def sent_bytes(
         tokens: of a whole sequence.
         stage: the pipeline stage whose first rank sends.
     """
+    # A stage has its own units, so that a plan of it alone is counted.
     sent = _Sent(plan.of_stage(stage), stage, count)
     sent.units()
     if trace is not None:
@@ -67,6 +68,7 @@ class _Sent:
 
     def __init__(self, plan: Plan, stage: int, count: int) -> None:
         self.plan, self.stage, self.count = plan, stage, count
+        # By "kind/link", as the meter of a training names them.
         self.bytes: defaultdict[str, float] = defaultdict(float)
         self.per_node = plan.cluster.topology.ranks_per_node
         self.shard = plan.shard_degree
@@ -80,6 +82,7 @@ class _Sent:
             self._reductions(unit)
         for names in self.plan.replicated_parameters:
             self._replicated(names)
+        # Scales of FP8 are agreed on once in a step.
         stages = 1 if self.plan.stages is None else self.plan.stages.count
         self._ring(
             "amax_all_reduce",
@@ -92,6 +95,7 @@ class _Sent:
         """Count what activations send, of so many samples of a micro-batch and tokens
         of a whole sequence."""
         stages, held = self.plan.stages, tokens / self.plan.layout.context
+        # Keys and values, layers' inputs, and rows are those of this stage's blocks.
         blocks = trace.blocks if stages is None else sum(stages.blocks_of(self.stage))
         inputs = trace.block["full"].at(micro_batch, held).kept * self.count
         if self.plan.layout.context > 1:
@@ -110,6 +114,7 @@ class _Sent:
 
     def _gathers(self, unit: PlannedUnit) -> None:
         """Count gathers of a unit: in forward, and in backward where it was freed."""
+        # Once in a window where parameters stay gathered, else for each micro-batch.
         full = unit_bytes(self.plan, unit, "gathered")
         times = 1 if self.plan.keeps_parameters else self.count
         dealt = self._dealt(unit)
@@ -132,8 +137,11 @@ class _Sent:
             full * (1 if self.plan.keeps_gradients else self.count),
             dealt,
         )
+        # Across replicas each rank has one shard of the sum, once in a step.
         replicas, stride = self.plan.layout.replicate, self.shard * self.stride
         held = full * dealt / self.shard
+        # Gradients are scattered to the replicas, each of which steps its part and
+        # gives it to the others.
         if self.plan.knobs.optimizer_shard == "world":
             self._in_stages("all_reduce", replicas, stride, held, 1)
             stepped = unit_bytes(self.plan, unit, "computed") * dealt / self.shard
@@ -173,6 +181,7 @@ class _Sent:
         """Count rows to the ranks of their experts and back, of a balanced router,
         forward and backward, and the numbers of rows, in so many passes of blocks; what
         is computed again sends nothing."""
+        # The part that stays on the rank, or on the node, is not sent.
         inside, across = (one.ranks - 1) / one.ranks, (one.nodes - 1) / one.nodes
         sent = 2 * one.across + one.beside + one.weights + one.counts_across
         self._add(
@@ -236,9 +245,12 @@ class _Sent:
     def _messages(self, inputs: float, stages: Stages) -> None:
         """Count activations to the next stage, and their gradients to the one before,
         of each chunk."""
+        # The outermost chunks have a neighbour on one side only.
         chunks = stages.chunks(self.stage)
         forward = sum(chunk < stages.n_chunks - 1 for chunk in chunks)
         backward = sum(chunk > 0 for chunk in chunks)
+        # All messages count as between nodes as soon as the last stage begins on another
+        # node than the first.
         ranks = self.plan.cluster.topology.world_size // stages.count
         link = "inter" if ranks * (stages.count - 1) >= self.per_node else "intra"
         self._add(
@@ -248,6 +260,8 @@ class _Sent:
     def _vectors(self, row_bytes: float) -> float:
         """Return the bytes of vectors in blocks that are as wide as a row of the
         activations, or narrower: norms, and biases of row layers."""
+        # Tokens are split between blocks, so that each tensor rank has the gradient of
+        # its own tokens alone.
         inside = [unit for unit in self.plan.units if not unit.is_root]
         found = [
             self.plan.shapes.of_name(name)
@@ -272,6 +286,8 @@ class _Sent:
         )
 
     def _over_partition(self, kind: str, full: float, dealt: int) -> None:
+        # Experts go in one stage over the ranks that hold the same ones; all else in
+        # two where the plan says so.
         inside = max(self.per_node // self.stride, 1)
         if dealt > 1:
             self._ring(kind, self.shard // dealt, self.stride * dealt, full)

@@ -48,6 +48,8 @@ class StagePart:
     def of(cls, plan: Plan, trace: ModelTrace, stage: int = 0) -> StagePart:
         of_block = trace.block_elements(plan.layout.tensor)
         if plan.stages is None:
+            # Without stages one part has everything, and all outside of blocks may work
+            # behind them.
             outside = plan.split_shapes.elements - trace.blocks * of_block
             return cls(
                 stage,
@@ -62,6 +64,8 @@ class StagePart:
             plan.stages.blocks_of(stage),
             shapes_of_stage(plan, stage).over(plan.layout.tensor).elements,
         )
+        # Only the last stage has the head and the loss; what other stages hold outside
+        # of blocks comes before them.
         blocks, is_last = sum(sizes), stage == plan.stages.count - 1
         root = elements - blocks * of_block
         behind = root if is_last else 0.0
@@ -109,6 +113,7 @@ def states_of(
     if plan.stages is None:
         return (StageStates(0, estimate(plan, optimizer), gradient_bytes(plan)),)
     found = []
+    # Stages in the middle are alike, and are looked at once.
     for stage in plan.stages.unlike:
         own = replace(plan, shapes=shapes_of_stage(plan, stage), stages=None)
         found.append(StageStates(stage, estimate(own, optimizer), gradient_bytes(own)))
@@ -123,6 +128,7 @@ def token_ranks(plan: Plan) -> int:
 def shapes_of_stage(plan: Plan, stage: int) -> Shapes:
     """Return the shapes of a stage's parameters alone."""
     assert plan.stages is not None
+    # Kept with the shapes, which all plans of a search share.
     known: dict[Any, Shapes] = plan.shapes.stages.setdefault("shapes", {})
     key = (plan.stages.count, plan.stages.sizes, stage)
     if key not in known:

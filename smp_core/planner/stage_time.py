@@ -97,6 +97,8 @@ def step_model(
     """
     if plan.stages is None:
         return StepModel(plan, trace, hardware, tokens)
+    # The models of many plans of one search share what depends on the cut and the batch
+    # alone.
     return StagedModel(plan, trace, hardware, tokens, shared)
 
 
@@ -119,6 +121,7 @@ class StagedModel(StepModel):
         self._shared = {} if shared is None else shared
         assert plan.stages is not None
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
+        # Blocks and elements of each stage follow from the cut alone.
         cut = ("parts", layout.tensor, plan.stages.count, plan.stages.sizes)
         if cut not in self._shared:
             self._shared[cut] = [
@@ -127,6 +130,7 @@ class StagedModel(StepModel):
         self.parts: list[StagePart] = self._shared[cut]
         # Gathers and sums of each stage's root; most stages have the same.
         roots = [part.root for part in self.parts]
+        # Each different size is asked for once, and looked up for each stage.
         sharded = [n if plan.gathers else 0.0 for n in roots]
         gathers = {
             n: of.over("all_gather", n * self.stored) if n else 0.0
@@ -167,8 +171,11 @@ class StagedModel(StepModel):
         asked, stages = self.plan.knobs.pipeline, self.stages
         together = in_stages or asked.microbatches
         assert isinstance(together, int)
+        # A step is one batch after another, each of which fills and drains the stages.
         batches = max(count // together, 1)
         of_size = self._of_size(micro_batch)
+        # What a schedule is played with: seconds of each kind of computation, and of
+        # each link.
         table = self._seconds(of_size)
         wires = self._wires(
             self._message_bytes(micro_batch, self.tokens / self.plan.layout.context)
@@ -183,6 +190,8 @@ class StagedModel(StepModel):
         for place, times in zip(Place, in_places(batches), strict=True):
             if not times:
                 continue
+            # Batches between the first and the last take the same time each: one is
+            # played and counted as often.
             found = played(
                 asked.schedule,
                 stages.count,
@@ -195,10 +204,12 @@ class StagedModel(StepModel):
             ends = [
                 max(ends) + times * (end if is_last else max(found)) for end in found
             ]
-        # Behind the last one sums over replicas, and the optimizer. The busiest stage
-        # waits where it is not busy.
+        # After the last batch each stage sums over its replicas and steps. The stage
+        # that ends last ends the step.
         stepped = [self._optimizer_seconds(part.elements) for part in self.parts]
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
+        # Reported is the busiest stage, because its parts add up to what it does; all
+        # else of the step is the bubble and messages.
         busiest, tied = (
             self._busiest(of_size, count, replicas, stepped),
             self._tied_seconds(),
@@ -215,6 +226,7 @@ class StagedModel(StepModel):
     ) -> StepTime:
         """Return the seconds of the stage that is busy longest, without what it waits
         for of others, which wait for it."""
+        # Each stage's own work, as if nothing ever made it wait.
         of_stages: list[StepTime] = []
         for stage in range(self.stages.count):
             compute, gathers, tensor, context, copies, tokens = self._busy(
@@ -231,6 +243,8 @@ class StagedModel(StepModel):
                 tokens,
             )
             of_stages.append(StepTime(*own, stage=stage))
+        # How uneven stages are is reported apart from the bubble: another cut can
+        # change it.
         busiest = max(of_stages, key=lambda each: each.total)
         mean = sum(each.total for each in of_stages) / len(of_stages)
         return replace(busiest, over_mean=busiest.total / mean - 1)
@@ -244,17 +258,21 @@ class StagedModel(StepModel):
         before theirs. The first stage ends last.
         """
         of_size, stages = self._of_size(micro_batch), self.stages
+        # The message of one micro-batch to a stage on another node.
         wire = self._between(
             0,
             1,
             self._message_bytes(micro_batch, self.tokens / self.plan.layout.context),
         )
+        # Begin and end of a batch go through the smallest chunk at the least.
         smallest = min(stages.sizes)
         forward, backward = (
             smallest * of_size.totals[way][Place.BETWEEN] for way in range(2)
         )
         batches = count / in_stages
         behind_first = self._behind_seconds(self.parts[0], of_size)
+        # The first, the last and the fullest stage; the bound is the largest of what
+        # any of them takes.
         most = 0.0
         for part in (
             self.parts[0],
@@ -281,6 +299,7 @@ class StagedModel(StepModel):
                 of_batches + self._behind_seconds(part, of_size),
                 of_batches + ends + behind_first,
             )
+        # Another bound: what one link between nodes has to carry, without latencies.
         is_sent = len(set(self.nodes)) > 1  # between nodes
         of_link = (
             count * stages.per_stage * (wire - self._between(0, 1, 0.0))
@@ -312,10 +331,13 @@ class StagedModel(StepModel):
             self.fitted.exposed,
             self.plan.layout.tensor,
         )
+        # A block's figures on a rank: of its experts, and of FP8 products where there
+        # are some.
         block = block_figures(
             self.plan, self.trace, self.hardware, self.mode, micro_batch, held
         )
         chunked = self.plan.knobs.chunked_cross_entropy is not None
+        # Computing depends on nothing else that a search varies.
         key = (micro_batch, held, degree, self.mode, chunked, self.experts)
         if key not in self._shared:
             self._shared[key] = (
@@ -335,6 +357,7 @@ class StagedModel(StepModel):
         of_split = split / passes, split * (passes - 1) / passes
         # With gathers and reductions, which are of some places only.
         of_block, totals = [], []
+        # Forward (0), then backward (1).
         for way in range(2):
             waited = [
                 exposed_seconds(computing[way], behind, share)
@@ -349,9 +372,13 @@ class StagedModel(StepModel):
 
     def _seconds(self, of_size: _OfSize) -> list[float]:
         """Return the seconds of each kind of computation."""
+        # In the order in which :class:`_Turn` numbers kinds: direction, chunk, place in
+        # the step.
         found: list[float] = []
         for way in range(2):
             for chunk, n in enumerate(self.stages.sizes):
+                # Embeddings come before the first chunk, and head and loss behind the
+                # last one.
                 more = of_size.around[way][0] if chunk == 0 else 0.0
                 more += (
                     of_size.around[way][1] if chunk == self.stages.n_chunks - 1 else 0.0
@@ -368,6 +395,8 @@ class StagedModel(StepModel):
     ) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the seconds of what comes before the blocks and of what comes behind
         them, forward and backward."""
+        # The trace has figures of all outside blocks, and of what comes before them;
+        # the difference works behind them.
         rest = self.trace.rest[self.mode].at(micro_batch, held)
         before = (
             Figures()
@@ -386,11 +415,15 @@ class StagedModel(StepModel):
 
     def _message_bytes(self, micro_batch: int, held: float) -> float:
         """Return the bytes of an activation between two stages."""
+        # With full recomputation a block keeps its input and nothing else: the trace
+        # has the size of an activation there.
         inputs = self.trace.block["full"].at(micro_batch, held).kept
         return inputs / token_ranks(self.plan)
 
     def _wires(self, n_bytes: float) -> list[float]:
         """Return the seconds of a message between each two stages, stage by stage."""
+        # All links of a kind are alike; which of both kinds it is follows from the
+        # nodes of both stages.
         inside, across = (self._between(0, there, n_bytes) for there in (0, 1))
         return [
             inside if here == there else across
@@ -415,6 +448,8 @@ class StagedModel(StepModel):
     def _tied_seconds(self) -> float:
         """Return the seconds of the sum of tied gradients over the first and the last
         stage."""
+        # The first and the last stage hold tied weights both, and add up their
+        # gradients once in a step.
         plan = self.plan
         elements = sum(
             plan.split_shapes.of_name(name).elements for name in self.stages.tied
@@ -427,6 +462,8 @@ class StagedModel(StepModel):
 
     def _busy(self, of_size: _OfSize, stage: int, count: int) -> list[float]:
         """Return what a stage is busy with in a step, by part."""
+        # Computing, gathers, tensor ranks, context ranks, copies, tokens: as
+        # :data:`Seconds` has them.
         stages = self.stages
         found = [0.0] * 6
         for way in range(2):
@@ -440,6 +477,7 @@ class StagedModel(StepModel):
                     for total, seconds in zip(found, of_block, strict=True)
                 ]
                 found[1] += weight * stages.per_stage * self.ends[way][stage][place]
+            # Embedding on the first stage, head and loss on the last.
             found[0] += count * (of_size.around[way][0] if stage == 0 else 0.0)
             found[0] += count * (
                 of_size.around[way][1] if stage == stages.count - 1 else 0.0
@@ -456,6 +494,8 @@ def _in_places(happens: Sequence[bool], seconds: float) -> list[float]:
 def _of_batch(totals: Sequence[float], place: Place) -> list[float]:
     """Return the seconds of a batch's computations by places in the batch, from those
     by places in the step."""
+    # Only the step's first micro-batch gathers what is kept, and only the last reduces:
+    # the first of a batch in the middle does neither.
     first = Place.FIRST if place in (Place.FIRST, Place.ONLY) else Place.BETWEEN
     last = Place.LAST if place in (Place.LAST, Place.ONLY) else Place.BETWEEN
     found = []
@@ -485,6 +525,8 @@ def played(
             _turns(schedule, stages, count), stages, seconds, wires, latencies
         )
 
+    # In the steady state each further round of as many micro-batches as stages takes
+    # the same time, so that two lengths give the slope.
     most = _ROUNDS * stages
     if micro_batches <= most:
         return played_of(micro_batches)
@@ -503,16 +545,21 @@ def _played(
     wires: Sequence[float],
     latencies: Sequence[float],
 ) -> list[float]:
+    # When each stage is free, when each link is free, and when each turn's message has
+    # arrived.
     clocks, free, arrivals = (
         [0.0] * stages,
         [0.0] * (stages * stages),
         [0.0] * len(turns),
     )
     for number, turn in enumerate(turns):
+        # A turn begins when its stage is free and its input is there.
         begin = clocks[turn.stage]
         if turn.waits_for >= 0 and arrivals[turn.waits_for] > begin:
             begin = arrivals[turn.waits_for]
         clocks[turn.stage] = end = begin + seconds[turn.kind]
+        # A link carries one message at a time. Its latency delays the arrival, not the
+        # next message.
         link = turn.link
         if link >= 0:
             free[link] = max(free[link], end) + wires[link] - latencies[link]
@@ -523,6 +570,7 @@ def _played(
 @lru_cache(maxsize=512)
 def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
     """Return the computations of all stages, each behind those that it waits for."""
+    # What each stage still has to do, in its own order.
     left = [
         deque(computations(schedule, stages, stage, micro_batches))
         for stage in range(stages)
@@ -530,9 +578,12 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
     chunks = stages * chunks_of(schedule)
     found: list[_Turn] = []
     places: dict[tuple[bool, int, int], int] = {}
+    # Stage by stage as far as each gets without a turn that is not there yet. A
+    # schedule without a deadlock always lets one of them go on.
     while any(left):
         for stage, steps in enumerate(left):
             while steps:
+                # Forward waits for the chunk before it, backward for the one behind it.
                 step = steps[0]
                 before, further = (-1, 1) if step.is_forward else (1, -1)
                 key = (step.is_forward, step.chunk + before, step.micro_batch)
@@ -542,6 +593,7 @@ def _turns(schedule: str, stages: int, micro_batches: int) -> tuple[_Turn, ...]:
                 kind = ((not step.is_forward) * chunks + step.chunk) * len(Place)
                 kind += _place(step.micro_batch, micro_batches)
                 sends = 0 <= step.chunk + further < chunks
+                # The outermost chunks have nothing to send further.
                 link = stage * stages + (step.chunk + further) % stages if sends else -1
                 places[step.is_forward, step.chunk, step.micro_batch] = len(found)
                 found.append(_Turn(stage, kind, places.get(key, -1), link))

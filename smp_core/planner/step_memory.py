@@ -121,6 +121,7 @@ def peak_memory(
     """
     if in_stages is None:
         asked = plan.knobs.pipeline.microbatches
+        # "auto" is not resolved yet in plans of a search, which says how many it tries.
         in_stages = asked if isinstance(asked, int) else count
     batch = _Batch(trace, micro_batch, count, tokens / plan.layout.context, in_stages)
     peaks = [_peak(plan, each, batch) for each in states or states_of(plan)]
@@ -143,14 +144,19 @@ def _peak(plan: Plan, of_stage: StageStates, batch: _Batch) -> PeakMemory:
     states = of_stage.memory
     points = _Points(plan, of_stage, batch).all()
     if batch.count > 1 and plan.keeps_parameters and not plan.keeps_gradients:
+        # Where parameters stay gathered and gradients do not, the micro-batch before
+        # the last can be the highest: nothing is freed in its backward.
         points += _Points(
             plan, of_stage, replace(batch, count=batch.count - 1), frees=False
         ).all()
     highest = max(points, key=lambda point: point.total)
+    # Every communicator takes buffers of its own on the device.
     of_context = FITTED.context_gib + FITTED.communicator_gib * len(communicators(plan))
     of_scales = state_bytes(plan)
     used = states.parameters + states.buffers + of_scales + highest.total
     margin = int(of_context * GIB + FITTED.fragmentation * used)
+    # By the kinds of the highest point, whose sum is the peak. The highest of each kind
+    # may come at other points.
     assert plan.cluster.device_memory is not None
     return PeakMemory(
         parameters=states.parameters,
@@ -204,6 +210,7 @@ class _Points:
             trace,
             frees,
         )
+        # Of one stage: its blocks and root, and sums of its gradients.
         self.count, self.in_stages = batch.count, batch.in_stages
         self.part, self.sums = (
             StagePart.of(plan, trace, of_stage.stage),
@@ -217,6 +224,8 @@ class _Points:
         split = (
             trace.split.instants.get((self.tensor, mode)) if self.split > 1 else None
         )
+        # Split layers were traced over some degrees; over others, shares of the unsplit
+        # trace stand for them.
         instants = trace.instants[mode] if split is None else split
         # What traced bytes of blocks and of the rest are divided by.
         self.shares = (
@@ -226,6 +235,7 @@ class _Points:
             plan, trace.block["none"].at(micro_batch, held), trace.heads
         )
         beside = (forward * self.shares[0], backward * self.shares[0])
+        # The highest instants, for each number of blocks that backward has come to.
         self.instants = [
             instants.highest(reached, micro_batch, held, beside)
             for reached in range(FORWARD + 1)
@@ -240,13 +250,15 @@ class _Points:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
         # What a block keeps beside it for tokens on their way to experts, and for FP8
         # layers.
+        # Tokens on their way are kept beside the block only with recomputation: without
+        # it they stand for rows that are kept anyway.
         exchange = token_bytes(plan, trace, micro_batch, held)
         self.is_dealt = exchange is not None
         if exchange is not None and mode != "none":
             self.kept += exchange.kept
         of_fp8 = kept_bytes(plan, trace, micro_batch * held)
         self.kept += of_fp8 if mode == "none" else 0.0
-        # With what else a block keeps, in its backward.
+        # With recomputation they are there only while the block is computed again.
         self.made_again = 0.0 if mode == "none" else of_fp8
         self.tokens = micro_batch * held
         self.inputs = inputs
@@ -259,13 +271,19 @@ class _Points:
         self.waiting = self._waiting()
 
     def all(self) -> list[_Point]:
+        # How many blocks keep activations on the device, and the sums of earlier
+        # micro-batches, which the first has none of.
         blocks = kept_blocks(self.plan, self.part.chunk)
         states = self.states
+        # An estimate counts gradients of masters among optimizer states; they are there
+        # once the window's reductions have begun.
         at_work = states.optimizer_states - self.sums.of_masters
         earlier = self.sums.held if self.plan.keeps_gradients else self.sums.sums
         if self.count == 1:
             earlier = 0
         points = []
+        # In the loss: at the end of forward, and in backward before it comes to a
+        # block.
         if self.part.is_last:
             for reached in (FORWARD, 0):
                 activations = self._loss(blocks, reached) + self.waiting
@@ -275,6 +293,7 @@ class _Points:
                         activations, gathered, earlier + self._held(reached), at_work
                     )
                 )
+        # In the backward of the last block, and of the one before it.
         for reached in (1, 2):
             # The last block's input is gone in the next one's backward; where inputs
             # are on the host, another came.
@@ -303,6 +322,8 @@ class _Points:
     def _reducing_alone(self, blocks: int, earlier: float, at_work: float) -> _Point:
         """Return the point at which the last block's gradients were reduced, which it
         has no more itself."""
+        # On one rank a reduction puts out as much as it takes, so that both count; the
+        # cast to the stored dtype comes on top.
         sizes = self.sizes
         activations = (
             self.inputs / self.split
@@ -319,6 +340,8 @@ class _Points:
         sent and received."""
         if self.plan.stages is None:
             return 0.0
+        # The schedule lets several micro-batches wait for their backward; the one at
+        # work is counted in the points themselves.
         others = self.part.kept(self.plan, self.in_stages) - self.part.chunk
         calls = others / self.part.chunk  # forwards that wait
         sent = 0.0 if self.part.is_last else calls + 1
@@ -331,6 +354,8 @@ class _Points:
         if not self.part.is_last or self.plan.knobs.pipeline.schedule != "gpipe":
             return 0.0  # the last stage takes each backward at once
         chunked = self.plan.knobs.chunked_cross_entropy is not None
+        # All forwards come before all backwards: each loss keeps its logits, or the
+        # inputs of the head if it is chunked.
         of_loss = (
             self.inputs if chunked else self.left / self.trace.rest_degree(self.tensor)
         )
@@ -351,11 +376,14 @@ class _Points:
         first = self._working(2) + min(2, blocks) * self.kept + waiting
         first_sums = sums - own + held + self._held(2)
         # In the one before the first there are no sums of either.
+        # The same one block earlier, when the first block is gathered ahead and is not
+        # reduced.
         before_first = (
             self._working(2) + min(3, blocks + 1, self.part.chunk) * self.kept + waiting
         )
         before_gathered = self._gathered(max(self.part.blocks - 1, 1))
         before_sums = max(sums - 2 * own, 0.0) + held + self._held(2)
+        # At the step there are no activations and nothing is gathered.
         at_step = states.gradients + states.partial_sums - self.sums.held
         points = [
             _Point(
@@ -364,6 +392,7 @@ class _Points:
             _Point(before_first, before_gathered, before_sums, at_work, reduced),
             _Point(0.0, 0.0, at_step, states.optimizer_states),
         ]
+        # Backward of the embedding, which only the first stage has.
         if self.part.is_first:
             rest = self.instants[LEFT][0] / self.shares[0] + waiting
             points.append(
@@ -428,7 +457,10 @@ class _Points:
                 + buffer
                 - (max(freed - 1, 0) * block if self.frees else 0.0)
             )
+        # An integer says over how many ranks a copy is kept between forward and
+        # backward; each has its part.
         copies = self.sizes.copied / kept if type(kept) is int else 0.0
+        # What is left of all gathered bytes without blocks: the unit of the root.
         root = max(self.states.gathered - blocks * copies - min(2, blocks) * block, 0.0)
         if reached > blocks:
             return root + (0.0 if self.plan.stages is None else copies * blocks)
@@ -446,6 +478,8 @@ class _Points:
     def _loss(self, blocks: int, reached: int) -> float:
         """Return the activations when the logits are there, or as many of them as are
         made at a time."""
+        # Instants are of two blocks, what these keep among it, and this plan counts its
+        # own blocks.
         part = (self.instants[reached][0] - 2 * self.block_kept) / self.shares[1]
         chunk = self.plan.knobs.chunked_cross_entropy
         if chunk is not None:
@@ -461,6 +495,8 @@ class _Points:
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""
+        # Held by autograd until a unit's reduction takes them, in the dtype that the
+        # unit computes in.
         of_element = self.plan.dtypes.of_gathered(
             self.plan.shapes.parameters[0]
         ).itemsize
@@ -518,9 +554,11 @@ class _UnitBytes:
 
     @classmethod
     def of(cls, plan: Plan, part: StagePart, trace: ModelTrace) -> _UnitBytes:
+        # Blocks and the root, as they are held on this stage.
         trained, (whole, dealt) = trace.trained, dealt_elements(plan, trace)
         of_block, of_experts = gathered_bytes(plan, trace)
         block, root = trained[0] * part.block_elements, trained[1] * part.root
+        # Experts on other ranks are neither gathered nor reduced here.
         elsewhere = whole - dealt
         of_all = root + part.blocks * block
         first = plan.shapes.first_trained
@@ -528,6 +566,8 @@ class _UnitBytes:
             plan.dtypes.of_gathered(first).itemsize,
             plan.dtypes.of_reduced(first).itemsize,
         )
+        # FSDP2 casts what a reduction puts out if parameters are stored in another
+        # dtype.
         stored = plan.dtypes.of_stored(first).itemsize
         cast = stored / plan.shard_degree if stored != reduced else 0.0
         return cls(

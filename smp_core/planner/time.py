@@ -98,6 +98,7 @@ def computing_seconds(
     products, attention (the queries of one context rank meet the keys of all), bytes
     moved by other operators, and grouped products, which take at least the reading of
     all experts' matrices."""
+    # Tensor ranks share all of it: heads, columns, and the tokens between them.
     products, attention, moved, experts, weights = (
         getattr(figures, f"{phase}_{what}") / tensor for what in _COUNTED
     )
@@ -105,6 +106,8 @@ def computing_seconds(
     of_products = device.flops * fitted.share_of("products", device.name)
     of_attention = device.flops * fitted.share_of("attention", device.name)
     bandwidth = device.hbm * fitted.moving
+    # A few rows for each expert do not keep its products busy: reading the matrices
+    # takes longer then.
     by_experts = max(experts / of_products, weights / bandwidth)
     return (
         products / of_products
@@ -141,6 +144,7 @@ def pass_seconds(
     forward, backward = (
         computing_seconds(figures, phase, tensor, hardware, context) for phase in PHASES
     )
+    # Launching a block's kernels takes the host a while, however little they do.
     return max(forward, hardware.fitted.launching), max(
         backward, hardware.fitted.launching
     )
@@ -167,6 +171,7 @@ class StepModel:
             hardware,
             tokens,
         )
+        # Only trained parameters have gradients to reduce and states to step.
         self.fitted, self.mode = hardware.fitted, recomputation(plan)
         self.collectives = _GroupCollectives(plan, hardware)
         # Elements of a block and of the root, as one tensor rank holds them, and those
@@ -182,14 +187,18 @@ class StepModel:
             share * n
             for share, n in zip(trace.trained, (of_blocks, of_root), strict=True)
         ]
+        # The share of all elements, weighed by how many are inside and outside of
+        # blocks.
         self.trained = (
             trace.blocks * trained[0] + trained[1]
         ) / plan.split_shapes.elements
         # What is left of their bytes between nodes.
         knobs, elements = plan.knobs, max(int(of_blocks), 1)
+        # Compression acts between nodes alone, on payloads of one unit.
         spare_gather = compression(knobs.compression.gather, gathered, elements)
         spare_sum = compression(knobs.compression.reduce_codes, reduced, elements)
         spare_hop = compression(plan.replica_payload, reduced, elements)
+        # Each list has the seconds of a block and of the root.
         of, kept, self.experts = (
             self.collectives,
             knobs.reshard_after_forward,
@@ -209,6 +218,8 @@ class StepModel:
             for n in (summed, trained[1] * reduced.itemsize)
         ]
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
+        # What backward gathers again: everything as in forward, a node's own copy, or
+        # nothing.
         again = self.gather[0]
         if type(kept) is int:  # from the node's own copy
             again = of.over("all_gather", of_block, degree=min(of.degree, of.per_node))
@@ -220,12 +231,15 @@ class StepModel:
             )
             again += exactly
         self.gather_again = 0.0 if kept is False else again
+        # FP8 scales are agreed on once in a step, over all ranks.
         self.agreeing = of.everywhere(amax_bytes(plan))
         self.spare_hop, self.stored, self.reduced = (
             spare_hop,
             gathered.itemsize,
             reduced.itemsize,
         )
+        # Parameters that every rank holds whole are neither gathered nor reduced in a
+        # partition group.
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
         # What a block's forward and backward run beside, by the micro-batch's place in
@@ -257,6 +271,7 @@ class StepModel:
         of_rests = self._computing(
             rest, self.trace.rest_degree(self.plan.layout.tensor)
         )
+        # The rest runs once for each micro-batch.
         of_rest = sum(of_rests)
         if self.plan.knobs.chunked_cross_entropy is not None:
             of_rest += of_rests[0]  # logits are made again in backward
@@ -290,8 +305,12 @@ class StepModel:
         and of sums across replicas."""
         blocks, share, gathers = self.trace.blocks, self.fitted.exposed, 0.0
         for place, times in zip(Place, in_places(count), strict=True):
+            # A block computes while the next one is gathered, and backward while the
+            # last one is reduced.
             waited = exposed_seconds(forward, self.behind[0][place], share)
             waited += exposed_seconds(backward, self.behind[1][place], share)
+            # Nothing runs beside the first gather, and nothing beside the root's
+            # reduction at the end.
             at_ends = (
                 self.opens[place] * sum(self.gather) + self.closes[place] * self.sum[1]
             )
@@ -319,6 +338,8 @@ class StepModel:
         degree, (gathers, summed) = self.plan.layout.context, exchanges(self.plan)
         if degree == 1:
             return 0.0, 0.0
+        # All keys and values of the sequence are gathered, and their gradients reduced
+        # to the ranks that have them.
         whole = keys_and_values(self.plan, block)
         gather = self.collectives.over("all_gather", whole, degree=degree)
         return gather, (gathers - 1) * gather + self.collectives.over(
@@ -332,6 +353,8 @@ class StepModel:
         one = token_bytes(self.plan, self.trace, micro_batch, held)
         if one is None:
             return 0.0, 0.0
+        # Forward tells how many rows come, sends them with what the router made of
+        # them, and gets as many back; backward goes the same ways.
         exchange = functools.partial(self.collectives.tokens, one.ranks, one.nodes)
         back = exchange(one.inside, one.across)
         counts = exchange(one.counts_inside, one.counts_across)
@@ -347,6 +370,8 @@ class StepModel:
             self.trace.block["full"].at(micro_batch, held).kept
             / self.plan.layout.tensor
         )
+        # To the host in forward, and back in backward; each runs beside a block's
+        # computation.
         copy = inputs / self.hardware.device.host_link
         return 2 * exposed_seconds(forward, copy, self.fitted.exposed)
 
@@ -364,6 +389,8 @@ class StepModel:
             )
         if plan.knobs.state_offload is None:
             return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
+        # On the host all ranks of a node share its memory. Gradients go there and
+        # parameters come back, float32 each.
         stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
         return after + stepped + 2 * elements * 4 / device.host_link
 
@@ -378,6 +405,8 @@ class _GroupCollectives:
     nodes and share their links."""
 
     def __init__(self, plan: Plan, hardware: Hardware) -> None:
+        # Ranks of a partition group on one node: of each tensor group there one is a
+        # member.
         self.slowed, self.links = hardware.slowed, hardware.links
         self.layout = plan.layout
         self.degree = plan.shard_degree
@@ -394,6 +423,8 @@ class _GroupCollectives:
             return self._seconds("intra", kind, ranks, n_bytes)
         if self.per_node < 2 * self.experts:  # none beside it
             return self._between(kind, ranks, n_bytes)
+        # On each node so many groups use the adapter at the same time, each with its
+        # own bytes.
         crowded = (
             n_bytes
             * self.slowed(self.degree // self.per_node)
@@ -448,6 +479,7 @@ class _GroupCollectives:
                 else ("reduce_scatter", "all_gather")
             )
         replicas, held = self.layout.replicate, n_bytes / self.degree
+        # Replicas on one node add up first, and one part of each goes between nodes.
         together = min(max(self.per_node // self.degree, 1), replicas)
         seconds = 0.0
         for kind in kinds:
@@ -465,6 +497,8 @@ class _GroupCollectives:
         k, degree = self.per_node, degree or self.degree
         if degree <= k:
             return self._seconds("intra", kind, degree, n_bytes)
+        # In two stages only 1 / k of the bytes cross nodes, from each rank its own
+        # part; in one stage a ring crosses with all.
         if self.in_stages or k == 1:
             return self._seconds("intra", kind, k, n_bytes) + self._between(
                 kind, degree // k, n_bytes / k * spared
@@ -493,6 +527,7 @@ def model_flops(trace: ModelTrace, samples: int, tokens: int) -> float:
     products forward and backward, of frozen parameters once there."""
     block, rest = trace.block["none"].at(1, tokens), trace.rest["none"].at(1, tokens)
     products = 0.0
+    # Counted without recomputation: what is computed again is no model FLOP.
     for figures, times in ((block, trace.blocks), (rest, 1)):
         products += times * (figures.forward_products + figures.backward_products)
         products += times * (figures.forward_experts + figures.backward_experts)

@@ -81,6 +81,8 @@ def scores_kept() -> Iterator[set[float]]:
     Dropping them has no flash kernel on a CPU, where runs without values are; on a GPU
     it keeps nothing. (A TorchFunctionMode would not see what backward computes
     again.)"""
+    # Models look the function up when they are called, so that replacing the attribute
+    # is enough.
     real = nn.functional.scaled_dot_product_attention
     asked: set[float] = set()
 
@@ -120,6 +122,8 @@ def trace_model(
         ValueError: a model that is not there, has no repeated blocks, or does not run
             without values; says what to write instead.
     """
+    # Models are built in bfloat16, which is what mixed precision computes in; shapes
+    # are given the stored dtype afterwards.
     before = torch.get_default_dtype()
     with FakeTensorMode(allow_non_fake_inputs=True), scores_kept() as dropped:
         torch.set_default_dtype(torch.bfloat16)
@@ -152,6 +156,8 @@ def trace_built(
     Raises:
         ValueError: as :func:`trace_model`.
     """
+    # A run may have switched gradients off, or be inside inference mode; the trace
+    # needs a backward pass.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         fake,
@@ -167,13 +173,17 @@ def trace_built(
             raise ValueError(
                 f"{type(model).__name__} cannot be copied without its values ({type(error).__name__}: {error})"
             ) from error
-        # Names of units are the whole model's.
+        # Names that `units` gives are the whole model's, and mean nothing in an inner
+        # one that is traced in its place.
         is_whole = type(source.model) is type(model)
+
         found = _traced(
             source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS
         )
     chain = found.shapes["none"].chain
     shapes = _shapes_by_mode(model, asked, entry)
+    # What was traced may be a part of the model: its names get the part's name in
+    # front.
     inner = next(
         name
         for name, module in model.named_modules()
@@ -195,6 +205,7 @@ def _shapes_by_mode(
 ) -> dict[str, Shapes]:
     """Return the shapes of each mode of recomputation, which know FP8 layers."""
     found: dict[str, Shapes] = {}
+    # Which dim of a weight is that of inputs cannot be seen in its shape.
     dims = fp8_dims(model)
     for mode in MODES:
         shapes = Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry)
@@ -210,6 +221,8 @@ def _chain_of(
 ) -> Chain | str:
     """Return the chain of ``count`` blocks from that of the first few, all others being
     cut off; or why there is none."""
+    # Following the chain runs the model, and three blocks show how one hands on to the
+    # next.
     _keep_first(model, lists, _BLOCKS_OF_CHAIN)
     try:
         units = Shapes.of(model, SmpConfig(units=asked.units), entry).units
@@ -229,16 +242,19 @@ def _traced(
     lists, count = _lists_of_blocks(
         model, Shapes.of(model, SmpConfig(units=asked.units), source.entry)
     )
-    parameters = dict(model.named_parameters())  # also of blocks that are cut off below
+    parameters = dict(model.named_parameters())  # before blocks are cut off below
     found = _shapes_by_mode(model, asked, source.entry)
     shapes: dict[str, Shapes] = {
         mode: in_dtype(each, torch.float32) for mode, each in found.items()
     }
+    # The sizes of matrices outside blocks: a sequence of one of these lengths would
+    # give logits the shape of a head's gradient.
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
     tokens = told_apart(
         tokens, {size for parameter in outside for size in parameter.shape}
     )
+    # Blocks of another kind in front of the repeated ones are taken to be like them.
     prefixes = tuple(f"{name}." if name else "" for name in lists)
     names = {name for name in found["none"].by_name if name.startswith(prefixes)}
     for name in lists:
@@ -267,6 +283,8 @@ def _traced(
             untraced[mode] = (
                 f"activations.checkpoint='selective': {words} does not train with it ({cause}); write none or full"
             )
+    # The highest instants of memory are those of two blocks: a backward pass meets both
+    # while the first still keeps something.
     instants: dict[str, Instants] = {}
     for mode, runs in two.items():
         instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
@@ -292,6 +310,7 @@ def _traced(
             tokens,
             *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs),
         )
+    # Experts are what grouped products read, in any order of dims.
     stacks = {stack for runs in two.values() for stack in runs[0].stacks}
     experts = frozenset(
         name for name, each in parameters.items() if tuple(sorted(each.shape)) in stacks
@@ -347,6 +366,7 @@ def fp8_dims(model: nn.Module) -> dict[str, int]:
     """Return the dim of inputs of each weight that native FP8 layers would multiply by,
     by name."""
     try:
+        # The default recipe takes all layers that native FP8 layers can stand for.
         chosen, _ = choose(model, Fp8Recipe())
     except ValueError:  # none
         return {}
@@ -364,6 +384,8 @@ def _kept_for_products(
     """Return the bytes of a token that a block keeps for its FP8 layers' weights alone:
     what it does not keep where these are frozen, and which their copies in FP8 stand
     for."""
+    # Measured twice, with these weights trained and frozen: autograd keeps an input for
+    # the gradient of a trained weight alone.
     blocks = tuple(f"{name}." if name else "" for name in lists)
     named = dict(source.model.named_parameters())
     weights = [
@@ -393,6 +415,7 @@ def _keep_commonest(blocks: Any) -> None:
     kinds = [kind(block) for block in blocks]
     commonest = max(kinds, key=kinds.count)
     if kinds.count(commonest) > 1:
+        # From the end, so that places in front stay valid.
         for place in reversed(range(len(kinds))):
             if kinds[place] != commonest:
                 del blocks[place]
@@ -436,6 +459,7 @@ def _with_dims(
 
     def traced(name: str) -> str:
         for prefix in prefixes:
+            # Only two blocks ran: all behind the second take its dims.
             number, _, inner = name.removeprefix(prefix).partition(".")
             if name.startswith(prefix) and number.isdigit():
                 return f"{prefix}{min(int(number), 1)}.{inner}"
@@ -461,12 +485,16 @@ def told_apart(tokens: int, sizes: set[int], by: int = 2) -> int:
 def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
     """Return the names of the lists that hold the model's blocks, and how many blocks
     each has."""
+    # Blocks are found as the wrap plan finds them; their lists are what their names
+    # have in front.
     names: dict[str, int] = {}
     for block in shapes.units.blocks:
         parent = block.rpartition(".")[0]
         names[parent] = names.get(parent, 0) + 1
     lists = {name: model.get_submodule(name) for name in names}
     sizes = set(names.values())
+    # Lists of unlike lengths, as of an encoder and a decoder, have no common number of
+    # blocks.
     sliced = all(
         isinstance(each, (nn.ModuleList, nn.Sequential)) for each in lists.values()
     )
@@ -486,12 +514,15 @@ def measured(
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
     own = {p: local_part(p) for p in model.parameters()}
+    # Embeddings and heads with more rows than the batch has tokens: no activation has
+    # such a shape, and a tensor that does is their gradient.
     of_rest = [
         own[p].shape
         for p in own
         if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens
     ]
     meter = TraceMeter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
+    # Parameters and buffers are model states, which are counted elsewhere.
     for tensor in [*own.values(), *model.buffers()]:
         meter.ignore(tensor)
     model.train()
@@ -507,6 +538,8 @@ def measured(
                 checkpoint, block.forward, use_reentrant=False, **contexts
             )
     try:
+        # One step; its loss and backward run under the meter, which sees every
+        # operator.
         with meter:
             loss = source.loss(samples, tokens)
             meter.end_forward()
@@ -514,6 +547,7 @@ def measured(
     finally:
         for handle in handles:
             handle.remove()
+        # The model runs again for the next batch and mode, and has to be as it was.
         for block, forward in zip(blocks, forwards, strict=True):
             vars(block).pop("forward", None)
             if forward is not None:
@@ -543,6 +577,7 @@ def _follow_backward(
 
     def of_block(reached: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, output: Any) -> None:
+            # The gradient of a block's output arrives when backward comes to the block.
             first = next(tensors_in(output))
             meter.note_block(first)
             if first.requires_grad:
@@ -560,6 +595,8 @@ def _follow_backward(
         if first is not None and first.requires_grad:
             first.register_hook(note_backward(LEFT))
 
+    # Backward comes to the last block first. What comes before the blocks is reached
+    # when the gradient of the first one's input is there.
     last = blocks[-2:][::-1]
     handles = [
         block.register_forward_hook(of_block(i + 1)) for i, block in enumerate(last)

@@ -66,6 +66,8 @@ class TraceMeter(TorchDispatchMode):
         self.of_early = dict(self.counts)
         self.has_entered = False
         self.stacks: set[tuple[int, ...]] = set()
+        # Storages by id, with a weak reference to each that takes it out when it is
+        # freed.
         self._sizes: dict[int, int] = {}
         self._watchers: dict[int, Any] = {}
         self._live = {False: 0, True: 0}  # of activations, of gradients
@@ -132,6 +134,7 @@ class TraceMeter(TorchDispatchMode):
 
     def is_gradient(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage with gradients from here on."""
+        # It was made as an activation, before it was known to be a gradient.
         address = id(tensor.untyped_storage())
         if address in self._sizes and address not in self._of_gradients:
             self._of_gradients.add(address)
@@ -146,6 +149,8 @@ class TraceMeter(TorchDispatchMode):
         result: Any,
         tensors: list[torch.Tensor],
     ) -> None:
+        # Each operator is counted once: as a grouped product, attention, another
+        # product, or bytes that it moves.
         packet = func.overloadpacket
         name = str(packet).removeprefix("aten.")
         if packet.__name__ in _GROUPED:
@@ -160,12 +165,15 @@ class TraceMeter(TorchDispatchMode):
             self._add(
                 "products", flop_registry[packet](*args, **kwargs, out_val=result)
             )
+        # Nothing is read or written.
         elif name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
             return
         else:
             read = list(tensors_in(args))
             n_bytes = sum(each.numel() * each.itemsize for each in [*read, *tensors])
             self._add("moved", n_bytes)
+            # Two counts: each operator by itself (eager), and as kernels of a compiler
+            # that fuses pointwise ones.
             if torch.Tag.pointwise in func.tags or name.split("_backward")[0] in _FUSED:
                 self._count_fused(read, tensors)
                 return
@@ -186,6 +194,8 @@ class TraceMeter(TorchDispatchMode):
             if storage not in self._unwritten and storage not in self._read:
                 self._add("fused", each.numel() * each.itemsize)
             self._read.add(storage)
+        # What is made is written only when another kernel reads it, unless it is
+        # written in place.
         changed = {id(each.untyped_storage()) for each in read}
         for each in made:
             storage = id(each.untyped_storage())
@@ -204,6 +214,7 @@ class TraceMeter(TorchDispatchMode):
         """Count products in which each row meets the matrix of one expert, and the
         bytes of all experts' matrices, which are read, or made of two lists of rows.
         Which rows an expert gets makes no difference to the sum."""
+        # Rows and matrices in three dims are batched: a group of rows for each matrix.
         groups = len(rows) if rows.ndim == matrices.ndim == 3 else 1
         self._add(
             "experts",
@@ -222,6 +233,7 @@ class TraceMeter(TorchDispatchMode):
         """Count two products in forward, and five in backward, which computes the
         scores again."""
         is_backward = "backward" in name
+        # Backward operators have the gradient in front.
         query, key, value = args[1:4] if is_backward else args[:3]
         flops = (
             2
@@ -236,6 +248,8 @@ class TraceMeter(TorchDispatchMode):
         self._add("attention", share * flops * (2.5 if is_backward else 1.0))
         if self.phase == "forward":
             self.counts["full_attention"] += flops
+            # Heads of keys in all attentions of the model, which degrees have to
+            # divide.
             self.heads = math.gcd(self.heads, key.shape[1] if key.ndim == 4 else 0)
             self.counts["keys"] += (
                 key.numel() * key.itemsize + value.numel() * value.itemsize
@@ -245,6 +259,7 @@ class TraceMeter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if id(storage) in self._sizes:
             return
+        # A weak reference per storage: views share it, and count once.
         size, address = storage.nbytes(), id(storage)
         self._sizes[address] = size
         self._watchers[address] = weakref.ref(storage, lambda _: self._forget(address))

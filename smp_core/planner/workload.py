@@ -29,6 +29,7 @@ class Workload:
     tokens: float | None = None
 
     def __post_init__(self) -> None:
+        # A single token has no next one to be predicted.
         for name, least in (("sequence", 2), ("global_batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(

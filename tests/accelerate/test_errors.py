@@ -108,6 +108,10 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
         None, {}, ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), None
     )
     assert config.shard_degree == 4
+    # "auto" leaves it to Accelerate's settings.
+    knobs = {"shard_degree": "auto"}
+    config = resolve_config(None, knobs, ParallelismConfig(dp_shard_size=4), None)
+    assert config.shard_degree == 4
     config = resolve_config(
         None, {}, ParallelismConfig(dp_shard_size=2, tp_size=4), None
     )
@@ -179,6 +183,17 @@ def refusals() -> dict[str, str]:
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
     refused("degree", lambda: fresh_accelerator(shard_degree=3))
+    refused(
+        "word",
+        lambda: fresh_accelerator(
+            shard_degree="world",
+            parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        ),
+    )
+    fresh_accelerator(
+        shard_degree="node",
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+    )
     with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
         refused("backend", lambda: fresh_accelerator(shard_degree=2))
     accelerator = fresh_accelerator(shard_degree=2)
@@ -222,6 +237,10 @@ def test_refusals_on_ranks() -> None:
             in said["product"]
         )
         assert "shard_degree=3 does not divide the world of 4 ranks" in said["degree"]
+        assert (
+            "shard_degree is 4 here, but Accelerate's own settings say 2"
+            in said["word"]
+        )
         assert "1 parameters of no prepared model" in said["stranger"]
         assert "of no prepared model" in said["before its model"]
         for name in ("forgotten", "made of a list"):

@@ -267,6 +267,25 @@ def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     assert results == [[often, seldom]] * 2
 
 
+class StopsEarly(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+def stopped_early(folder: str) -> list[str]:
+    trainer, _ = make_trainer(folder, BATCH, 1, {"shard_degree": 2})
+    trainer.add_callback(SmpCheckpointCallback(2))
+    trainer.add_callback(StopsEarly())
+    trainer.train()
+    dist.barrier()
+    return sorted(os.listdir(folder))
+
+
+def test_a_training_that_a_callback_ends_is_saved_at_its_end(tmp_path: Path) -> None:
+    for folders in run_ranks(stopped_early, 2, str(tmp_path)):
+        assert folders == ["checkpoint-2", "checkpoint-3"]
+
+
 class Stream(IterableDataset):
     """Samples without end."""
 

@@ -3,14 +3,18 @@ and Accelerate's trackers."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from accelerate_smp import SmpMonitor, SmpMonitorCallback
+from smp_core.observe import JobFigures
 from smp_core.run_log.read import Run as Log
 from tests import trackers
 from tests.accelerate.running import (
@@ -98,6 +102,39 @@ def run_both(
             ranks_per_node=1,
         ),
     )
+
+
+class Evaluates(TrainerCallback):
+    """Notes batches of evaluations among the events."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.events.append("evaluates")
+
+
+def monitored_by_epochs(folder: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the log's entries of training, and what the clock and evaluations did."""
+    by_epoch = dict.fromkeys(("logging_strategy", "eval_strategy"), "epoch")
+    knobs = {"shard_degree": 2}
+    trainer, _ = make_trainer(folder, 8, 1, knobs, num_train_epochs=2, **by_epoch)
+    events: list[str] = []
+    trainer.add_callback(SmpMonitorCallback())
+    trainer.add_callback(Evaluates(events))
+    pauses = mock.patch.object(JobFigures, "pause", lambda _: events.append("pause"))
+    resumes = mock.patch.object(JobFigures, "resume", lambda _: events.append("resume"))
+    with pauses, resumes:
+        trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return entries, [event for event, _ in itertools.groupby(events)]
+
+
+def test_figures_of_epochs_are_logged_without_their_evaluations(tmp_path: Path) -> None:
+    for entries, events in run_ranks(monitored_by_epochs, 2, str(tmp_path)):
+        assert len(entries) == 2
+        assert all("samples_per_second" in entry for entry in entries)
+        assert events == ["pause", "evaluates", "resume"] * 2
 
 
 def without_clock(values: trackers.Values) -> trackers.Values:

@@ -3,11 +3,13 @@ process, whatever the layout."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_smp.dealt import DealtLoader
 from tests.core.pipeline.cases import of_all_stages
 from tests.harness import run_ranks
 from tests.lightning.running import (
@@ -352,6 +355,36 @@ class Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+class Counted(IterableDataset[torch.Tensor]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(self.samples))
+
+
+def warnings_of_sizes() -> dict[tuple[int, bool], int]:
+    """Return how often rank 0 warns of batches of two samples that cannot be weighed,
+    by the samples of the stream and whether it is evaluated."""
+    said = {}
+    for samples, once in itertools.product((6, 7, 8, 9, 10), (False, True)):
+        source: Any = DataLoader(Counted(samples), batch_size=2)
+        dealt = DealtLoader(source, 2, dist.get_rank(), True, lambda: True, once)
+        with patch.object(logging.getLogger("smp"), "warning") as warned:
+            for _ in range(2):
+                list(dealt)
+        said[samples, once] = warned.call_count
+    return said
+
+
+def test_batches_that_cannot_be_weighed_are_named_once() -> None:
+    """7 samples end with a batch of two and one of one; 9 with a single sample that
+    both ranks take."""
+    first, second = run_ranks(warnings_of_sizes, 2)
+    assert {key for key, times in first.items() if times} == {(7, False)}
+    assert first[7, False] == 1 and not any(second.values())
 
 
 def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks() -> (

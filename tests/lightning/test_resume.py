@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from torch import nn
 
@@ -141,6 +142,39 @@ def test_without_strict_loading_what_fits_is_loaded_and_the_rest_kept(
     # What is not in the checkpoint is rank 0's, the same on all.
     kept = {f"added.{name}": value for name, value in runs[0].extra["start"].items()}
     assert_same(runs, Run([], {**saved.weights, **kept}, saved.metrics))
+
+
+class WithRecalls(ScheduledModule):
+    """Logs a metric of three numbers, which no logger takes."""
+
+    def build(self) -> None:
+        super().build()
+        self.recalls = torchmetrics.Recall("multiclass", num_classes=3, average=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.recalls(batch[:, 0] % 3, batch[:, 1] % 3)
+        self.log("recalls", self.recalls, logger=False, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def recalls(epochs: int, load: str | None = None, save: str | None = None) -> Any:
+    """Return the metric as a resumed run begins, and as it ends."""
+    module = WithRecalls(batches=BATCHES)
+    found = Mock(return_value=None)
+    module.on_train_epoch_start = lambda: found(trainer.callback_metrics.get("recalls"))  # type: ignore[method-assign]
+    trainer = make_trainer(None, max_epochs=epochs)
+    trainer.fit(module, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return found.call_args.args[0], trainer.callback_metrics["recalls"]
+
+
+def test_a_metric_of_several_numbers_is_saved_and_found_again(tmp_path: Path) -> None:
+    with one_rank_world():
+        nothing, saved = recalls(1, save=str(tmp_path / "saved"))
+        found, _ = recalls(2, load=str(tmp_path / "saved"))
+    assert nothing is None and saved.shape == (3,) and saved.any()
+    assert torch.equal(found, saved.double())
 
 
 class WithBackbone(ScheduledModule):

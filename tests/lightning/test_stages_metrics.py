@@ -27,6 +27,8 @@ class Keeping(StagedModule):
         self.spread = torchmetrics.CatMetric().set_dtype(torch.float64)
         self.outputs: list[Any] = []
         self.by_kind: dict[str, list[Any]] = {"mean": []}
+        self.by_loader: list[list[Any]] = [[], []]
+        self.counts, self.sums = [0, 0], [torch.zeros((), dtype=torch.float64)]
         self.total: Any = 0.0
         self.steps = 0
 
@@ -55,6 +57,9 @@ class Keeping(StagedModule):
         self.spread.update(logits.mean())
         self.outputs.append(logits.mean(-1).detach())
         self.by_kind["mean"].append({"of": batch_idx, "value": logits.mean()})
+        self.by_loader[1].append(logits.mean(-1).detach())
+        self.counts[batch_idx % 2] += len(batch)
+        self.sums[0] += logits.sum()
         self.total += logits.sum()
         return logits.mean()
 
@@ -70,6 +75,11 @@ class Keeping(StagedModule):
             sync_dist=True,
         )
         self.log("total", self.total, sync_dist=True, reduce_fx="sum")
+        means = torch.cat(self.by_loader[1]).square().mean()
+        self.log("of_loader", means, sync_dist=True)
+        counted = float(self.counts[0] + 3 * self.counts[1])
+        self.log("counted", counted, sync_dist=True, reduce_fx="sum")
+        self.log("summed", self.sums[0], sync_dist=True, reduce_fx="sum")
         self.log("spread", self.spread.compute().mean())
         self.spread.reset()
         self.outputs.clear()
@@ -96,6 +106,7 @@ def test_metrics_and_kept_outputs_are_those_of_one_process() -> None:
     batch once."""
     expected = keep(8, {})
     names = {"trained", "accuracy", "seen", "worst", "kept", "means", "total", "spread"}
+    names |= {"of_loader", "counted", "summed"}
     assert names <= expected.metrics.keys()
     assert_same(together(keep, 4, knobs_of(2, shard=2)), expected)
 
