@@ -172,9 +172,7 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
     cases = []
     for row in read(path):
         gpus, tensor, shard = (int(row[name]) for name in ("gpus", "tensor", "shard"))
-        neighbours = max((tensor if tensor > 1 else min(gpus, 4)) - 1, 1)
-        device = replace(DEVICES["h200"], link=neighbours * PAIR_LINK)
-        hardware = Hardware(max(gpus // 4, 1), min(gpus, 4), device, 1600)
+        hardware = kempner_hardware(gpus, tensor)
         trace = traced(json.dumps(llama_fields(row)))
         if row["compile"] == "true":
             trace = compiled(trace)
@@ -207,6 +205,13 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
         case.group, case.kind = f"tensor={tensor}", kempner_kind(row)
         cases.append(case)
     return cases
+
+
+def kempner_hardware(gpus: int, tensor: int) -> Hardware:
+    """Return the machines of a row: a group uses the links between its own GPUs."""
+    neighbours = max((tensor if tensor > 1 else min(gpus, 4)) - 1, 1)
+    device = replace(DEVICES["h200"], link=neighbours * PAIR_LINK)
+    return Hardware(max(gpus // 4, 1), min(gpus, 4), device, 1600)
 
 
 def kempner_kind(row: Row) -> str:
