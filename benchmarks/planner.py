@@ -45,7 +45,21 @@ import kempner_model
 import scaling_model
 from planner_fit import Case, Constants, Row, held_out, mape, without_each
 from planner_megatron import START, megatron
-from planner_rows import published, ratios, read, stepped, traced
+from planner_rows import of_their_kernels, published, ratios, read, stepped, traced
+
+TRITON_ATTENTION = 1.8
+"""How many times as long llm-foundry's attention takes as FlashAttention-2: it is the
+older one, in Triton (its benchmarking/submit_benchmarks.py; arXiv 2307.08691: 1.3 to
+2.5 times as long, forward and backward, of which this is the geometric mean)."""
+
+PAIR_LINK = 150e9
+"""Bytes per second between two of a node's four GPUs: six of 18 NVLinks each, without a
+switch (NVIDIA/nccl#1617)."""
+
+TENSOR_COLLECTIVES = 20 / 12
+"""KempnerForge's collectives of tensor ranks in a block by ours: queries, keys, values,
+gate and up are gathered for one by one (its benchmarks/profiling: 9,679 gathers and
+6,420 sums in 800 passes, 12 and 8 of a block; ours are six of each)."""
 
 
 def mpt(width: int, layers: int, heads: int, vocabulary: int) -> ModelTrace:
@@ -103,7 +117,10 @@ def foundry(path: Path) -> list[Case]:
             DEVICES[device],
             3200 if "h100" in device else 1600,
         )
-        trace = mpt(int(row["hidden"]), int(row["layers"]), int(row["heads"]), 50368)
+        trace = of_their_kernels(
+            mpt(int(row["hidden"]), int(row["layers"]), int(row["heads"]), 50368),
+            attention=TRITON_ATTENTION,
+        )
         mode = "full" if row["checkpointing"] == "True" else "none"
         pure = row["mp_mode"] == "PURE"
         asked = SmpConfig(
@@ -155,8 +172,10 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
     cases = []
     for row in read(path):
         gpus, tensor, shard = (int(row[name]) for name in ("gpus", "tensor", "shard"))
-        hardware = Hardware(max(gpus // 4, 1), min(gpus, 4), DEVICES["h200"], 1600)
-        trace = compiled(traced(json.dumps(llama_fields(row))))
+        hardware = kempner_hardware(gpus, tensor)
+        trace = traced(json.dumps(llama_fields(row)))
+        if row["compile"] == "true":
+            trace = compiled(trace)
         kept: dict[str, Any] = {}
         if shard > 1:
             kept = {
@@ -177,13 +196,22 @@ def kempner(path: Path, with_memory: bool = False) -> list[Case]:
             row,
             row["model"],
             float(row["step_s"]),
-            stepped(plan, trace, hardware, int(row["sequence"]), counts),
+            stepped(
+                plan, trace, hardware, int(row["sequence"]), counts, TENSOR_COLLECTIVES
+            ),
         )
         if with_memory:
             case.used = _kempner_memory(row, asked, hardware, counts)
         case.group, case.kind = f"tensor={tensor}", kempner_kind(row)
         cases.append(case)
     return cases
+
+
+def kempner_hardware(gpus: int, tensor: int) -> Hardware:
+    """Return the machines of a row: a group uses the links between its own GPUs."""
+    neighbours = max((tensor if tensor > 1 else min(gpus, 4)) - 1, 1)
+    device = replace(DEVICES["h200"], link=neighbours * PAIR_LINK)
+    return Hardware(max(gpus // 4, 1), min(gpus, 4), device, 1600)
 
 
 def kempner_kind(row: Row) -> str:
@@ -242,13 +270,15 @@ def start_of(devices: list[str]) -> Constants:
 TOGETHER: Constants = {
     "products_Ampere": 0.65,
     "products_Hopper": 0.6,
-    "attention_Ampere": 0.35,
+    "attention_Ampere": 0.6,
     "attention_Hopper": 0.35,
     "network": 0.6,
-    "falls": 0.4,
+    "falls": 0.37,
     "launching": 1.5e-3,
 }
-"""Where the fit of one set of constants starts. The others are stated in
+"""Where the fit of one set of constants starts: attention with the shares that are
+published of FlashAttention-2 (arXiv 2307.08691: 50 to 73 % of an A100's peak; arXiv
+2407.08608: 35 % of an H100's). The others are stated in
 :mod:`smp_core.planner.fitted`."""
 
 

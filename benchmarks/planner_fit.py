@@ -21,10 +21,6 @@ RANGES = {"launching": (1e-4, 3e-3), "moving": (0.01, 50.0), "falls": (0.01, 2.0
 GENERATIONS = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper"}
 """Devices of one generation share their constants, as in "products_Hopper"."""
 
-WEIGHTS = {"seeds": 2}
-"""Of programs in the common fit; 1 of all others. The ratios are three, and what
-partition groups are for."""
-
 LARGEST_FACTOR, LEAST_FACTOR = 1.5, 1.01
 """The fit multiplies and divides a constant by factors that shrink from the one to the
 other."""
@@ -182,7 +178,7 @@ def held_out(cases: Sequence[Case], start: Constants) -> dict[str, Any]:
 def without_each(
     programs: Mapping[str, Sequence[Case]], start: Constants
 ) -> dict[str, Any]:
-    """Fit one set of constants on all programs, by :data:`WEIGHTS`, and on all but each
+    """Fit one set of constants on all programs, of equal weights, and on all but each
     one, which is judged.
 
     Returns:
@@ -190,9 +186,9 @@ def without_each(
         what was fitted then; the constants that were fitted on all; and by how much the
         loss grows when one of these is a fifth less, or more.
     """
-    for name, cases in programs.items():
+    for cases in programs.values():
         for case in cases:
-            case.weight = WEIGHTS.get(name, 1) / len(cases)
+            case.weight = 1 / len(cases)
     together = [case for cases in programs.values() for case in cases]
     on_all = fit(together, start)
     judged: dict[str, Any] = {}

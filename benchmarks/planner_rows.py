@@ -26,12 +26,28 @@ from smp_core.plan.cluster import GIB
 from smp_core.plan.plan import Plan
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.hardware import Hardware
-from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.model_trace import Curve, ModelTrace
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.trace import trace_model
 
 Predict = Callable[[Constants], float]
+
+ODD_HEAD = 5.0
+"""How many times as long a product takes if a size of it is odd, so that Hopper's
+tensor cores cannot read it: 3.53 where four divides the size (m87-labs/kestrel#143),
+and up to twice that where kernels load single elements; the geometric mean. So is
+nanotron's vocabulary on each tensor rank."""
+
+THEIR_CUT = {2: (14, 10), 4: (7, 7, 6, 4), 8: (4, 3, 3, 4, 3, 3, 3, 1)}
+"""Blocks of nanotron's stages (its models/base.py, build_model: the block with which
+costs pass a stage's share is its last; a head costs as much as 2.45 blocks). Of eight
+stages the last has the head alone, which plans do not allow: one block is there, too.
+"""
+
+IN_NODES = "IBM 7B"
+"""IBM's rows that are sharded inside nodes (README.md of fms-fsdp: HSDP); their table
+has them over all devices."""
 
 
 def read(path: Path) -> list[Row]:
@@ -54,15 +70,40 @@ def stepped(
     hardware: Hardware,
     sequence: int,
     counts: tuple[int, int],
+    tensor: float = 1.0,
 ) -> Predict:
-    """Return the function that predicts the seconds of a plan's step from constants."""
+    """Return the function that predicts the seconds of a plan's step from constants.
+
+    Args:
+        tensor: how many times as many collectives of tensor ranks the program has.
+    """
 
     def predict(constants: Constants) -> float:
         fitted = fitted_of(constants, hardware.device.name)
         model = step_model(plan, trace, replace(hardware, fitted=fitted), sequence)
-        return model.step(*counts).total
+        step = model.step(*counts)
+        return step.total + (tensor - 1) * step.tensor
 
     return predict
+
+
+def of_their_kernels(
+    trace: ModelTrace, attention: float = 1.0, head: float = 1.0
+) -> ModelTrace:
+    """Return the trace of a program whose attention, or whose head's products, take so
+    many times as long as ours."""
+    slower = {"attention": (trace.block, attention), "products": (trace.rest, head)}
+    found = {}
+    for what, (curves, factor) in slower.items():
+        names = [f"{way}_{what}" for way in ("forward", "backward")]
+        found[what] = {}
+        for mode, curve in curves.items():
+            figures = []
+            for each in (curve.one, curve.two, curve.half):
+                longer = {name: factor * getattr(each, name) for name in names}
+                figures.append(replace(each, **longer))
+            found[what][mode] = Curve(curve.tokens, *figures)
+    return replace(trace, block=found["attention"], rest=found["products"])
 
 
 def published(path: Path, program: str) -> list[Case]:
@@ -85,10 +126,17 @@ def published(path: Path, program: str) -> list[Case]:
         )
         counts = int(row["micro_batch"]), int(row["micro_batches"])
         knobs: dict[str, Any] = json.loads(row["knobs"] or "{}")
+        is_in_nodes = row["id"].startswith(IN_NODES)
+        if program == "nanotron":
+            trace = of_their_kernels(trace, head=ODD_HEAD)
         if stages > 1:
-            knobs["pipeline"] = {"schedule": row["schedule"], "microbatches": counts[1]}
+            knobs["pipeline"] = {
+                "schedule": row["schedule"],
+                "microbatches": counts[1],
+                "split": THEIR_CUT[stages],
+            }
         asked = SmpConfig(
-            shard_degree=int(row["shard"]),
+            shard_degree=int(row["gpus_per_node" if is_in_nodes else "shard"]),
             tensor_parallel_degree=int(row["tensor"]),
             pipeline_parallel_degree=stages,
             param_dtype="bfloat16",

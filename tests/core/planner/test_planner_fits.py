@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
-from smp_core.planner.model_trace import Figures
+from smp_core.planner.model_trace import Curve, Figures, ModelTrace
+from smp_core.planner.time import StepTime
 from tests.harness import ROOT
 
 TRUE = {"products_A100": 0.5, "link": 0.25, "launching": 2e-3}
@@ -39,6 +41,11 @@ def fits(planner: Any) -> Any:
 @pytest.fixture(scope="module")
 def megatron(planner: Any) -> Any:
     return importlib.import_module("planner_megatron")
+
+
+@pytest.fixture(scope="module")
+def rows(planner: Any) -> Any:
+    return importlib.import_module("planner_rows")
 
 
 def seconds_of(work: float, sent: float) -> Callable[[dict[str, float]], float]:
@@ -227,6 +234,59 @@ def test_two_rows_of_kempner_ran_the_batch_of_their_script(planner: Any) -> None
         {**rows[0], "gpus": gpus, "tensor": tensor} for gpus, tensor in ("22", "41")
     ]
     assert [planner.kempner_batch(row) for row in others] == [(4, 2), (4, 2)]
+
+
+def test_two_of_kempner_s_gpus_share_a_third_of_their_links(planner: Any) -> None:
+    def link(gpus: int, tensor: int) -> float:
+        return float(planner.kempner_hardware(gpus, tensor).device.link)
+
+    whole = DEVICES["h200"].link
+    assert link(4, 1) == link(32, 4) == whole
+    assert link(2, 1) == link(4, 2) == whole / 3
+
+
+def test_a_program_s_attention_and_head_take_as_long_as_is_said(rows: Any) -> None:
+    figures = Figures(
+        forward_products=1.0,
+        backward_products=2.0,
+        forward_attention=3.0,
+        backward_attention=4.0,
+        forward_moved=5.0,
+    )
+    curves = {"none": Curve(1, figures, figures, figures)}
+    trace = ModelTrace({}, 1, curves, curves, (), {})
+    found = rows.of_their_kernels(trace, attention=10.0, head=100.0)
+    block, rest = found.block["none"], found.rest["none"]
+    assert block.one == block.two == block.half
+    assert block.one == replace(figures, forward_attention=30.0, backward_attention=40)
+    assert rest.one == replace(figures, forward_products=100.0, backward_products=200.0)
+
+
+def test_nanotron_s_cut_is_that_of_its_rule(rows: Any) -> None:
+    """A block of 24 costs one, the head behind them more; the block with which the
+    costs pass a stage's share is its last."""
+    width, inner, vocabulary = 2048, 4096, 50257
+    head = vocabulary * width / (4 * width**2 + 3 * width * inner)
+    for stages, cut in rows.THEIR_CUT.items():
+        found, stage, spent = [0] * stages, 0, 0.0
+        for block in range(24):
+            found[stage] += 1
+            spent = block + 1
+            stage += spent > (24 + head) * (stage + 1) / stages
+        if not found[-1]:  # the head alone
+            found[-2:] = [found[-2] - 1, 1]
+        assert tuple(found) == cut
+
+
+def test_a_program_with_more_collectives_waits_longer_for_them(
+    rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = StepTime(1.0, 2.0, 0.0, 3.0, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(rows, "step_model", lambda *_: Mock(step=lambda *_: step))
+    predict = rows.stepped(
+        None, None, Hardware(1, 1, DEVICES["h200"], 1.0), 1, (1, 1), 2.0
+    )
+    assert predict({}) == step.total + step.tensor == 9.0
 
 
 def test_the_result_is_as_near_as_the_project_wants_it() -> None:
