@@ -78,7 +78,11 @@ from smp_core.pipeline import (
     played_of,
 )
 from smp_core.plan import Plan, Stages, router_losses, units_with
-from smp_core.sharding import ReplacedParameters, change_this_process
+from smp_core.sharding import (
+    ReplacedParameters,
+    change_this_process,
+    sync_over_samples,
+)
 from smp_core.sharding.fsdp import (
     Calls,
     ShardedUnit,
@@ -161,6 +165,7 @@ def parallelize_model(
     """
     knobs = plan.knobs
     change_this_process(mesh)
+    sync_over_samples(model, mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)
     _require_methods(model, plan)
