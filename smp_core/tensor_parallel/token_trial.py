@@ -553,6 +553,8 @@ class TokenTrial:
         """Restore random states, buffers, and attributes of all modules; hide hooks,
         casts and recomputation."""
         attributes = {module: dict(vars(module)) for module in self.block.modules()}
+        # A forward may put other tensors in their places.
+        registered = {module: dict(vars(module)["_buffers"]) for module in attributes}
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
         forked = torch.random.fork_rng(
             [device] if device.type != "cpu" else [], device_type=_kind_of(device)
@@ -590,6 +592,8 @@ class TokenTrial:
                 for module, before in attributes.items():
                     vars(module).clear()
                     vars(module).update(before)
+                    vars(module)["_buffers"].clear()
+                    vars(module)["_buffers"].update(registered[module])
                 with torch.no_grad():
                     for buffer, value in buffers:
                         buffer.copy_(value)

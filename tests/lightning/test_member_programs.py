@@ -105,11 +105,12 @@ def wrong(programs: list[Program], folder: Path) -> list[tuple[Program, str]]:
     return [(each, what) for each, what in found if what not in fine]
 
 
-CHANGED = ["batch norm"]
+CHANGED = ["batch norm", "counted", "branching"]
 # What was wrong once, and is right now.
 WRONG_ONCE: list[Program] = [
     # BatchNorm over the world: ranks of one batch counted its elements once each in the
-    # unbiased variance, and layers of other stages waited for each other.
+    # unbiased variance, and layers of other stages waited for each other. A trial, and
+    # a rehearsal, left what forwards put into buffers and attributes.
     member_program("tensor 2", members=CHANGED),
     member_program("pipeline 2, one micro-batch", members=CHANGED),
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,13 +47,33 @@ def places_of_buffers(
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the values of buffers, which forwards inside may change (statistics)."""
-    before = [
-        (module, name, buffer, buffer.clone())
-        for _, module, name, buffer in _saved(model)
+    """Restore what forwards inside may change: buffers, saved or not (statistics), and
+    plain attributes of modules (counters, a state that goes from call to call)."""
+    modules = list(model.modules())
+    attributes = [_plain(module) for module in modules]
+    registered = [dict(vars(module)["_buffers"]) for module in modules]
+    values = [
+        (tensor, tensor.clone())
+        for named in (*attributes, *registered)
+        for tensor in named.values()
+        if isinstance(tensor, torch.Tensor)
     ]
     yield
+    for module, plain, buffers in zip(modules, attributes, registered, strict=True):
+        for name in _plain(module).keys() - plain.keys():
+            del vars(module)[name]
+        vars(module).update(plain)
+        vars(module)["_buffers"].clear()
+        vars(module)["_buffers"].update(buffers)
     with torch.no_grad():
-        for module, name, buffer, value in before:
-            buffer.copy_(value)
-            setattr(module, name, buffer)
+        for tensor, value in values:
+            tensor.copy_(value)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes that are numbers, texts or tensors."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, (int, float, str, torch.Tensor))
+    }
