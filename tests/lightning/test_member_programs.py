@@ -113,11 +113,21 @@ WRONG_ONCE: list[Program] = [
     # a rehearsal, left what forwards put into buffers and attributes.
     member_program("tensor 2", members=CHANGED),
     member_program("pipeline 2, one micro-batch", members=CHANGED),
+    # An optimizer that the Trainer was given while it trained stepped nothing.
+    member_program("world", ways=["new optimizer"]),
 ]
 
 
 def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
     assert outcomes(WRONG_ONCE, tmp_path) == [None] * len(WRONG_ONCE)
+
+
+def test_what_looks_for_gradients_that_masters_have_is_named_or_refused(
+    tmp_path: Path,
+) -> None:
+    ways = ["sharpness", "clips in place of Lightning", "optimizer of its own"]
+    programs = [member_program("world", ways=[way]) for way in ways]
+    assert outcomes(programs, tmp_path) == ["named", "named", "refused"]
 
 
 def test_drawn_members_are_as_in_one_process(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,6 +59,7 @@ from smp_core.sharding.optimizer.shards import (
     WorldSharding,
     local_of,
     master_dtype,
+    say_of_callers,
 )
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
 from smp_core.torch_facts import clean_name, is_outermost, model_parameter
@@ -180,6 +182,7 @@ class Homes:
         """How many methods at work need masters in the groups."""
         self.reads_loss = False
         """Whether the optimizer's step may depend on what its closure returns."""
+        self._is_new = True
 
     @property
     def windows(self) -> list[Window]:
@@ -196,6 +199,13 @@ class Homes:
             window.close()
             if strange:
                 window.refuse_attached()
+
+    def say_where_gradients_are(self) -> None:
+        """Warn before the first step of code that looks for gradients in vain."""
+        in_stages = any(model.plan.stages is not None for model in self._models)
+        if self._is_new and (self.worlds or in_stages):
+            say_of_callers(sys._getframe(2), in_stages=not self.worlds)
+        self._is_new = False
 
     def mean_loss(self, loss: Any) -> Any:
         """Return the mean over the ranks of the loss that a closure returned: each rank
@@ -600,6 +610,7 @@ def _before_step(
     """Complete the gradients before weights are stepped: now, or when the closure has
     run its backward passes."""
     homes: Homes = optimizer._smp_homes
+    homes.say_where_gradients_are()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         homes.close_windows(optimizer)
