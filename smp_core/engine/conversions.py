@@ -81,6 +81,7 @@ from smp_core.plan import Plan, Stages, router_losses, units_with
 from smp_core.sharding import (
     ReplacedParameters,
     change_this_process,
+    require_plain_lookups,
     sync_over_samples,
 )
 from smp_core.sharding.fsdp import (
@@ -165,6 +166,7 @@ def parallelize_model(
     """
     knobs = plan.knobs
     change_this_process(mesh)
+    require_plain_lookups(model, mesh)
     sync_over_samples(model, mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)

@@ -130,6 +130,16 @@ def test_what_looks_for_gradients_that_masters_have_is_named_or_refused(
     assert outcomes(programs, tmp_path) == ["named", "named", "refused"]
 
 
+def test_what_embeddings_compute_from_own_samples_is_refused_or_named(
+    tmp_path: Path,
+) -> None:
+    places = ("replicas", "shard 2")
+    words = ("bounded", "sparse", "by frequency")
+    programs = [member_program(each, words=name) for name in words for each in places]
+    expected = ["refused", "refused", "refused", "refused", "named", "named"]
+    assert outcomes(programs, tmp_path) == expected
+
+
 def test_drawn_members_are_as_in_one_process(tmp_path: Path) -> None:
     assert wrong([draw_members(seed) for seed in range(4)], tmp_path) == []
 
