@@ -429,8 +429,8 @@ def module_of_members(program: Program) -> LightningModule:
 
 # What is beyond a place, as is said there.
 _NOT_THERE: dict[str, tuple[str, ...]] = {
-    # Each micro-batch is one forward, as without stages under accumulation.
-    "pipeline 2": ("batch norm", "counted", "branching"),
+    # Each micro-batch is a forward.
+    "pipeline 2": ("branching",),
     # States are plain parts of this rank.
     "world": ("reads states",),
     "two nodes, world": ("reads states",),

@@ -563,9 +563,7 @@ def weights_of(trainer: Trainer, module: LightningModule) -> dict[str, torch.Ten
     parallel.broadcast_buffers()
     saved = module.state_dict().keys()
     buffers = {
-        name: buffer.clone()
-        for name, buffer in module.named_buffers()
-        if name in saved
+        name: buffer.clone() for name, buffer in module.named_buffers() if name in saved
     }
     return {**weights, **buffers}
 

@@ -140,6 +140,11 @@ def test_what_embeddings_compute_from_own_samples_is_refused_or_named(
     assert outcomes(programs, tmp_path) == expected
 
 
+def test_what_forward_changes_for_each_micro_batch_is_named(tmp_path: Path) -> None:
+    program = member_program("pipeline 2", members=["batch norm", "spectral norm"])
+    assert outcomes([program], tmp_path) == ["named"]
+
+
 def test_drawn_members_are_as_in_one_process(tmp_path: Path) -> None:
     assert wrong([draw_members(seed) for seed in range(4)], tmp_path) == []
 

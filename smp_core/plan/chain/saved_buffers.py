@@ -1,7 +1,8 @@
 """The buffers that are saved with a model, and where in its chain of blocks they work.
 
-Private name: torch has no public way to ask which buffers are not saved
-(``_non_persistent_buffers_set``).
+Private names: torch has no public way to ask which buffers are not saved
+(``_non_persistent_buffers_set``), to put back one that was None (``_buffers``), and to
+ask whether a tensor without values was written to (``_version``).
 """
 
 from __future__ import annotations
@@ -46,19 +47,29 @@ def places_of_buffers(
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
+def buffers_restored(model: nn.Module) -> Iterator[list[str]]:
     """Restore what forwards inside may change: buffers, saved or not (statistics), and
-    plain attributes of modules (counters, a state that goes from call to call)."""
+    plain attributes of modules (counters, a state that goes from call to call).
+
+    Yields:
+        a list that has the names of saved buffers that were changed, at the end.
+    """
     modules = list(model.modules())
     attributes = [_plain(module) for module in modules]
     registered = [dict(vars(module)["_buffers"]) for module in modules]
     values = [
-        (tensor, tensor.clone())
-        for named in (*attributes, *registered)
-        for tensor in named.values()
-        if isinstance(tensor, torch.Tensor)
+        (buffer, buffer.clone())
+        for buffers in registered
+        for buffer in buffers.values()
+        if buffer is not None
     ]
-    yield
+    saved = {name: (each, each._version) for name, _, _, each in _saved(model)}
+    changed: list[str] = []
+    yield changed
+    for name, _, _, each in _saved(model):
+        before, version = saved.get(name, (each, each._version))
+        if each is not before or each._version != version:
+            changed.append(name)
     for module, plain, buffers in zip(modules, attributes, registered, strict=True):
         for name in _plain(module).keys() - plain.keys():
             del vars(module)[name]
@@ -66,8 +77,8 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
         vars(module)["_buffers"].clear()
         vars(module)["_buffers"].update(buffers)
     with torch.no_grad():
-        for tensor, value in values:
-            tensor.copy_(value)
+        for buffer, value in values:
+            buffer.copy_(value)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
