@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
+from smp_core.plan.chain import hooks_undone
 
 _DROPOUTS = (
     "dropout",
@@ -129,7 +130,12 @@ def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
     ]
     attributes = [(each, _plain(each)) for each in module.modules()]
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), outside:
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            outside,
+            hooks_undone(module),
+        ):
             yield
     finally:
         for each, before in attributes:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
         running_the_example as running_the_example,
         with_chain as with_chain,
     )
-    from smp_core.plan.chain.saved_buffers import buffers_restored as buffers_restored
+    from smp_core.plan.chain.saved_buffers import (
+        buffers_restored as buffers_restored,
+        hooks_undone as hooks_undone,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)
