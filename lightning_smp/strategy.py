@@ -27,8 +27,10 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smp import checkpoints
@@ -283,6 +285,20 @@ class SmpShardedStrategy(SteppingStrategy):
             make_averages(trainer, self.parallel, self.loading)
         self.setup_precision_plugin()
         self._is_set_up = True
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    @override
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        # Those of `configure_optimizers` are prepared by `setup_optimizers`; later ones
+        # are a user's, who gives the Trainer others while it trains.
+        for optimizer in optimizers if self._is_set_up else []:
+            self.parallel.prepare_optimizer(getattr(optimizer, "optimizer", optimizer))
+        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def _say_what_took_effect(self) -> None:
         if self.global_rank == 0:

@@ -140,8 +140,11 @@ def parallelize(
             plan = decided(asked.with_resolved("expert_parallel_degree", 1, why))
         # Stages are run once, whole against parts, before anything is left out.
         if plan.stages is not None:
-            rehearse(model, plan.stages)
+            changed[:] = rehearse(model, plan.stages)
         return plan
+
+    # Saved buffers that each forward changes.
+    changed: list[str] = []
 
     plan = agreed(
         asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words
@@ -152,6 +155,13 @@ def parallelize(
     elif given is None:
         _require_layout(mesh, plan)
     _warn(plan, mesh.rank)
+    if changed and plan.knobs.pipeline.microbatches != 1 and mesh.rank == 0:
+        logger.warning(
+            "pipeline.microbatches=%s: forward changes buffers (%s), here once for each micro-batch; numbers are not "
+            "those of one process, but those of accumulated batches; pipeline={'microbatches': 1} has whole ones",
+            plan.knobs.pipeline.microbatches,
+            ", ".join(changed[:2]),
+        )
     with long_wait("sharding the model", here=mesh.rank == 0):
         if given is not None:
             return adopt_sharded_model(model, mesh, plan, given)

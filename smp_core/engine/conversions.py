@@ -78,7 +78,12 @@ from smp_core.pipeline import (
     played_of,
 )
 from smp_core.plan import Plan, Stages, router_losses, units_with
-from smp_core.sharding import ReplacedParameters, change_this_process
+from smp_core.sharding import (
+    ReplacedParameters,
+    change_this_process,
+    require_plain_lookups,
+    sync_over_samples,
+)
 from smp_core.sharding.fsdp import (
     Calls,
     ShardedUnit,
@@ -166,6 +171,8 @@ def parallelize_model(
     knobs = plan.knobs
     # Hooks and parameters are noted before anything replaces them.
     change_this_process(mesh)
+    require_plain_lookups(model, mesh)
+    sync_over_samples(model, mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)
     _require_methods(model, plan)

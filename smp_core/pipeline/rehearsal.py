@@ -40,12 +40,15 @@ from smp_core.watch import innermost_user_line
 _INSTEAD = "write what needs it into a block, or into a module of its own that is called before the blocks"
 
 
-def rehearse(model: nn.Module, stages: Stages) -> None:
+def rehearse(model: nn.Module, stages: Stages) -> list[str]:
     """Run all stages of a model that is not sharded yet. Random numbers, buffers and
     modules stay as they were.
 
     Args:
         model: with values, or on the meta device: then shapes are compared.
+
+    Returns:
+        the names of saved buffers that forward changes.
 
     Raises:
         ValueError: a stage fails, or what the last one gives is not what the whole
@@ -61,7 +64,7 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
     # are.
     with (
         with_fake_values(model, refusal),
-        state_restored(model),
+        state_restored(model) as changed,
         without_router_loss(model),
         torch.no_grad(),
     ):
@@ -82,6 +85,7 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
                     "activation, what other blocks return beside it); add it to that tensor, or leave it out of what "
                     "the model gives"
                 )
+    return changed
 
 
 @contextlib.contextmanager

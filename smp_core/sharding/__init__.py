@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smp_core.sharding.batch_norm import (
         CpuSyncBatchNorm as CpuSyncBatchNorm,
         sync_batch_norm_on_cpu as sync_batch_norm_on_cpu,
+        sync_over_samples as sync_over_samples,
     )
     from smp_core.sharding.error_notes import explain as explain
     from smp_core.sharding.frozen_rules import FROZEN_STORAGE as FROZEN_STORAGE
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     )
     from smp_core.sharding.rules import (
         SHARDING as SHARDING,
+        require_plain_lookups as require_plain_lookups,
         settle_precision as settle_precision,
     )
 else:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from smp_core.cluster import SmpMesh
+
 
 class _SumOverRanks(torch.autograd.Function):
     """y = sum over ranks of x; so dL/dx, with L the sum of all ranks' losses, is the
@@ -124,3 +126,19 @@ def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         setattr(module, name, sync_batch_norm_on_cpu(child))
     return module
+
+
+def sync_over_samples(model: nn.Module, mesh: SmpMesh) -> None:
+    """Let synchronised BatchNorms, torch's or ours, add up over the ranks that have
+    other samples or tokens, where they were given no group.
+
+    Tensor ranks have the same ones, which would count several times in the unbiased
+    variance; other pipeline stages do not run this layer.
+    """
+    if mesh.tensor_degree == mesh.pipeline_degree == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, CpuSyncBatchNorm) and module.group is None:
+            module.group = mesh.gradient_group
+        elif isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            module.process_group = mesh.gradient_group

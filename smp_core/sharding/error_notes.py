@@ -62,6 +62,12 @@ _NO_LOGITS = (
     "None for them beside that loss. Called without labels it returns whole logits; compute the loss from these: "
     "labels = inputs.pop('labels'); logits = model(**inputs).logits."
 )
+_NO_STRATEGY = (
+    "torch has no such operation on a sharded parameter. Compute with the whole one, on all ranks alike, and write it "
+    "back, with torch.no_grad(): value = parameter.full_tensor(); torch.manual_seed(0); nn.init.orthogonal_(value); "
+    "parameter.copy_(value). For a norm of all gradients write trainer.strategy.parallel.clip_grad_norm_(bound), in "
+    "Lightning self.clip_gradients(optimizer, bound), under Accelerate accelerator.clip_grad_norm_(parameters, bound)."
+)
 # Signs in an error's text, as patterns; the first one that is found counts.
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _MIXED,
@@ -71,6 +77,8 @@ _NOTES = {
     "object has no attribute 'no_sync'": _NO_SYNC,
     "are out of bounds for storage of size 0": _FREED,
     "its data is not allocated yet": _NO_MEMORY,
+    "does not have a sharding strategy registered": _NO_STRATEGY,
+    "Sharding propagation failed": _NO_STRATEGY,
     "Connection closed by peer": _NOT_TOGETHER,
     "Timed out waiting": _NOT_TOGETHER,
 }

@@ -4,12 +4,14 @@ their own (given_rules)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
-from smp_core.cluster import INNER, PARTITION, Axis
+from smp_core.cluster import INNER, PARTITION, Axis, SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.plan import (
     HALF,
@@ -22,6 +24,9 @@ from smp_core.plan import (
     name_of,
 )
 from smp_core.sharding.given_rules import apart_from_given
+from smp_core.torch_facts import is_rank_0
+
+logger = logging.getLogger("smp")
 
 
 class Sharding(Subject):
@@ -357,3 +362,35 @@ def _settle_stored_dtype(draft: ModelDraft) -> bool:
 def _quantises_stored(knobs: SmpConfig) -> bool:
     """Return whether FP8 weights are quantised from the stored ones."""
     return knobs.fp8 is not None and knobs.fp8.backend == "native"
+
+
+def require_plain_lookups(model: nn.Module, mesh: SmpMesh) -> None:
+    """Check embeddings for what torch computes from a rank's own samples alone.
+
+    Raises:
+        ValueError: one changes its weights in forward, by rows that this rank looks up,
+            or has sparse gradients, which are not added up.
+    """
+    if mesh.gradient_degree == mesh.tensor_degree == mesh.pipeline_degree == 1:
+        return
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        where = f"{type(module).__name__} {path or 'the model'}"
+        if module.max_norm is not None:
+            raise ValueError(
+                f"{where} has max_norm={module.max_norm}, by which each forward changes the rows of this rank's "
+                "samples, and weights would differ from rank to rank; write max_norm=None, and behind the optimizer's "
+                "step, without gradients, weight.copy_(torch.renorm(weight, 2, 0, max_norm))"
+            )
+        if module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{where} has sparse=True, and sparse gradients are not added up over ranks; write sparse=False (and "
+                "torch.optim.Adam in the place of SparseAdam)"
+            )
+        if module.scale_grad_by_freq and is_rank_0():
+            logger.warning(
+                "%s has scale_grad_by_freq=True, which counts words in a rank's own part of the batch: gradients are "
+                "not those of one process",
+                where,
+            )

@@ -44,6 +44,7 @@ from tests.accelerate.program_parts import (
     with_lora,
 )
 from tests.accelerate.programs import Program, samples_ranks
+from tests.accelerate.rare_parts import CALLBACKS as RARE, with_adapter
 from tests.accelerate.trainers import whole_weights
 from tests.core.tensor_parallel.model_cases import Wide, wide_when_computed_again
 
@@ -161,7 +162,7 @@ def make_trainer(
         callbacks.append(
             EarlyStoppingCallback(1)
             if name == "early stopping"
-            else CALLBACKS[name](recorder, tokens)
+            else {**CALLBACKS, **RARE}[name](recorder, tokens)
         )
     # The first rank's weights are everyone's. What Trainer calls again seeds the order
     # of samples too.
@@ -177,6 +178,8 @@ def make_trainer(
             next(
                 parameter for parameter in made.parameters() if parameter.ndim > 1
             ).requires_grad_(False)
+        if "adapter" in program:
+            return with_adapter(made, program["adapter"])
         return with_lora(made) if "lora" in program["extras"] else made
 
     model = None if "model init" in program["extras"] else make()
@@ -346,7 +349,7 @@ def _files(trainer: Trainer, program: Program, folder: Path) -> dict[str, Any]:
     for path in [*_checkpoints(folder), folder / "final"]:
         if not path.is_dir():
             continue
-        if "lora" in program["extras"]:
+        if "lora" in program["extras"] or "adapter" in program:
             found[path.name] = {
                 "weights": load_file(path / "adapter_model.safetensors")
             }

@@ -559,7 +559,13 @@ def weights_of(trainer: Trainer, module: LightningModule) -> dict[str, torch.Ten
     from tests.core.pipeline.cases import of_all_stages
 
     weights = of_all_stages(parallel, dict(module.named_parameters()))
-    return {**weights, "net.back.weight": weights["net.front.weight"]}  # tied
+    weights.setdefault("net.back.weight", weights["net.front.weight"])  # tied
+    parallel.broadcast_buffers()
+    saved = module.state_dict().keys()
+    buffers = {
+        name: buffer.clone() for name, buffer in module.named_buffers() if name in saved
+    }
+    return {**weights, **buffers}
 
 
 def table(trainer: Trainer) -> list[dict[str, str]]:

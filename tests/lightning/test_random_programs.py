@@ -4,21 +4,19 @@ or are refused in words."""
 from __future__ import annotations
 
 import logging
-import math
 import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.harness import run_ranks
 from tests.lightning.axis_programs import draw_over_axes, module_over_axes
+from tests.lightning.differences import differences
 from tests.lightning.program_lives import draw_lives, live, rest_of
 from tests.lightning.programs import Program, draw, module_of, run
 
-TOLERANCE = 1e-9
 LIMIT = 240  # seconds, besides 30 for each program
 
 
@@ -37,42 +35,6 @@ def on_ranks(programs: list[tuple[Program, str]]) -> list[dict[str, Any] | str]:
         except Exception as error:  # the same on all ranks
             found.append("".join(traceback.format_exception(error)))
     return found
-
-
-def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
-    """Where two results differ, numbers by more than the tolerance."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        lines = [f"{path}: only one has {key}" for key in ours.keys() ^ theirs.keys()]
-        for key in theirs:
-            lines += (
-                differences(ours[key], theirs[key], f"{path} / {key}")
-                if key in ours
-                else []
-            )
-        return lines
-    if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
-        if len(ours) != len(theirs):
-            return [
-                f"{path}: {len(ours)} items, in one process {len(theirs)}: {ours} {theirs}"
-            ]
-        lines = []
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            lines += differences(one, other, f"{path} / {number}")
-        return lines
-    if torch.is_tensor(theirs):
-        same = ours.shape == theirs.shape and torch.allclose(
-            ours, theirs, rtol=0, atol=TOLERANCE
-        )
-        return (
-            [] if same else [f"{path}: tensors are {(ours - theirs).abs().max()} apart"]
-        )
-    try:
-        same = math.isclose(
-            float(ours), float(theirs), rel_tol=0, abs_tol=TOLERANCE
-        ) or str(ours) == str(theirs)
-    except (TypeError, ValueError):
-        same = ours == theirs
-    return [] if same else [f"{path}: {ours}, in one process {theirs}"]
 
 
 def problems(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ from smp_core.sharding.optimizer.shards import (
     WorldSharding,
     local_of,
     master_dtype,
+    say_of_callers,
     sharded_states,
 )
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
@@ -186,6 +188,7 @@ class Homes:
         """How many methods at work need masters in the groups."""
         self.reads_loss = False
         """Whether the optimizer's step may depend on what its closure returns."""
+        self._is_new = True
 
     @property
     def windows(self) -> list[Window]:
@@ -203,6 +206,13 @@ class Homes:
             window.close()
             if strange:
                 window.refuse_attached()
+
+    def say_where_gradients_are(self) -> None:
+        """Warn before the first step of code that looks for gradients in vain."""
+        in_stages = any(model.plan.stages is not None for model in self._models)
+        if self._is_new and (self.worlds or in_stages):
+            say_of_callers(sys._getframe(2), in_stages=not self.worlds)
+        self._is_new = False
 
     def mean_loss(self, loss: Any) -> Any:
         """Return the mean over the ranks of the loss that a closure returned: each rank
@@ -631,6 +641,7 @@ def _before_step(
     """Complete the gradients before weights are stepped: now, or when the closure has
     run its backward passes."""
     homes: Homes = optimizer._smp_homes
+    homes.say_where_gradients_are()
     # args[0] is the optimizer itself; a closure comes behind it, or by name.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:

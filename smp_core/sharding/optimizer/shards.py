@@ -29,11 +29,13 @@ finer than parameters, and ``load_state_dict`` takes the own part.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_core.checkpoint import (
     Path,
@@ -61,6 +64,31 @@ from smp_core.torch_facts import (
     stands_for,
     with_host_master,
 )
+
+_worlds: weakref.WeakSet[WorldSharding] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Look at the optimizers that step from now on."""
+    register_optimizer_step_pre_hook(_refuse_unprepared)
+
+
+def _refuse_unprepared(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse an optimizer that would step nothing: it has the parameters themselves,
+    which receive no gradients."""
+    if not hasattr(optimizer, "_smp_homes") and any(
+        world.has_master(parameter)
+        for world in _worlds
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
+        raise ValueError(
+            f"{type(optimizer).__name__} was not prepared, and with optimizer_shard='world' parameters have no "
+            "gradients that it could step; write parallel.prepare_optimizer(optimizer) (in Lightning return it from "
+            "configure_optimizers, under Accelerate prepare it with the model), or optimizer_shard='shard'"
+        )
+
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so
@@ -340,6 +368,11 @@ class WorldSharding:
             for shard in self.shards
             for i, parameter in enumerate(shard.parameters)
         }
+        _watch_steps()
+        _worlds.add(self)
+
+    def has_master(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._place
 
     def stepped(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return what an optimizer steps in the place of parameters: their masters,
@@ -612,22 +645,72 @@ def say_where_gradients_are(
         logging.getLogger("smp").warning(said, " and ".join(found), *handles)
 
 
+def say_of_callers(frame: FrameType | None, *, in_stages: bool = False) -> None:
+    """Do the same of the code that calls an optimizer's step, from ``frame`` outwards.
+
+    A loop of the user's own is such code, and a step of Lightning's manual
+    optimization. What a trainer's loop was called by is not.
+    """
+    functions: list[Callable[..., Any]] = []
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_LOOPS):
+            break
+        # Between the user's line and here; a hook has been named before.
+        is_of_library = module.split(".")[0] in _LIBRARIES
+        if not is_of_library and frame.f_code not in _named:
+            functions.append(_Caller(frame.f_code))
+        frame = frame.f_back
+    say_where_gradients_are(functions, in_stages=in_stages)
+
+
+class _Caller:
+    """A frame's code, in the form of the function that it belongs to."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.__code__ = code
+        # Python 3.10 has no qualified names of code.
+        self.__qualname__ = getattr(code, "co_qualname", code.co_name)
+
+    def __call__(self) -> None:
+        raise NotImplementedError
+
+
+_LOOPS = ("lightning.pytorch.loops", "pytorch_lightning.loops", "transformers.")
+_LIBRARIES = (
+    "torch", "functools", "contextlib", "smp_core", "lightning_smp", "accelerate_smp",
+    "lightning", "pytorch_lightning", "accelerate",
+)  # fmt: skip
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+# Hooks that were named when a run began.
+_named: weakref.WeakSet[CodeType] = weakref.WeakSet()
+
+
 def _names_gradients(hook: Callable[..., Any]) -> bool:
     code = getattr(inspect.unwrap(hook), "__code__", None)
-    # A hook may be wrapped (functools.wraps): the code of the innermost counts.
-    names = set() if code is None else {*_names_in(code)}
-    # What clips through the handle finds the masters itself. Only names are known here.
-    by_handle = not names.isdisjoint(("parallel", "accelerator"))
-    clips = not by_handle and not names.isdisjoint(
-        ("clip_grad_norm_", "clip_grad_value_")
-    )
-    return clips or ("grad" in names and "stepped" not in names)
+    if code is None:
+        return False
+    found = _reads_gradients(code)
+    if found and not isinstance(hook, _Caller):
+        _named.add(code)
+    return found
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code reads, with those of functions inside of
-    it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+def _reads_gradients(code: CodeType) -> bool:
+    """Return whether code, or a function inside of it, clips by torch's functions or
+    takes an attribute ``grad``."""
+    owner = None
+    names: set[Any] = set()
+    for each in dis.get_instructions(code):
+        name = each.argval if isinstance(each.argval, str) else None
+        is_attribute = each.opname.endswith(("_ATTR", "_METHOD"))
+        # Methods of that name of a handle, a window or an accelerator find the masters.
+        if name in _CLIPS and (not is_attribute or owner in ("utils", "clip_grad")):
+            return True
+        if is_attribute and not (name == "grad" and owner in ("autograd", "func")):
+            names.add(name)
+        owner = name
+    if "grad" in names and "stepped" not in names:
+        return True
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return any(map(_reads_gradients, inner))
