@@ -234,7 +234,8 @@ class SmpShardedStrategy(SteppingStrategy):
                 init_fn=self._init_fn,
             )
             self.config = self._parallel.config
-            self._say_what_took_effect()
+            if self.global_rank == 0:
+                print(self.parallel.report(), file=sys.stderr, flush=True)
         else:
             if trainer.state.fn == TrainerFn.FITTING:
                 check_layer_sync(module, self._layer_sync)
@@ -283,10 +284,6 @@ class SmpShardedStrategy(SteppingStrategy):
             make_averages(trainer, self.parallel, self.loading)
         self.setup_precision_plugin()
         self._is_set_up = True
-
-    def _say_what_took_effect(self) -> None:
-        if self.global_rank == 0:
-            print(self.parallel.report(), file=sys.stderr, flush=True)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
