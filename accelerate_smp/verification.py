@@ -130,7 +130,8 @@ class _Recording:
 
             accelerators.resolve_config = resolved
             # These compare the script's own degrees with the run.
-            accelerators.check_world = accelerators.check_degree = lambda *_: None
+            accelerators.check_world = lambda *_: None
+            accelerators.check_degree = lambda *_: None
 
     def _made(
         self, original: Any, accelerator: SmpAccelerator, *args: Any, **kwargs: Any

@@ -236,7 +236,8 @@ class SmpShardedStrategy(SteppingStrategy):
                 init_fn=self._init_fn,
             )
             self.config = self._parallel.config
-            self._say_what_took_effect()
+            if self.global_rank == 0:
+                print(self.parallel.report(), file=sys.stderr, flush=True)
         else:
             if trainer.state.fn == TrainerFn.FITTING:
                 check_layer_sync(module, self._layer_sync)
@@ -299,10 +300,6 @@ class SmpShardedStrategy(SteppingStrategy):
         for optimizer in optimizers if self._is_set_up else []:
             self.parallel.prepare_optimizer(getattr(optimizer, "optimizer", optimizer))
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-
-    def _say_what_took_effect(self) -> None:
-        if self.global_rank == 0:
-            print(self.parallel.report(), file=sys.stderr, flush=True)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
