@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
-import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -204,7 +204,7 @@ class Homes:
         """Warn before the first step of code that looks for gradients in vain."""
         in_stages = any(model.plan.stages is not None for model in self._models)
         if self._is_new and (self.worlds or in_stages):
-            say_of_callers(sys._getframe(2), in_stages=not self.worlds)
+            say_of_callers(inspect.currentframe(), in_stages=not self.worlds)
         self._is_new = False
 
     def mean_loss(self, loss: Any) -> Any:
