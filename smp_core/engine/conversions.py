@@ -706,8 +706,7 @@ def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
 
 
 def compile_blocks(model: nn.Module, plan: Plan) -> None:
-    """Compile the blocks that the plan names, in place. Those that were compiled before
-    stay as they are.
+    """Compile the plan's blocks, in place; compiled ones stay as they are.
 
     A graph of a whole sharded model would have the hooks that gather in it. Blocks are
     compiled after they were told to recompute, so that the compiler sees which values

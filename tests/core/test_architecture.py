@@ -600,6 +600,8 @@ NO_CONVERSIONS = {
         "Traffic",
         "Calls",
         "ReplacedParameters",
+        "require_plain_lookups",
+        "sync_over_samples",
         "ParallelModel",
         "DelayedInit",
     ),

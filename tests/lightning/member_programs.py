@@ -427,18 +427,24 @@ def module_of_members(program: Program) -> LightningModule:
     return type("Program", (*ways, OfMembers), methods)(program)
 
 
-# What is beyond a place, as is said there.
+# What is beyond a place, and what is not as it should be yet.
 _NOT_THERE: dict[str, tuple[str, ...]] = {
-    # Each micro-batch is a forward.
-    "pipeline 2": ("branching",),
-    # States are plain parts of this rank.
-    "world": ("reads states",),
-    "two nodes, world": ("reads states",),
+    # Each micro-batch is a forward; a step calls the model once.
+    "pipeline 2": ("branching", "hidden"),
+    "pipeline 2, one micro-batch": ("hidden",),
+    # A part of the tokens is a part of this rank's; attention over split sequences has
+    # no second derivative, and no trial inside of a compiled step.
+    "context 2": ("two shapes", "gradient penalty", "compiled step"),
+    # States are plain parts of this rank; nothing steps that could be looked at.
+    "world": ("reads states", "steps weights"),
+    "two nodes, world": ("reads states", "steps weights"),
 }
+# Gradients of parameters that torch.autograd.grad returns are this rank's own.
+_NOWHERE = ("gradients by hand", "skips steps")
 
 
 def is_there(place: str, name: str) -> bool:
-    return name not in _NOT_THERE.get(place, ())
+    return name not in (*_NOWHERE, *_NOT_THERE.get(place, ()))
 
 
 def draw_members(seed: int) -> Program:
