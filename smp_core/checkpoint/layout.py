@@ -92,6 +92,15 @@ class FileRecord:
     header_bytes: int = 0
     header_digest: str = ""
 
+    def size_problem(self, where: str, size: int) -> str | None:
+        """Describe how a file's size differs from the recorded one; None where it does
+        not."""
+        if size == self.bytes:
+            return None
+        return (
+            f"{where} has {size} bytes, the manifest says {self.bytes}: it is damaged"
+        )
+
 
 @dataclass(frozen=True)
 class Chunk:

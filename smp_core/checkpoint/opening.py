@@ -167,11 +167,10 @@ class OpenCheckpoint:
         except FileNotFoundError:
             self.same_save()
             raise CheckpointError(f"{where} is missing") from None
-        if size != record.bytes:
+        problem = record.size_problem(where, size)
+        if problem is not None:
             self.same_save()
-            raise CheckpointError(
-                f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
-            )
+            raise CheckpointError(problem)
         if digest_of(data, self.manifest.algorithm) != record.digest:
             self.same_save()
             raise CheckpointError(

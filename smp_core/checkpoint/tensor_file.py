@@ -199,11 +199,9 @@ class TensorFile:
             raise
 
     def _check(self, record: FileRecord, algorithm: str) -> None:
-        if self.file.bytes != record.bytes:
-            size = self.file.bytes
-            raise CheckpointError(
-                f"{self.where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
-            )
+        problem = record.size_problem(self.where, self.file.bytes)
+        if problem is not None:
+            raise CheckpointError(problem)
         # The header names file and save, so its digest finds a file that was exchanged.
         header = bytearray(record.header_bytes)
         self.file.read_into(0, memoryview(header))
