@@ -20,8 +20,8 @@ _CHANGING = (list, deque, dict, Tensor)  # in place
 
 @dataclass(frozen=True)
 class _Items:
-    """What a list has from a place on, and changes inside of the lists and dicts before
-    it, by their places."""
+    """The items of a list from a place on, and changes inside of the lists and dicts
+    before it, by their places."""
 
     begin: int
     more: list[Any]
