@@ -20,7 +20,7 @@ _CHANGING = (list, deque, dict, Tensor)  # in place
 
 @dataclass(frozen=True)
 class _Items:
-    """Items that a list has from a place on, and changes inside of the lists and dicts
+    """The items of a list from a place on, and changes inside of the lists and dicts
     before it, by their places."""
 
     begin: int
