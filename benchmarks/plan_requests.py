@@ -94,6 +94,7 @@ WATCHED: dict[str, Any] = {
 one, all are out of date."""
 
 LARGEST, RUNS = "8b-1024", 2
+MOST_FLIPS = 1  # of a request, on the page
 
 PUBLISHED = {"bf16": 2.03, "fp8": 3.05}
 """Samples per second of Llama 3.1 8B on one p5.48xlarge: context 8, sequences of 16,384
@@ -314,14 +315,14 @@ def _details(answers: dict[str, Any]) -> list[str]:
                 f"{pick['layout']}: the simplest within {fastest['band']:.0%} of the fastest, {fastest['layout']}, "
                 f"which would save {saved:.1%} of a step by the model's own count."
             )
-        flips = answer["flips"]
+        flips = answer["flips"][:MOST_FLIPS]
         changes = (
             "; ".join(flips)
             if flips
             else "no share of a rate changes the axes, or the nodes of a partition group"
         )
         lines += [
-            f"{why} {answer['waits']}",
+            f"{why} {answer['waits'].partition(' Stages are uneven')[0]}",
             "",
             f"**What would flip it:** {changes}.",
             "",

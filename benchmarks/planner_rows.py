@@ -93,7 +93,7 @@ def of_their_kernels(
     """Return the trace of a program whose attention, or whose head's products, take so
     many times as long as ours."""
     slower = {"attention": (trace.block, attention), "products": (trace.rest, head)}
-    found = {}
+    found: dict[str, dict[str, Curve]] = {}
     for what, (curves, factor) in slower.items():
         names = [f"{way}_{what}" for way in ("forward", "backward")]
         found[what] = {}
