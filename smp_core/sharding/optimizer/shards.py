@@ -697,20 +697,28 @@ def _names_gradients(hook: Callable[..., Any]) -> bool:
 
 
 def _reads_gradients(code: CodeType) -> bool:
-    """Return whether code, or a function inside of it, clips by torch's functions or
-    takes an attribute ``grad``."""
-    owner = None
-    names: set[Any] = set()
+    """Return whether code, with the functions inside of it, clips by torch's functions
+    or takes an attribute ``grad``."""
+    clips, attributes = _clips_and_attributes(code)
+    return clips or ("grad" in attributes and "stepped" not in attributes)
+
+
+def _clips_and_attributes(code: CodeType) -> tuple[bool, set[str]]:
+    """Return whether code clips by torch's functions, and the attributes it takes."""
+    clips, attributes, owner = False, set[str](), None
     for each in dis.get_instructions(code):
         name = each.argval if isinstance(each.argval, str) else None
         is_attribute = each.opname.endswith(("_ATTR", "_METHOD"))
         # Methods of that name of a handle, a window or an accelerator find the masters.
         if name in _CLIPS and (not is_attribute or owner in ("utils", "clip_grad")):
-            return True
-        if is_attribute and not (name == "grad" and owner in ("autograd", "func")):
-            names.add(name)
+            clips = True
+        of_autograd = name == "grad" and owner in ("autograd", "func")
+        if is_attribute and name is not None and not of_autograd:
+            attributes.add(name)
         owner = name
-    if "grad" in names and "stepped" not in names:
-        return True
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return any(map(_reads_gradients, inner))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            clips_inside, taken = _clips_and_attributes(inner)
+            clips = clips or clips_inside
+            attributes |= taken
+    return clips, attributes
