@@ -377,7 +377,9 @@ def require_plain_lookups(model: nn.Module, mesh: SmpMesh) -> None:
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         where = f"{type(module).__name__} {path or 'the model'}"
-        if module.max_norm is not None:
+        # Tensor ranks alone look up the same rows.
+        has_other_rows = mesh.gradient_degree > 1 or mesh.pipeline_degree > 1
+        if module.max_norm is not None and has_other_rows:
             raise ValueError(
                 f"{where} has max_norm={module.max_norm}, by which each forward changes the rows of this rank's "
                 "samples, and weights would differ from rank to rank; write max_norm=None, and behind the optimizer's "

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         ShardedGradScaler as ShardedGradScaler,
         scale_in_stages as scale_in_stages,
     )
+    from smp_core.sharding.optimizer.gradient_readers import (
+        say_where_gradients_are as say_where_gradients_are,
+    )
     from smp_core.sharding.optimizer.kinds import (
         register_elementwise as register_elementwise,
         register_tensorwise as register_tensorwise,
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
         like as like,
         local_of as local_of,
         master_dtype as master_dtype,
-        say_where_gradients_are as say_where_gradients_are,
     )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

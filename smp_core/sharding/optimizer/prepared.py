@@ -41,6 +41,7 @@ from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
+from smp_core.sharding.optimizer.gradient_readers import say_of_callers
 from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
 from smp_core.sharding.optimizer.kinds import (
     derive,
@@ -56,7 +57,6 @@ from smp_core.sharding.optimizer.shards import (
     WorldSharding,
     local_of,
     master_dtype,
-    say_of_callers,
     sharded_states,
 )
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached

@@ -23,10 +23,10 @@ from tests.harness import run_ranks
 
 
 class Unplanned(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, max_norm: float | None = None) -> None:
         super().__init__()
         self.up = nn.Conv1d(4, 4, 1)
-        self.words = nn.Embedding(6, 4, max_norm=1.0)
+        self.words = nn.Embedding(6, 4, max_norm=max_norm)
         self.dummy_inputs = torch.zeros(1, 4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def falcon(**changes: Any) -> nn.Module:
         ),
         (PlainModel, {"*.up": "replicate"}, "splits no layer"),
         (Unplanned, {"up": "column"}, r"up \(Conv1d\) is no linear layer.*'replicate'"),
-        (Unplanned, {"words": "vocabulary"}, r"max_norm.*'replicate'"),
+        (lambda: Unplanned(1.0), {"words": "vocabulary"}, r"max_norm.*'replicate'"),
         (
             lambda: nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True)),
             {"0": "vocabulary"},
