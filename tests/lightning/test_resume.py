@@ -39,6 +39,7 @@ def one_rank_world() -> Iterator[None]:
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
+        "SMP_RANKS_PER_NODE": "1",
     }
     with patch.dict(os.environ, environment):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
