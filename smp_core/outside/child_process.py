@@ -3,6 +3,7 @@ another module, run as a program."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -27,7 +28,15 @@ def ask_child(module: str, question: Any, failed: str) -> Any:
         asked.write_bytes(pickle.dumps(question))
         # Warnings of imports are not the child's answer.
         command = [sys.executable, "-W", "ignore", "-m", module, str(asked), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # It can import what its parent can, from wherever that was started.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
         # No answer: the child's last line on stderr is its error.
         if not out.exists():
             last = done.stderr.strip().splitlines()[-1:] or [
