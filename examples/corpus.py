@@ -78,7 +78,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """Tell whether the file belongs to validation: decided by its name alone; no
+        """Return whether the file belongs to validation: decided by its name alone; no
         other file can change it."""
         return _fraction("split:" + self.name) < VALIDATION_SHARE
 

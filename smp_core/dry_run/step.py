@@ -122,17 +122,6 @@ class _Rank:
 
     # The storages of each kind
 
-    def parameters(self) -> list[torch.Tensor]:
-        # Shards are the units' own; replicated parameters the plan names.
-        parallel = self.parallel
-        if not parallel.units:
-            return list(parallel.module.parameters())
-        named = dict(parallel.module.named_parameters())
-        sharded = [
-            parameter for unit in parallel.units for parameter in unit.parameters()
-        ]
-        return [*sharded, *(named[name] for name in parallel.plan.replicated)]
-
     def states(self) -> list[torch.Tensor]:
         entries = [
             value
@@ -156,7 +145,11 @@ class _Rank:
         return [tensor for unit in self.parallel.units for tensor in unit.unsharded()]
 
     def gradients(self) -> list[torch.Tensor]:
-        own = [each.grad for each in self.parameters() if each.grad is not None]
+        own = [
+            each.grad
+            for each in self.parallel.stored_parameters()
+            if each.grad is not None
+        ]
         # Between passes gradients are unsharded, in a window, or both.
         unsharded = [
             gradient
@@ -323,12 +316,15 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
     with Allocations([]):
         rank.step()
     tensors = [
-        *rank.parameters(),
+        *rank.parallel.stored_parameters(),
         *rank.parallel.module.buffers(),
         *rank.states(),
         *rank.unsharded(),
     ]
-    before, rank.stored = _storages(tensors), _storages(rank.parameters())
+    before, rank.stored = (
+        _storages(tensors),
+        _storages(rank.parallel.stored_parameters()),
+    )
     # The second finds the instant of the peak, the third what is there then.
     with Allocations(before, inside=attention.INSIDE) as first:
         rank.step()

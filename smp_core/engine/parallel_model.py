@@ -96,6 +96,17 @@ class ParallelModel:
         """The knobs in effect, with what was asked and why."""
         return self.plan.knobs
 
+    def stored_parameters(self) -> list[Tensor]:
+        """List the shards and the replicated parameters, also where
+        ``module.parameters()`` has unsharded ones in between."""
+        # Without units everything is replicated.
+        if not self.units:
+            return list(self.module.parameters())
+        # Sharded parameters are the units'; replicated ones the plan names.
+        named = dict(self.module.named_parameters())
+        shards = [parameter for unit in self.units for parameter in unit.parameters()]
+        return [*shards, *(named[name] for name in self.plan.replicated)]
+
     def run_as_forward(
         self, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -123,8 +134,8 @@ class ParallelModel:
         Raises:
             ValueError: it is no module of the model.
         """
-        names = {id(module): name for name, module in self.module.named_modules()}
-        name = names.get(id(submodule))
+        named = self.module.named_modules()
+        name = next((name for name, module in named if module is submodule), None)
         if name is None:
             raise ValueError(
                 f"parallel.call({type(submodule).__name__}): it is no module of the sharded "

@@ -102,7 +102,7 @@ class MemoryReport:
         self._peak = {}
         self._parameters = {
             local_part(parameter).untyped_storage().data_ptr()
-            for parameter in self._own_parameters()
+            for parameter in self._parallel.stored_parameters()
         }
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -150,20 +150,6 @@ class MemoryReport:
         return sum(size for size, _ in self._held.values()) + parked
 
     # The memory that is held
-
-    def _own_parameters(self) -> list[Tensor]:
-        """List the shards and the replicated parameters; ``module.parameters()`` has
-        unsharded ones in between."""
-        parallel = self._parallel
-        # Without units everything is replicated.
-        if not parallel.units:
-            return list(parallel.module.parameters())
-        # Sharded parameters are the units'; replicated ones the plan names.
-        named = dict(parallel.module.named_parameters())
-        shards = [
-            parameter for unit in parallel.units for parameter in unit.parameters()
-        ]
-        return [*shards, *(named[name] for name in parallel.plan.replicated)]
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # The holder lives as long as the graph needs the tensor.
@@ -219,7 +205,7 @@ class MemoryReport:
         everything_offloaded = self._parallel.config.state_offload == "all"
         on_device = [
             p
-            for p in self._own_parameters()
+            for p in self._parallel.stored_parameters()
             if not (everything_offloaded and isinstance(p, DTensor))
         ]
         gradients = [p.grad for p in on_device if p.grad is not None]
@@ -250,7 +236,9 @@ class MemoryReport:
         # Parameters, their gradients and the states are there.
         if self._parallel.config.state_offload == "all":
             host["optimizer"] = self._state_bytes()
-            sharded = [p for p in self._own_parameters() if isinstance(p, DTensor)]
+            sharded = [
+                p for p in self._parallel.stored_parameters() if isinstance(p, DTensor)
+            ]
             host["parameters"] = sum(map(_bytes, sharded))
             host["gradients"] = sum(
                 _bytes(p.grad) for p in sharded if p.grad is not None

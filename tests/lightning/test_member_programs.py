@@ -4,7 +4,6 @@ what has no effect is named."""
 
 from __future__ import annotations
 
-import logging
 import traceback
 import warnings
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.lightning.member_programs import (
     module_of_members,
 )
 from tests.lightning.programs import Program, run
+from tests.logged import warnings_said
 
 LIMIT = 240  # seconds, besides 30 for each program
 # Errors of ours name what was written, and what to type.
@@ -37,20 +37,15 @@ def on_ranks(programs: list[tuple[Program, str]]) -> list[dict[str, Any] | str]:
     warnings.filterwarnings("ignore")
     found: list[dict[str, Any] | str] = []
     for program, folder in programs:
-        said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[misc]
-        logging.getLogger("smp").addHandler(handler)
         try:
-            shown = run(program, folder, make=module_of_members)
+            with warnings_said() as said:
+                shown = run(program, folder, make=module_of_members)
             found.append({**shown, "said": said})
         except Exception as error:
             notes = "".join(traceback.format_exception(error))
             refused = isinstance(error, REFUSALS) or "torch-smp: " in notes
             words = any(each in notes for each in WAYS_OUT)
             found.append(f"refused: {error}" if refused and words else notes)
-        finally:
-            logging.getLogger("smp").removeHandler(handler)
     return found
 
 

@@ -3,7 +3,6 @@ or are refused in words."""
 
 from __future__ import annotations
 
-import logging
 import traceback
 import warnings
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.lightning.axis_programs import draw_over_axes, module_over_axes
 from tests.lightning.differences import differences
 from tests.lightning.program_lives import draw_lives, live, rest_of
 from tests.lightning.programs import Program, draw, module_of, run
+from tests.logged import warnings_said
 
 LIMIT = 240  # seconds, besides 30 for each program
 
@@ -226,12 +226,9 @@ def said_of_gradients(programs: list[tuple[Program, str]]) -> list[list[str]]:
     """What is said on this rank of gradients, in each of the programs."""
     found: list[list[str]] = []
     for program, folder in programs:
-        said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[misc]
-        logging.getLogger("smp").addHandler(handler)
-        run(program, folder, make=module_over_axes if "axes" in program else module_of)
-        logging.getLogger("smp").removeHandler(handler)
+        make = module_over_axes if "axes" in program else module_of
+        with warnings_said() as said:
+            run(program, folder, make=make)
         found.append([line for line in said if "gradients" in line])
     return found
 

@@ -4,7 +4,6 @@ refused."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from tests.core.scenarios import parallel_model
 from tests.core.sharding.prepared_runs import batch, net
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 STEPS_WORLD = {"shard_degree": 1, "optimizer_shard": "world"}
 
@@ -65,19 +65,13 @@ def words(knobs: dict[str, Any]) -> list[list[str]]:
     """What each loop is told on this rank."""
     found: list[list[str]] = []
     for loop in LOOPS:
-        said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[misc]
         model = net()
         parallel = parallel_model(model, **knobs)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         parallel.prepare_optimizer(optimizer)
-        logging.getLogger("smp").addHandler(handler)
-        try:
+        with warnings_said() as said:
             for step in range(2):
                 loop(model, parallel, optimizer, batch(step, dist.get_rank()))
-        finally:
-            logging.getLogger("smp").removeHandler(handler)
         found.append([line for line in said if "no gradients on parameters" in line])
     return found
 
