@@ -6,10 +6,15 @@ ShardedGradScaler overrides for the same reason; no public one is nearer. A non-
 gradient is seen by all: DTensor reduces the finding over the ranks that hold parts,
 replicas hold equal gradients, and plain gradients are equal on every rank. Pipeline
 stages tell one another.
+
+A scaler that a loop makes itself becomes such a one when it first meets a prepared
+optimizer: torch's would pass over gradients of masters, which are stepped with the
+scale still in them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.sharding.optimizer.prepared import stepped_by
+from smp_core.sharding.optimizer.prepared import Homes, stepped_by
 from smp_core.sharding.optimizer.shards import mesh_of
 from smp_core.torch_facts import model_parameter
 
@@ -68,6 +73,63 @@ class ShardedGradScaler(torch.amp.GradScaler):
             for other in found.values():
                 other.copy_(flag)
         return found
+
+
+@functools.cache
+def take_scalers() -> None:
+    """Let every gradient scaler of this process unscale what prepared optimizers step,
+    from the first call of its public methods on."""
+    for name in ("unscale_", "step"):
+        method = getattr(torch.amp.GradScaler, name)
+        setattr(torch.amp.GradScaler, name, _taking(method))
+
+
+def _taking(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def taking(
+        self: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # Accelerate's wrapper of an optimizer has the prepared one inside.
+        own = getattr(optimizer, "optimizer", optimizer)
+        homes: Homes | None = getattr(own, "_smp_homes", None)
+        if homes is not None and self.is_enabled():
+            _become_sharded(self, homes)
+        return method(self, optimizer, *args, **kwargs)
+
+    return taking
+
+
+def _become_sharded(scaler: Any, homes: Homes) -> None:
+    """Make a scaler unscale sharded and plain gradients, and those of masters.
+
+    Raises:
+        ValueError: it unscales in a way of its own, which cannot find the gradients.
+    """
+    kind = type(scaler)
+    if not isinstance(scaler, ShardedGradScaler):
+        # FSDP's own scaler, say, goes through the groups by itself.
+        if kind._unscale_grads_ is not torch.amp.GradScaler._unscale_grads_:
+            if homes.worlds or homes.in_stages:
+                raise ValueError(
+                    f"a gradient scaler of class {kind.__name__} unscales in a way of its own, which does not find all "
+                    "gradients under optimizer_shard='world' and pipeline_parallel_degree; use torch.amp.GradScaler"
+                )
+            return
+        scaler.__class__ = _sharded(kind)
+    scaler.in_stages = scaler.in_stages or homes.in_stages
+
+
+@functools.cache
+def _sharded(kind: Any) -> Any:
+    if kind is torch.amp.GradScaler:
+        return ShardedGradScaler
+    # What a user's class does besides stays.
+    return type(
+        kind.__name__, (ShardedGradScaler, kind), {"__module__": kind.__module__}
+    )
 
 
 def scale_in_stages(scaler: torch.amp.GradScaler | None) -> Callable[[Tensor], Tensor]:

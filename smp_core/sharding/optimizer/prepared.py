@@ -198,6 +198,10 @@ class Homes:
     def worlds(self) -> list[WorldSharding]:
         return [window.world for window in self.windows if window.world is not None]
 
+    @property
+    def in_stages(self) -> bool:
+        return any(model.plan.stages is not None for model in self._models)
+
     def close_windows(self, optimizer: Optimizer) -> None:
         """Complete the gradients before the optimizer steps. Collective."""
         # What is of no unit was attached since: the window asks the other ranks, too.
@@ -209,8 +213,7 @@ class Homes:
 
     def say_where_gradients_are(self) -> None:
         """Warn before the first step of code that looks for gradients in vain."""
-        in_stages = any(model.plan.stages is not None for model in self._models)
-        if self._is_new and (self.worlds or in_stages):
+        if self._is_new and (self.worlds or self.in_stages):
             say_of_callers(inspect.currentframe(), in_stages=not self.worlds)
         self._is_new = False
 

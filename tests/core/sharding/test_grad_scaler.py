@@ -10,6 +10,16 @@ import torch.distributed as dist
 from smp_core.sharding.optimizer.grad_scaler import ShardedGradScaler
 from tests.core.equivalence import build, full_weights
 from tests.core.models import global_batches, loss_of
+from tests.core.sharding.prepared_runs import (
+    LAYOUTS,
+    WORLD,
+    batch,
+    difference,
+    net,
+    own_batch,
+    sharded,
+    weights,
+)
 from tests.harness import run_ranks
 
 
@@ -59,3 +69,71 @@ def test_finite_gradients_are_unscaled_once() -> None:
             (after[name] - value).abs().max() <= 1e-12
             for name, value in expected.items()
         )
+
+
+class _Counting(torch.amp.GradScaler):
+    """A class of the user's, which does something besides."""
+
+    steps = 0
+
+    def step(self, optimizer: torch.optim.Optimizer, *args, **kwargs) -> float | None:
+        self.steps += 1
+        return super().step(optimizer, *args, **kwargs)
+
+
+def scaled_run(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: range | list[int]
+) -> tuple[dict[str, torch.Tensor], float, int]:
+    scaler = _Counting("cpu", init_scale=8.0, growth_interval=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in ranks:
+            loss = model(batch(step, rank)) / len(ranks)
+            # One rank's loss overflows, whose step all of them skip.
+            spoilt = step == 1 and rank == 0
+            scaler.scale(loss * float("inf") if spoilt else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weights(model), scaler.get_scale(), scaler.steps
+
+
+def scalers_of_ones_own() -> list[str]:
+    model = net()
+    kept = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, scale, steps = scaled_run(model, kept, range(WORLD))
+    wrong = []
+    for knobs in LAYOUTS:
+        parallel = sharded(knobs)
+        optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+        parallel.prepare_optimizer(optimizer)
+        own = scaled_run(parallel.module, optimizer, own_batch(parallel))
+        apart = difference(own[0], expected)
+        if not apart <= 1e-12 or own[1:] != (scale, steps):
+            wrong.append(f"{knobs}: {apart}, {own[1:]}")
+    return wrong
+
+
+def test_a_scaler_that_a_loop_makes_unscales_what_is_stepped() -> None:
+    """Masters and 0-d parameters together, sharded and whole ones, and parts on the
+    host."""
+    assert run_ranks(scalers_of_ones_own, WORLD) == [[]] * WORLD
+
+
+class _WithAWayOfItsOwn(torch.amp.GradScaler):
+    def _unscale_grads_(self, *args):
+        return super()._unscale_grads_(*args)
+
+
+def foreign_scaler() -> str:
+    parallel = sharded({"shard_degree": 1, "optimizer_shard": "world"})
+    optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+    parallel.prepare_optimizer(optimizer)
+    scaler = _WithAWayOfItsOwn("cpu")
+    scaler.scale(parallel.module(batch(0, dist.get_rank()))).backward()
+    with pytest.raises(ValueError, match="class _WithAWayOfItsOwn unscales in a way"):
+        scaler.step(optimizer)
+    return "refused"
+
+
+def test_a_scaler_that_cannot_find_masters_is_refused() -> None:
+    assert run_ranks(foreign_scaler, WORLD) == ["refused"] * WORLD
