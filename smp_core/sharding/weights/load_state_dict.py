@@ -9,6 +9,8 @@ so every rank has to have the tensors, as after ``torch.load`` on all of them.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.checkpoint import copy_into, shard_like
 from smp_core.sharding.optimizer.shards import WorldSharding
-from smp_core.torch_facts import clean_name
+from smp_core.torch_facts import clean_name, is_rank_0
+
+logger = logging.getLogger("smp")
 
 World = Callable[[], WorldSharding | None]
 
@@ -45,8 +49,20 @@ class _TakingOwnParts:
 
     @torch.no_grad()
     def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *_: Any,
     ) -> None:
+        # Units, masters and optimizers go by the parameters that are there: what is
+        # loaded is copied into these, also where torch would put it in their place.
+        if local_metadata.get("assign_to_params_buffers", False):
+            _require_same_dtypes(module, state_dict, prefix)
+            local_metadata["assign_to_params_buffers"] = False
+            if is_rank_0():
+                _say_copied()
         for name, parameter in module.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -65,6 +81,32 @@ class _TakingOwnParts:
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert, ()
+
+
+def _require_same_dtypes(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str
+) -> None:
+    """Refuse values whose dtypes the module would take over with ``assign=True``.
+
+    Raises:
+        ValueError: on every rank alike.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype != parameter.dtype:
+            raise ValueError(
+                f"load_state_dict(assign=True): {prefix}{name} is {value.dtype} in what is loaded and "
+                f"{parameter.dtype} in the sharded model, which keeps its dtypes; leave assign out, so that values are "
+                "cast as they are copied, or load before the model is prepared"
+            )
+
+
+@functools.cache
+def _say_copied() -> None:
+    logger.warning(
+        "load_state_dict(assign=True) copies into the parameters of a sharded model, which units and optimizers go on "
+        "with, as without assign"
+    )
 
 
 def _inert() -> Callable[..., None]:
