@@ -73,6 +73,8 @@ def compute_with_unsharded_tensors() -> None:
     for name in _ELEMENTWISE.split():
         for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
             _register(variant, _compute)
+    # torch.nn.utils.clip_grad_norm_ takes all gradients of a dtype in one list.
+    _register("_foreach_norm", _compute)
     for name in _PRODUCTS.split():
         _register(name, _compute_outside_of_forward)
 

@@ -23,6 +23,7 @@ from smp_core.sharding.optimizer.grad_norm import (
     grad_norm,
 )
 from tests.core.scenarios import Gradients, gradients, parallel_model
+from tests.core.sharding import prepared_runs
 from tests.core.zoo import Mlp
 from tests.harness import run_ranks
 
@@ -314,3 +315,32 @@ def test_an_impossible_norm_is_refused() -> None:
     for norm_type in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="norm_type"):
             grad_norm([], masters_over=None, norm_type=norm_type)  # type: ignore[arg-type]
+
+
+def clipped_by_torch(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
+    found = []
+    for norm_type in (2.0, 1.0, 3.0):
+        model.zero_grad()
+        for x in batches:
+            (model(x) / len(batches)).backward()
+        norm = nn.utils.clip_grad_norm_(
+            model.parameters(), 0.01, norm_type=norm_type, error_if_nonfinite=True
+        )
+        # The sum of gradients shows what became of them.
+        sums = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+        found += [float(norm), *sums]
+    return found
+
+
+def torchs_own_clipping() -> list[float]:
+    parallel = prepared_runs.sharded({"shard_degree": 2})
+    return clipped_by_torch(parallel.module, [prepared_runs.batch(0, dist.get_rank())])
+
+
+def test_torchs_clipping_takes_matrices_that_are_replicated() -> None:
+    """A matrix that is tied across units beside sharded ones."""
+    expected = clipped_by_torch(
+        prepared_runs.net(), [prepared_runs.batch(0, rank) for rank in range(2)]
+    )
+    for found in run_ranks(torchs_own_clipping, 2):
+        assert found == pytest.approx(expected, abs=1e-12)
