@@ -57,6 +57,11 @@ _NO_MEMORY = (
     "what it is given, which a DTensor lacks: write float(x) for each x, on all ranks. For Lightning's grad_norm("
     "module, 2) write {name: float(p.grad.norm()) for name, p in module.named_parameters() if p.grad is not None}."
 )
+_HELD = (
+    "parameters of a sharded model are freed behind its forward, and something had taken the memory of a gathered one: "
+    "numpy(), DLPack, a hook of torch.autograd.graph.saved_tensors_hooks that calls one of them. Copy first: "
+    "tensor.detach().clone().numpy()."
+)
 _NO_LOGITS = (
     "a model whose loss is computed from parts of its logits (tensor_parallel_degree, chunked_cross_entropy) returns "
     "None for them beside that loss. Called without labels it returns whole logits; compute the loss from these: "
@@ -77,6 +82,7 @@ _NOTES = {
     "object has no attribute 'no_sync'": _NO_SYNC,
     "are out of bounds for storage of size 0": _FREED,
     "its data is not allocated yet": _NO_MEMORY,
+    "Trying to resize storage that is not resizable": _HELD,
     "does not have a sharding strategy registered": _NO_STRATEGY,
     "Sharding propagation failed": _NO_STRATEGY,
     "Connection closed by peer": _NOT_TOGETHER,

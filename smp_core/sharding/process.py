@@ -2,8 +2,9 @@
 :func:`change_this_process`.
 
 Unsharded tensors may be operands beside shards (operands.py), random numbers in them
-are those of whole tensors (random_values.py), errors of others are explained
-(error_notes.py); and here:
+are those of whole tensors (random_values.py), backward passes find the parameters that
+they name (named_gradients.py), errors of others are explained (error_notes.py); and
+here:
 
 ``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of
 whole tensors: torch's ``DTensor.item()`` gives this rank's part of a result that is not
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import SmpMesh
 from smp_core.sharding.error_notes import explain_uncaught_errors
+from smp_core.sharding.named_gradients import follow_named_gradients
 from smp_core.sharding.operands import compute_with_unsharded_tensors
 from smp_core.sharding.random_values import draw_whole_tensors
 from smp_core.torch_facts import ABSENT, is_absent
@@ -41,6 +43,7 @@ def change_this_process(mesh: SmpMesh) -> None:
     draw_whole_tensors(mesh)
     _change_once()
     explain_uncaught_errors()
+    follow_named_gradients()
 
 
 @functools.cache

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from smp_core.sharding.fsdp.calls import (
         Calls as Calls,
         in_a_call as in_a_call,
+        in_graphs as in_graphs,
     )
     from smp_core.sharding.fsdp.internals import require_internals as require_internals
     from smp_core.sharding.fsdp.passes import (

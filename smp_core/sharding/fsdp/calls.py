@@ -63,6 +63,17 @@ def in_a_call() -> bool:
     return any(calls._outermost is not None for calls in _all)
 
 
+def in_graphs(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a parameter in graphs: of one in shards the copy that
+    forwards gather into, if it ever was gathered; of any other it itself."""
+    for calls in _all:
+        for shown in calls._shown.values():
+            for _, shard, copy in shown._all():
+                if shard is parameter and copy is not None:
+                    return copy
+    return parameter
+
+
 class Calls:
     """The calls into one model.
 
@@ -329,6 +340,9 @@ class Calls:
         root = self._roots.get(module)
         if root is None:
             return
+        # FSDP2 takes what modules show in its first call for its shards.
+        for shown in self._shown.values():
+            shown.check_places()
         # FSDP2 has chosen the root, and its units need no more care.
         self._roots = {
             inner: outer for inner, outer in self._roots.items() if outer is not root
@@ -445,6 +459,11 @@ class _ShownUnit:
                 parameter.note_copy(copy)
         self.settle()
 
+    def check_places(self) -> None:
+        """Refuse parameters that were replaced."""
+        for parameter, shard, copy in self._all():
+            parameter.check_place(shard, copy)
+
     def check_copies(self) -> None:
         """Refuse what a forward did to copies and would be lost with them."""
         for parameter, shard, copy in self._all():
@@ -466,10 +485,15 @@ class _ShownUnit:
             if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor):
                 # Other kinds of tensors are left as they are.
                 return False  # split tokens would be gathered for the question
-            own = tensor.untyped_storage()
+            try:
+                own = tensor.untyped_storage()
+            except NotImplementedError:
+                # Inside torch.func's vmap, grad and jacrev: around the tensor itself.
+                return True
             return any(own is storage for storage in storages)
 
-        # Almost no output does, and a copy of its nest is spared then.
+        # Almost no output does, and a copy of its nest is spared then. What torch.func
+        # has wrapped cannot be asked, and is copied.
         if not any(is_view(tensor) for _, tensor in iterate_tensors(output)):
             return None
         return map_tensors(
