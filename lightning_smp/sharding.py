@@ -28,7 +28,11 @@ from smp_core.config import Fp8Recipe, SmpConfig
 from smp_core.engine import ParallelModel, knobs_of_next_run
 from smp_core.entry import parallelize
 from smp_core.plan import Precision as CorePrecision
-from smp_core.sharding import CpuSyncBatchNorm, sync_batch_norm_on_cpu
+from smp_core.sharding import (
+    CpuSyncBatchNorm,
+    require_plain_batch_norms,
+    sync_batch_norm_on_cpu,
+)
 from smp_core.topology import Topology
 
 _ATTACHED = "_smp_parallel"
@@ -109,6 +113,7 @@ def shard(
     if layer_sync is not None:
         # Before an evaluation too: the module keeps the layers that are sharded now,
         # and a fit may follow. torch's own SyncBatchNorm refuses CPU tensors.
+        require_plain_batch_norms(unsharded)
         sync = sync_batch_norm_on_cpu if device.type == "cpu" else layer_sync.apply
         unsharded = sync(unsharded)
     # Before sharding: a precision like "64-true" changes the parameters' dtype.

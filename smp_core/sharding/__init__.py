@@ -16,6 +16,7 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.sharding.batch_norm import (
         CpuSyncBatchNorm as CpuSyncBatchNorm,
+        require_plain_batch_norms as require_plain_batch_norms,
         sync_batch_norm_on_cpu as sync_batch_norm_on_cpu,
         sync_over_samples as sync_over_samples,
     )

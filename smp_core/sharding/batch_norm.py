@@ -105,27 +105,37 @@ class CpuSyncBatchNorm(_BatchNorm):
 
 
 def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in ``module`` by one over all ranks; parameters, buffers
-    and flags are kept."""
-    if isinstance(module, _BatchNorm) and not isinstance(module, CpuSyncBatchNorm):
-        made = CpuSyncBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            device="meta",
-        )
-        # The same parameter objects: optimizers may have been made already.
-        made._parameters, made._buffers, made.training = (
-            module._parameters,
-            module._buffers,
-            module.training,
-        )
-        return made
-    for name, child in module.named_children():
-        setattr(module, name, sync_batch_norm_on_cpu(child))
+    """Let every BatchNorm in ``module`` be one over all ranks, in place: what it holds
+    is kept, hooks and places that share it included.
+
+    Raises:
+        ValueError: as of :func:`require_plain_batch_norms`.
+    """
+    require_plain_batch_norms(module)
+    for each in module.modules():
+        if isinstance(each, _BatchNorm):
+            # The ranks that a user chose for torch's own stay the ones.
+            if isinstance(each, nn.SyncBatchNorm):
+                each.group = each.process_group
+            each.__class__ = CpuSyncBatchNorm
     return module
+
+
+def require_plain_batch_norms(module: nn.Module) -> None:
+    """Refuse BatchNorms of classes that compute something else besides, an activation
+    say: a synchronised one in their place, torch's too, would leave that out.
+
+    Raises:
+        ValueError: with the first of them.
+    """
+    plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, CpuSyncBatchNorm.forward)
+    for name, each in module.named_modules():
+        if isinstance(each, _BatchNorm) and type(each).forward not in plain:
+            raise ValueError(
+                f"sync_batchnorm: {name} is a {type(each).__name__}, whose forward is not torch's BatchNorm's, and a "
+                "synchronised BatchNorm in its place would leave out what it does besides; write "
+                "sync_batchnorm=False, or that class with nn.SyncBatchNorm inside of it"
+            )
 
 
 def sync_over_samples(model: nn.Module, mesh: SmpMesh) -> None:

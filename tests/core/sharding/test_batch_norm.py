@@ -103,3 +103,25 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             seen["running_var"], norm.running_var, rtol=1e-4, atol=0
         )
+
+
+class _WithActivation(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(super().forward(x))
+
+
+def test_a_batch_norm_that_computes_something_else_besides_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), _WithActivation(4))
+    with pytest.raises(ValueError, match="1 is a _WithActivation, whose forward"):
+        sync_batch_norm_on_cpu(model)
+    assert type(model[1]) is _WithActivation
+
+
+def test_hooks_and_references_of_a_batch_norm_are_kept() -> None:
+    """Code that holds the layer, and what was registered on it."""
+    norm, seen = nn.BatchNorm1d(4), []
+    norm.register_forward_hook(lambda *_: seen.append(True))
+    model = nn.Sequential(norm, nn.Tanh(), norm)
+    synced = sync_batch_norm_on_cpu(model)
+    synced(torch.ones(2, 4))
+    assert seen == [True, True] and synced[0] is synced[2] is norm
