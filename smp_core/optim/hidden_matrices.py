@@ -50,7 +50,8 @@ def muon_groups(
             of names, how many along the outputs, or their sizes.
 
     Raises:
-        ValueError: a glob names no matrix, or its parts do not fit.
+        ValueError: a glob names no matrix, its parts do not fit, or two of them cut one
+            matrix in different ways.
     """
     # Phase 1: what is a table or a head.
     tables = _tables(model)
@@ -72,6 +73,11 @@ def muon_groups(
             # Matrices, whole or in parts.
             globs = [glob for glob in split or {} if fnmatchcase(name, glob)]
             unused.difference_update(globs)
+            if len({str((split or {})[glob]) for glob in globs}) > 1:
+                raise ValueError(
+                    f"muon_groups(split=...): {name} is named by {' and '.join(map(repr, globs))}, which cut it in "
+                    "different ways; let one of them name it"
+                )
             parts = (
                 _split(name, module, parameter, (split or {})[globs[0]])
                 if globs
@@ -139,6 +145,7 @@ def _is_matrix(module: nn.Module, parameter: nn.Parameter) -> bool:
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     return (
         not isinstance(module, _CONVOLUTIONS)
+        and parameter.is_floating_point()
         and min(parameter.shape, default=0) > 0
         and (parameter.ndim == 2 or is_stack)
     )

@@ -39,6 +39,24 @@ class StepsTogether(torch.optim.Optimizer):
     meter: CommMeter | None = None
     exchanged: ClassVar[str] = "matrices"
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group.
+
+        Raises:
+            ValueError: a parameter is of complex numbers, which torch's AdamW alone
+                steps, in a group of that algorithm.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        strange = [p.dtype for p in group["params"] if not p.is_floating_point()]
+        if strange and group.get("algorithm") != "adamw":
+            # The group is taken out again: the optimizer goes on without it.
+            self.param_groups.pop()
+            raise ValueError(
+                f"{type(self).__name__} steps real numbers; {len(strange)} parameters are of {strange[0]}, which "
+                "torch.optim.AdamW steps"
+            )
+
     @staticmethod
     def planned_states(group: Mapping[str, Any]) -> int:
         """Return the states of a parameter's shape that a group keeps for each

@@ -140,6 +140,12 @@ def test_options_that_fit_nothing_are_refused_by_name() -> None:
         ValueError, match=r"inner.weight has 12 outputs, which \[5\] do not make up"
     ):
         muon_groups(Own(), split={"inner.weight": 5})
+    with pytest.raises(
+        ValueError, match=r"inner.weight is named by 'inner.w\*' and '\*.weight', which"
+    ):
+        muon_groups(Own(), split={"inner.w*": 3, "*.weight": (6, 6)})
+    # Both say the same.
+    muon_groups(Own(), split={"inner.w*": 3, "inner.weight": 3})
 
 
 def test_says_which_parameters_are_whose(caplog: pytest.LogCaptureFixture) -> None:

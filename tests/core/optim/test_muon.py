@@ -17,7 +17,7 @@ from smp_core.checkpoint import shard_like
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
-from smp_core.optim import KIND, Muon, muon_groups
+from smp_core.optim import KIND, Adafactor, Muon, muon_groups
 from smp_core.optim.muon import flops
 from smp_core.optim.owners import deal
 from smp_core.topology import Topology
@@ -387,6 +387,13 @@ def test_wrong_options_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="of other shapes"):
         optimizer.add_param_group({"params": [vector]})
     assert len(optimizer.param_groups) == 1
+    # torch's refuses them, too; its AdamW steps them.
+    spectrum = nn.Parameter(torch.zeros(4, 3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="Muon steps real numbers; 1 parameters are"):
+        Muon([spectrum])
+    Muon([matrix, {"params": [spectrum], "algorithm": "adamw"}][1:])
+    with pytest.raises(ValueError, match="Adafactor steps real numbers"):
+        Adafactor([spectrum])
 
 
 LLAMA_8B = [
