@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.sharding.operands import take_part_of_gradient
 from smp_core.sharding.optimizer.kinds import STEP_SHARDS, derive
 from smp_core.sharding.optimizer.shards import MASTER, local_of, mesh_of
 from smp_core.torch_facts import StepsOnHost, note_host_master, streams, take_loaded
@@ -184,6 +185,9 @@ class HostOptimizer:
             for p in group["params"]
             if p.grad is not None
         ]
+        # One that the user assigned whole becomes this rank's part.
+        for parameter in with_gradient:
+            take_part_of_gradient(parameter)
         chunks = list(self._chunks(with_gradient))
         # Gradients and weights have to be complete on the device before they are
         # copied.

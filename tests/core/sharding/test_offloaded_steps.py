@@ -13,6 +13,7 @@ from torch import nn
 
 from smp_core.sharding.optimizer import host as host_optimizer
 from tests.core.activations.models import build, tokens
+from tests.core.sharding import prepared_runs
 from tests.core.sharding.state_offload_runs import (
     adamw,
     bfloat16_parameters,
@@ -166,3 +167,35 @@ def norms_agree() -> float:
 
 def test_norms_of_offloaded_gradients() -> None:
     assert run_ranks(norms_agree, 2)[0] > 0
+
+
+def assigned_whole() -> list[float]:
+    """Gradients that were masked out of place, which makes whole ones of shards."""
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, ranks: Any) -> Any:
+        mask = (torch.arange(25).view(5, 5) % 3 > 0).double()
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in ranks:
+                loss = model(prepared_runs.batch(step, rank)) / len(ranks)
+                loss.backward()
+            head, bias = model.head.weight, model.first[0].bias
+            head.grad = head.grad * mask[:1]
+            bias.grad = bias.grad * mask[1]
+            optimizer.step()
+        return prepared_runs.weights(model)
+
+    model = prepared_runs.net()
+    expected = train(model, adamw(model.parameters()), range(2))
+    apart = []
+    for knobs in ({"state_offload": "optimizer"}, {"state_offload": "all"}):
+        parallel = prepared_runs.sharded({"shard_degree": 2, **knobs})
+        optimizer = adamw(parallel.module.parameters())
+        parallel.prepare_optimizer(optimizer)
+        own = train(parallel.module, optimizer, [dist.get_rank()])
+        apart.append(prepared_runs.difference(own, expected))
+    return apart
+
+
+def test_gradients_that_were_assigned_whole_are_stepped_in_parts() -> None:
+    assert all(max(apart) <= 1e-12 for apart in run_ranks(assigned_whole, 2))
