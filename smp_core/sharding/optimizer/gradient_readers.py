@@ -8,6 +8,7 @@ of its own parameters alone. Code is judged by the names that it uses, once.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import logging
 import weakref
@@ -68,6 +69,17 @@ def say_of_callers(frame: FrameType | None, *, in_stages: bool = False) -> None:
             functions.append(_Caller(frame.f_code))
         frame = frame.f_back
     say_where_gradients_are(functions, in_stages=in_stages)
+
+
+@functools.cache
+def say_states_are_parts() -> None:
+    """Warn, once, of code that takes a parameter's state from an optimizer, where that
+    is of this rank's part."""
+    if is_rank_0():
+        logging.getLogger("smp").warning(
+            "optimizer_shard='world': optimizer.state[parameter] has this rank's part of each state, as one dimension; "
+            "optimizer.state_dict(), on all ranks, has states like parameters"
+        )
 
 
 class _Caller:

@@ -41,7 +41,10 @@ from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.gradient_readers import say_of_callers
+from smp_core.sharding.optimizer.gradient_readers import (
+    say_of_callers,
+    say_states_are_parts,
+)
 from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
 from smp_core.sharding.optimizer.kinds import (
     derive,
@@ -484,16 +487,12 @@ class _States(defaultdict[Any, Any]):
 
     # A parameter is looked up by its master, which has the state.
     def __missing__(self, parameter: Tensor) -> Any:
-        (stepped,) = (
-            self._stepped([parameter])
-            if isinstance(parameter, Tensor)
-            else (parameter,)
-        )
-        return (
-            self[stepped]
-            if stepped is not parameter
-            else super().__missing__(parameter)
-        )
+        if isinstance(parameter, Tensor):
+            (stepped,) = self._stepped([parameter])
+            if stepped is not parameter:
+                say_states_are_parts()
+                return self[stepped]
+        return super().__missing__(parameter)
 
     # Pickled and copied as the dict that torch makes, without the models behind it.
     def __reduce__(self) -> Any:
