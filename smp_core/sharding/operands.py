@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,9 @@ _PRODUCTS = (
     "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
     "native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward _prelu_kernel _prelu_kernel_backward"
 )
+# What torch refuses of an empty tensor, as a rank's part of a few rows may be. Of norms
+# that is the largest element, of order inf.
+_LARGEST = "max min amax amin aminmax argmax argmin median linalg_vector_norm norm"
 _LOOKED_AT = 64
 _looks = itertools.count()  # unsharded tensors of a parameter's shape
 # Sharded operands whose gradients are brought into their layout.
@@ -74,7 +78,8 @@ def compute_with_unsharded_tensors() -> None:
         for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
             _register(variant, _compute)
     # torch.nn.utils.clip_grad_norm_ takes all gradients of a dtype in one list.
-    _register("_foreach_norm", _compute)
+    for name in ("_foreach_norm", *_LARGEST.split()):
+        _register(name, _compute_with_empty_parts)
     for name in _PRODUCTS.split():
         _register(name, _compute_outside_of_forward)
 
@@ -98,6 +103,45 @@ def _compute_outside_of_forward(
     if in_a_call() and backward_pass() == -1:
         return NotImplemented
     return _compute(kind, function, types, args, kwargs)
+
+
+def _compute_with_empty_parts(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    """Return what has no value on a rank without rows, such as the largest element of a
+    tensor of fewer rows than ranks: of whole tensors, on all ranks."""
+    name = function.overloadpacket.__name__
+    operands = list(_tensors(args))
+    order = args[1] if len(args) > 1 else (kwargs or {}).get("ord", 2)
+    is_largest = "norm" not in name or order in (math.inf, -math.inf)
+    wants_gradient = torch.is_grad_enabled() and any(
+        each.requires_grad for each in operands
+    )
+    if not is_largest or wants_gradient or not any(map(_leaves_out_ranks, operands)):
+        return _compute(kind, function, types, args, kwargs)
+    if name.startswith("_foreach_") and len(args[0]) > 1:
+        return _each_alone(function, args, kwargs or {})
+    with here.waiting(f"{name} of a parameter of fewer rows than ranks"):
+        return function(*map_tensors(args, _whole), **(kwargs or {}))
+
+
+def _leaves_out_ranks(tensor: Tensor) -> bool:
+    """Return whether some rank has no element of a tensor: the same on all ranks."""
+    if not isinstance(tensor, DTensor) or is_absent(tensor) or not tensor.numel():
+        return False
+    for axis, placement in enumerate(tensor.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        # torch's chunks: equal ones, the last smaller or empty.
+        degree, rows = tensor.device_mesh.size(axis), tensor.shape[dim]
+        if -(-rows // degree) * (degree - 1) >= rows:
+            return True
+    return False
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _compute(

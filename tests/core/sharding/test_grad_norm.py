@@ -319,7 +319,7 @@ def test_an_impossible_norm_is_refused() -> None:
 
 def clipped_by_torch(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
     found = []
-    for norm_type in (2.0, 1.0, 3.0):
+    for norm_type in (2.0, 1.0, math.inf):
         model.zero_grad()
         for x in batches:
             (model(x) / len(batches)).backward()
@@ -343,4 +343,26 @@ def test_torchs_clipping_takes_matrices_that_are_replicated() -> None:
         prepared_runs.net(), [prepared_runs.batch(0, rank) for rank in range(2)]
     )
     for found in run_ranks(torchs_own_clipping, 2):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def largest(model: nn.Module) -> list[float]:
+    """Of parameters, some of which have fewer rows than there are ranks."""
+    found = []
+    for parameter in model.parameters():
+        for of in (torch.max, torch.amin, torch.argmax, torch.median):
+            found.append(float(of(parameter.detach())))
+        found.append(float(parameter.detach().norm(math.inf)))
+        found.append(float(torch.linalg.vector_norm(parameter.detach(), math.inf)))
+        found.append(float(parameter.detach().abs().max()))
+    return found
+
+
+def of_few_rows() -> list[float]:
+    return largest(prepared_runs.sharded({"shard_degree": 2}).module)
+
+
+def test_the_largest_element_is_found_where_ranks_have_no_rows() -> None:
+    expected = largest(prepared_runs.net())
+    for found in run_ranks(of_few_rows, 2):
         assert found == pytest.approx(expected, abs=1e-12)
