@@ -371,7 +371,8 @@ def _appearance(tensor: Tensor) -> Hashable:
         (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     )
     memory = (local.data_ptr(), local.shape, local.stride(), local.device)
-    return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory)
+    signs = (local.is_conj(), local.is_neg())
+    return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory, signs)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
