@@ -34,7 +34,12 @@ from smp_core.checkpoint.foreign.dcp_folder import (
 )
 from smp_core.checkpoint.foreign.export_names import MODEL_KEYS
 from smp_core.checkpoint.foreign.torch_file import check_torch_content, check_torch_file
-from smp_core.checkpoint.full_state import discard, lazy_tensor, put_in_place
+from smp_core.checkpoint.full_state import (
+    check_free,
+    discard,
+    lazy_tensor,
+    put_in_place,
+)
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import foreign_kind, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
@@ -394,10 +399,7 @@ def export_checkpoint(
             f"kind={kind!r} is not known; allowed: {', '.join(EXPORTS)} (safetensors: consolidate)"
         )
     target = Path(local_path(out)).absolute()
-    if os.path.lexists(target) and not overwrite:
-        raise CheckpointError(
-            f"{target} exists already; choose another path or pass overwrite=True (--overwrite)"
-        )
+    check_free(target, overwrite, path)
     # All digests are compared before anything is written, unless `verify` says less.
     opened = open_checkpoint(path)
     check_files(opened, verify)
