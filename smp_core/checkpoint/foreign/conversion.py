@@ -171,14 +171,16 @@ def _read_huggingface(
     folder: Path, ties: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, bytes | str]]:
     index = folder / "model.safetensors.index.json"
-    # The index of a folder of several files; one file has none.
-    if index.is_file():
+    # The index of a folder of several files; one file has none, and counts where both
+    # are there, as for Transformers.
+    places: dict[str, str] = {}
+    files = ["model.safetensors"]
+    if index.is_file() and not (folder / files[0]).is_file():
         content = Fields(
             read_json(_regular(index, JSON_BYTES).read_bytes(), str(index)), str(index)
         )
-        files = sorted(set(content.text_map("weight_map").values()))
-    else:
-        files = ["model.safetensors"]
+        places = content.text_map("weight_map")
+        files = sorted(set(places.values()))
     model: dict[str, LazyTensor] = {}
     mentioned = dict(ties)
     for name in files:
@@ -192,6 +194,9 @@ def _read_huggingface(
             with safe_open(folder / name, framework="pt") as file:
                 facts = file.metadata() or {}
                 for key in file.keys():  # noqa: SIM118  (not a dict)
+                    # Another file's, of which this one holds an older copy.
+                    if places.get(key, name) != name:
+                        continue
                     view = file.get_slice(key)
                     dtype = torch_dtype(view.get_dtype())
                     model[key] = LazyTensor(
@@ -212,6 +217,12 @@ def _read_huggingface(
                 for dropped, kept in facts.items()
                 if kept in model and dropped not in model
             }
+        )
+    lacking = sorted(places.keys() - model.keys() - mentioned.keys())
+    if lacking:
+        raise CheckpointError(
+            f"{index} lists {len(lacking)} tensors that are not in their files, e.g. {', '.join(lacking[:3])}: "
+            "index and files are of different saves"
         )
     for dropped, kept in mentioned.items():
         if kept not in model:

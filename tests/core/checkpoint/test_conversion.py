@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -396,3 +397,32 @@ def test_an_export_never_takes_the_place_of_its_source(
             consolidate(source, out, overwrite=True)
     export_checkpoint(source, source / "inside", kind)
     assert differences(everything(source), {"state_dict": values(1)}) == []
+
+
+def test_a_hugging_face_index_is_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    save_file({"a": torch.ones(2), "b": torch.zeros(2)}, folder / "model-1.safetensors")
+    save_file({"b": torch.ones(2)}, folder / "model-2.safetensors")
+
+    def listed(**places: str) -> None:
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": places})
+        )
+
+    listed(a="model-1.safetensors", b="model-1.safetensors", c="model-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors that are not in .* c: index"):
+        import_checkpoint(folder, tmp_path / "out")
+    # An older copy lies in a file that another tensor needs.
+    for place, value in (("1", 0.0), ("2", 1.0)):
+        listed(
+            a="model-1.safetensors",
+            b=f"model-{place}.safetensors",
+        )
+        import_checkpoint(folder, tmp_path / "out", overwrite=True)
+        found = everything(tmp_path / "out")["state_dict"]
+        assert torch.equal(found["b"], torch.full((2,), value))
+    # Transformers reads this file where both are there.
+    save_file({"a": torch.full((2,), 3.0)}, folder / "model.safetensors")
+    import_checkpoint(folder, tmp_path / "out", overwrite=True)
+    assert list(everything(tmp_path / "out")["state_dict"]) == ["a"]
