@@ -182,6 +182,11 @@ class TorchFile:
         os.fsync(descriptor)
         self._file.close()
 
+    def abandon(self) -> None:
+        """Close the file as it is. One that is removed while it is open goes on taking
+        room on the disk, for as long as an error of this save is known."""
+        self._file.close()
+
 
 def _is_data(entry: zipfile.ZipInfo) -> bool:
     parts = entry.filename.split("/")
@@ -212,11 +217,14 @@ def stream_torch_save(
         advance: told the bytes of each tensor that has been written.
     """
     file = TorchFile(path, content)
-    for number, leaf in enumerate(file.leaves):
-        value = whole(leaf)
-        file.fill(number, value)
-        advance(value.nbytes)
-    file.close()
+    try:
+        for number, leaf in enumerate(file.leaves):
+            value = whole(leaf)
+            file.fill(number, value)
+            advance(value.nbytes)
+        file.close()
+    finally:
+        file.abandon()
 
 
 def check_torch_file(path: str | os.PathLike[str]) -> None:
