@@ -70,7 +70,7 @@ from accelerate_smp.memory import StatesInMemoryAccelerator
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
-from smp_core.cluster import DATA, SmpMesh
+from smp_core.cluster import DATA, LaunchEnvironment, SmpMesh, launch_environment
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
 from smp_core.engine import ParallelModel, missed, smallest_layout
@@ -195,10 +195,12 @@ class SmpAccelerator(
         self._prepared_together: list[Optimizer] = []
         self._watch: RankWatch | None = None
         # Before Accelerate's own state is made, which every later accelerator shares.
+        launch = _other_launch()
         if _must_say_cpu():
             arguments["cpu"] = True
         if not smp:
             super().__init__(**arguments)
+            _require_all_ranks(launch, self.num_processes)
             return
 
         # The knobs; Accelerate's own options for sharding become knobs.
@@ -223,6 +225,7 @@ class SmpAccelerator(
         with engines_off():
             super().__init__(**arguments)
         refuse_engine_in_effect(self.distributed_type)
+        _require_all_ranks(launch, self.num_processes)
         check_world(parallelism, self.num_processes)
 
         self._sizes = parallelism
@@ -549,6 +552,45 @@ class SmpAccelerator(
         if self.sharding:
             stop_watching()
         super().end_training()
+
+
+def _other_launch() -> LaunchEnvironment | None:
+    """Return the launch by srun, mpirun or SageMaker that this process is of, and tell
+    Accelerate of it, which reads torchrun's variables; None: there is none.
+
+    Accelerate would take each of the processes for one by itself.
+    """
+    if "RANK" in os.environ or dist.is_initialized():
+        return None
+    launch = launch_environment()
+    if launch.world_size == 1:
+        return None
+    # Afterwards it is too late: Accelerate reads them once (see `_require_all_ranks`).
+    if PartialState._shared_state == {}:
+        os.environ.update(
+            RANK=str(launch.rank),
+            WORLD_SIZE=str(launch.world_size),
+            LOCAL_RANK=str(launch.local_rank),
+            MASTER_ADDR=launch.master_addr,
+            MASTER_PORT=str(launch.master_port),
+        )
+        if launch.local_world_size is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = str(launch.local_world_size)
+    return launch
+
+
+def _require_all_ranks(launch: LaunchEnvironment | None, ranks: int) -> None:
+    """Refuse to train alone in a process of several.
+
+    Raises:
+        ValueError: with the launcher, and what to type.
+    """
+    if launch is not None and launch.world_size != ranks:
+        raise ValueError(
+            f"{launch.kind} has started {launch.world_size} processes, and Accelerate has taken this one for {ranks}: "
+            "it knows torchrun's variables, and has read them before (TrainingArguments does). Start with torchrun or "
+            "accelerate-smp launch, or write SmpAccelerator() in front of what reads them"
+        )
 
 
 def _must_say_cpu() -> bool:

@@ -162,7 +162,8 @@ def _save(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> s
         accelerator.project_configuration.automatic_checkpoint_naming
         and limit is not None
     ):
-        root = os.path.dirname(output_dir)
+        # The working directory may be another one when the save has ended.
+        root = os.path.abspath(os.path.dirname(output_dir))
         checkpoints.after_commit(
             accelerator,
             f"removal of the oldest in {root}",

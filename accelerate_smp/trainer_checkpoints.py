@@ -73,11 +73,12 @@ class CheckpointingTrainerMixin(_Base):
             self.args.save_total_limit = limit
         if limit is None or limit <= 0 or not self.accelerator.is_main_process:
             return
-        run_dir = self._get_output_dir(trial=trial)
         # Chosen now: by the time this one has committed the next may have its folder,
-        # with nothing whole in it.
+        # with nothing whole in it, and the working directory may be another one.
+        run_dir = os.path.abspath(self._get_output_dir(trial=trial))
         found = _oldest_first(run_dir, self.state.global_step)
         best = self.state.best_model_checkpoint
+        best = best and os.path.abspath(best)
 
         def rotate() -> None:
             for path in _surplus(found, limit, best):

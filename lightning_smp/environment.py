@@ -1,5 +1,5 @@
-"""The launchers that Lightning does not detect by itself: Open MPI's ``mpirun`` and
-SageMaker, one process per host.
+"""The launchers that Lightning does not detect by itself: ``mpirun`` (with mpi4py it
+does) and SageMaker, one process per host.
 
 torchrun and SLURM are Lightning's own environments; those are left to it.
 """
@@ -11,7 +11,7 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from smp_core.cluster import LaunchEnvironment, launch_environment
+from smp_core.cluster import MPI_RANKS, LaunchEnvironment, launch_environment
 
 
 class PlatformEnvironment(ClusterEnvironment):
@@ -26,13 +26,13 @@ class PlatformEnvironment(ClusterEnvironment):
     def detected(cls) -> PlatformEnvironment | None:
         """Return the environment if ``mpirun`` or SageMaker started this process; None
         leaves the choice to Lightning."""
-        if not {"OMPI_COMM_WORLD_RANK", "SM_HOSTS"} & os.environ.keys():
+        if not {*MPI_RANKS, "SM_HOSTS"} & os.environ.keys():
             return None
         # One process alone needs no environment, and Lightning's own does for it.
         launch = launch_environment()
         return (
             cls(launch)
-            if launch.kind in ("openmpi", "sagemaker") and launch.world_size > 1
+            if launch.kind not in ("torchrun", "slurm") and launch.world_size > 1
             else None
         )
 

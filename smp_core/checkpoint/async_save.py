@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint.folders.addresses import remove_checkpoint
+from smp_core.checkpoint.folders.addresses import lasting, remove_checkpoint
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
@@ -132,7 +132,7 @@ class AsyncCheckpointer:
         # a process waits below.
         self._thread = threading.Thread(
             target=self._write,
-            args=(os.fspath(path), staged, problem, options),
+            args=(lasting(path), staged, problem, options),
             name="smp-checkpoint",
             daemon=True,
         )
@@ -268,9 +268,8 @@ class AsyncCheckpointer:
         Raises:
             CheckpointError: nothing is in flight and the path is not a checkpoint.
         """
-        self.after_commit(
-            f"removal of {os.fspath(path)}", lambda: remove_checkpoint(path)
-        )
+        path = lasting(path)
+        self.after_commit(f"removal of {path}", lambda: remove_checkpoint(path))
 
     def close(self) -> None:
         """Wait for the save in flight and free the host buffers; torch ends the process

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from smp_core.checkpoint.dtypes import dtype_from_name, dtype_name
-from smp_core.checkpoint.folders.addresses import local_path
+from smp_core.checkpoint.folders.addresses import is_address, local_path
 from smp_core.checkpoint.folders.file_system import (
     fsync_directory,
     rename_exchange,
@@ -112,7 +112,7 @@ def consolidate(
     options = ExportOptions(
         cast, optimizer, workers, parse_size(max_shard_size), progress
     )
-    _check_free(target, overwrite)
+    check_free(target, overwrite, path)
 
     # The source.
     opened = open_checkpoint(path)
@@ -160,9 +160,16 @@ def _write(
     return made
 
 
-def _check_free(target: Path, overwrite: bool) -> None:
-    """Refuse a path that holds something, unless it may be overwritten. An empty folder
-    is free."""
+def check_free(target: Path, overwrite: bool, source: str | os.PathLike[str]) -> None:
+    """Refuse a path that holds something, unless it may be overwritten, and one around
+    the source, which would go with it. An empty folder is free."""
+    if not is_address(source):
+        inside = Path(local_path(source)).resolve()
+        if target.resolve() in (inside, *inside.parents):
+            raise CheckpointError(
+                f"{target} is or holds the checkpoint that is read, {os.fspath(source)}, which would be lost; choose "
+                "another path"
+            )
     is_empty_folder = target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not is_empty_folder and not overwrite:
         raise CheckpointError(

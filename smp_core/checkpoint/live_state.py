@@ -143,6 +143,8 @@ def save_full_state(
 
         ranks.on_first(what, commit)
     finally:
+        if file is not None:
+            file.abandon()
         discard(temporary)
 
 

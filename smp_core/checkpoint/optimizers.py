@@ -163,7 +163,7 @@ def load_named_optimizer_state(
     number = {name: i for i, name in enumerate(names)}
     numbered = {number.get(name, name): entry for name, entry in state.items()}
     optimizer.load_state_dict(
-        {"state": numbered, "param_groups": _groups_like(optimizer, groups)}
+        {"state": numbered, "param_groups": _groups_like(optimizer, groups, names)}
     )
 
 
@@ -239,10 +239,14 @@ def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
 
 
 def _groups_like(
-    optimizer: Optimizer, saved: list[dict[str, Any]]
+    optimizer: Optimizer, saved: list[dict[str, Any]], names: list[str]
 ) -> list[dict[str, Any]]:
     """Return the saved groups with this optimizer's numbers: states are found by name,
-    whatever the order was."""
+    whatever the order in a group was.
+
+    Args:
+        names: of this optimizer's parameters, through all groups.
+    """
     # Names agree already; here, whether groups divide them alike.
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in saved] != sizes:
@@ -250,6 +254,16 @@ def _groups_like(
             f"the saved optimizer has parameter groups of {[len(g['params']) for g in saved]} parameters, this one of "
             f"{sizes}; build configure_optimizers as it was"
         )
+    # Rates and decays belong to a group's place: parameters that moved to another group
+    # would take its values.
+    rest = iter(names)
+    for place, (group, size) in enumerate(zip(saved, sizes, strict=True)):
+        here = set(itertools.islice(rest, size))
+        if here != set(group["params"]):
+            raise CheckpointError(
+                f"parameter group {place} of the saved optimizer has {sorted(set(group['params']) - here)[:3]}, here "
+                f"{sorted(here - set(group['params']))[:3]} in their place; build configure_optimizers as it was"
+            )
     numbers = itertools.count()
     numbered = [
         {**group, "params": list(itertools.islice(numbers, len(group["params"])))}

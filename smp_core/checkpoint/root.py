@@ -154,11 +154,15 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
     # Readers see the old name or the new one, never half of it.
     path = Path(local_path(root), LATEST)
     temporary = path.with_name(f".{LATEST}-{new_save_id()}")
-    with open(temporary, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     fsync_directory(path.parent)
 
 
@@ -330,7 +334,19 @@ def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> No
     them. Broken ones are not counted, and where ``newest`` is not complete itself,
     nothing is removed.
     """
-    write_latest(root, newest)
+    try:
+        write_latest(root, newest)
+    except OSError:
+        # A full disk would stay full without the removals below.
+        _remove_older(root, newest, keep_last)
+        write_latest(root, newest)
+    else:
+        _remove_older(root, newest, keep_last)
+
+
+def _remove_older(
+    root: str | os.PathLike[str], newest: str, keep_last: int | None
+) -> None:
     if keep_last is None:
         return
     others = [

@@ -163,8 +163,8 @@ def tie_key(tensor: Tensor) -> Any:
     # A subclass that wraps other tensors is at address 0, as are all others like it.
     if local.numel() == 0 or local.data_ptr() == 0:
         return None
-    # The same memory can be read as two different tensors, so shape, stride, dtype and
-    # placements belong to the key.
+    # The same memory can be read as two different tensors, so shape, stride, dtype,
+    # placements and signs that are still to be changed (conj) belong to the key.
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     layout = (
         tuple(local.shape),
@@ -172,6 +172,8 @@ def tie_key(tensor: Tensor) -> Any:
         local.dtype,
         tuple(tensor.shape),
         placements,
+        local.is_conj(),
+        local.is_neg(),
     )
     return (str(local.device), local.data_ptr(), layout)
 

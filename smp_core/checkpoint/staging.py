@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import operator
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from smp_core.checkpoint.dtypes import dtype_name
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import (
@@ -32,9 +34,11 @@ from smp_core.checkpoint.tree import (
     encode_rest,
     iterate_tensors,
     names_of,
+    path_text,
 )
 from smp_core.torch_facts import local_part, streams
 
+_BELOW_A_BYTE = re.compile(r"u?int[1-7]|bits\d.*")
 Place = tuple[str, int]
 """A slice of a tensor that this rank holds: the tensor's name, the slice's number."""
 
@@ -113,13 +117,34 @@ class Naming:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            _check_keys(path, path)
         self.names = names_of(paths)
         self.paths = {name: path for path, name in self.names.items()}
+
+
+def _check_keys(path: Path, keys: Path) -> None:
+    """Refuse a tensor under a key that the index, which is JSON, cannot hold or would
+    not find again (NaN)."""
+    for key in keys:
+        if isinstance(key, tuple):
+            _check_keys(path, key)
+        elif type(key) not in (str, int, bool, float, type(None)) or key != key:
+            raise CheckpointError(
+                f"{path_text(path)} is a tensor under the key {key!r} "
+                f"({type(key).__name__}): keys above tensors may be str, int, float, "
+                "bool, None or tuples of them; use e.g. str(key)"
+            )
 
 
 def _check(name: str, tensor: Tensor | LazyTensor) -> None:
     if isinstance(tensor, LazyTensor):
         return
+    if _BELOW_A_BYTE.fullmatch(dtype_name(tensor.dtype)):
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, which torch cannot copy or count in bytes; "
+            "save its bytes: tensor.view(torch.uint8)"
+        )
     if isinstance(tensor, DTensor):
         # A partial sum has no slice that could be written as the tensor's value.
         if any(placement.is_partial() for placement in tensor.placements):
@@ -371,7 +396,8 @@ def _appearance(tensor: Tensor) -> Hashable:
         (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     )
     memory = (local.data_ptr(), local.shape, local.stride(), local.device)
-    return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory)
+    signs = (local.is_conj(), local.is_neg())
+    return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory, signs)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

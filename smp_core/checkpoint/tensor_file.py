@@ -245,6 +245,9 @@ class TensorFile:
             target.device.type == "cpu"
             and target.dtype == dtype
             and target.is_contiguous()
+            # The memory of such a view is not what reading it gives.
+            and not target.is_conj()
+            and not target.is_neg()
         )
         # Without gaps, and into memory of the same kind: no copy in between.
         if span == math.prod(lengths) and direct:

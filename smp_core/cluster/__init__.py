@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         of_rank_0 as of_rank_0,
     )
     from smp_core.cluster.launch import (
+        MPI_RANKS as MPI_RANKS,
         LaunchEnvironment as LaunchEnvironment,
         launch_environment as launch_environment,
     )

@@ -1,11 +1,11 @@
 """The launcher that started this process, and the rank that it gave the process.
 
 This module reads the variables of torchrun (and of anything that sets RANK and
-WORLD_SIZE), Open MPI, SLURM and SageMaker into one form, and sets none. The innermost
-launcher wins: torchrun started by srun or by SageMaker numbers the ranks, not the
-launcher outside. Sources: torchrun's "Environment Variables", Open MPI's
-`OMPI_COMM_WORLD_*`, "OUTPUT ENVIRONMENT VARIABLES" of srun(1), and the SageMaker
-training toolkit's `SM_*`.
+WORLD_SIZE), Open MPI, MVAPICH, MPICH, Intel MPI, SLURM and SageMaker into one form, and
+sets none. The innermost launcher wins: torchrun started by srun or by SageMaker numbers
+the ranks, not the launcher outside. Sources: torchrun's "Environment Variables", Open
+MPI's `OMPI_COMM_WORLD_*`, MVAPICH2's `MV2_COMM_WORLD_*`, those of MPICH's Hydra,
+"OUTPUT ENVIRONMENT VARIABLES" of srun(1), and the SageMaker training toolkit's `SM_*`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,26 @@ from typing import Literal
 logger = logging.getLogger("smp")
 
 DEFAULT_MASTER_PORT = 29500
-Kind = Literal["torchrun", "openmpi", "slurm", "sagemaker", "plain"]
+Kind = Literal["torchrun", "openmpi", "mvapich", "mpich", "slurm", "sagemaker", "plain"]
+# Rank, ranks, rank on the node and ranks on the node, by each mpirun. MPICH's are Intel
+# MPI's too.
+_MPI: dict[Kind, tuple[str, str, str, str]] = {
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mvapich": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+MPI_RANKS = tuple(names[0] for names in _MPI.values())
+"""The variables by which processes of an mpirun know their ranks."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +48,9 @@ class LaunchEnvironment:
     """The launcher's facts about this process.
 
     Args:
-        kind: "torchrun", "openmpi", "slurm", "sagemaker" (one process for each host,
-            started by SageMaker itself) or "plain" (a process by itself).
+        kind: "torchrun", "openmpi", "mvapich", "mpich" (Intel MPI too), "slurm",
+            "sagemaker" (one process for each host, started by SageMaker itself) or
+            "plain" (a process by itself).
         rank: number of this process in the world, from 0.
         world_size: number of processes.
         local_rank: number of this process on its node, from 0.
@@ -101,11 +121,16 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
     if "OMPI_COMM_WORLD_RANK" in environ:
-        return _openmpi(environ)
+        return _mpi(environ, "openmpi")
+    if "MV2_COMM_WORLD_RANK" in environ:
+        return _mpi(environ, "mvapich")
     # SLURM_STEP_ID is there only in processes that srun started, not in a batch script
     # or an interactive shell.
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
+    # Behind SLURM, whose srun sets these as well.
+    if "PMI_RANK" in environ and environ.get("PMI_SIZE") != "1":
+        return _mpi(environ, "mpich")
     # sbatch starts the script once: without srun a world of one would train in silence.
     if "SLURM_NTASKS" in environ and environ["SLURM_NTASKS"] != "1":
         logger.warning(
@@ -149,9 +174,10 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-def _openmpi(environ: Mapping[str, str]) -> LaunchEnvironment:
-    world = _number(environ, "OMPI_COMM_WORLD_SIZE")
-    local_world = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+def _mpi(environ: Mapping[str, str], kind: Kind) -> LaunchEnvironment:
+    rank, size, local_rank, local_size = _MPI[kind]
+    world = _number(environ, size)
+    local_world = _number(environ, local_size)
     # mpirun has no variable for rank 0's host, so it comes from elsewhere.
     if "MASTER_ADDR" in environ:
         master = environ["MASTER_ADDR"]
@@ -165,10 +191,10 @@ def _openmpi(environ: Mapping[str, str]) -> LaunchEnvironment:
             "`mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...`"
         )
     return LaunchEnvironment(
-        "openmpi",
-        _number(environ, "OMPI_COMM_WORLD_RANK"),
+        kind,
+        _number(environ, rank),
         world,
-        _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        _number(environ, local_rank),
         local_world,
         master,
         _master_port(environ),
@@ -233,9 +259,10 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 def _first_slurm_host(nodelist: str) -> str:
     """Return the first host of `a`, `a,b`, `gpu[03-07,9]` or `gpu[03-07]-ib`."""
-    # The host's stem, the first number in brackets, and what follows them.
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
-    host = "".join(match.groups("")) if match else ""
+    # Text and brackets up to the first comma outside of them; of each bracket the first
+    # number.
+    match = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodelist.strip())
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0] if match else "")
     if not host:
         raise ValueError(
             f"SLURM's node list {nodelist!r} cannot be read; set MASTER_ADDR to the host of rank 0"
@@ -321,6 +348,9 @@ def _missing(environ: Mapping[str, str], variable: str, meaning: str) -> ValueEr
         "LOCAL_",
         "MASTER_",
         "OMPI_COMM_WORLD_",
+        "MV2_COMM_WORLD_",
+        "PMI_",
+        "MPI_LOCAL",
         "SLURM_",
         "SM_",
     )

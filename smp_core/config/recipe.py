@@ -126,8 +126,10 @@ class Recipe:
         text = value.strip() if isinstance(value, str) else ""
         if text.startswith("{"):
             try:
-                fields: Mapping[str, Any] = json.loads(text)
-            except json.JSONDecodeError as error:
+                fields: Mapping[str, Any] = json.loads(
+                    text, object_pairs_hook=read.unique_keys
+                )
+            except ValueError as error:
                 example = f"{cls.KNOB}='{json.dumps(_example(cls))}'"
                 raise ValueError(
                     f"{cls.KNOB}={value!r} is no JSON ({error}); write for example {example}"

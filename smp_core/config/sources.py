@@ -114,6 +114,14 @@ def _section(document: Any, known: Iterable[str]) -> dict[str, Any]:
             raise ValueError(
                 f"{YAML_SECTION}={knobs!r} is not a mapping of knobs; {expected}"
             )
+        # They may be another program's, of the same name.
+        outside = [key for key in document if key in known]
+        if outside:
+            logger.warning(
+                "%s beside `%s:` has no effect on torch-smp; write it inside if it is a knob",
+                ", ".join(map(repr, outside)),
+                YAML_SECTION,
+            )
     elif any(key in known for key in document):
         knobs = document
     else:

@@ -209,14 +209,29 @@ def names() -> Reader:
     return read
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a mapping of the pairs of a JSON object (``object_pairs_hook``); of a key
+    that is written twice json would keep the last value in silence.
+
+    Raises:
+        ValueError: a key that is written twice.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is written twice")
+    return made
+
+
 def _from_json(knob: str, value: Any, begin: str, what: str) -> Any:
     """Return what a text holds that begins like JSON of this kind; other values as they
     are."""
     if not isinstance(value, str) or not value.strip().startswith(begin):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
+        return json.loads(value, object_pairs_hook=unique_keys)
+    except ValueError as error:
         raise refusal(knob, value, f"{what} ({error})") from None
 
 

@@ -36,6 +36,8 @@ class Moments:
     Attributes:
         place: where the tensor was seen.
         elements, dims, dtype: of the tensor.
+        total, magnitude, squares: of the finite elements.
+        others: how many elements are not finite.
     """
 
     place: Place
@@ -45,6 +47,7 @@ class Moments:
     magnitude: float
     squares: float
     dtype: str = "float64"
+    others: int = 0
 
     @property
     def name(self) -> str:
@@ -165,13 +168,22 @@ class Activations:
             local = local_part(tensor)
             # float64: sums of many elements have to agree to 9 digits.
             value = local.detach().double()
-            sums = torch.stack([value.sum(), value.abs().sum(), value.square().sum()])
-            total, magnitude, squares = sums.tolist()
+            others = value.numel() - value.isfinite().sum()
+            value = value.nan_to_num(0.0, 0.0, 0.0)
+            sums = [value.sum(), value.abs().sum(), value.square().sum(), others]
+            total, magnitude, squares, lost = torch.stack(sums).tolist()
             dtype = str(local.dtype).removeprefix("torch.")
             place = (side, name, call, number)
             self.events.append(
                 Moments(
-                    place, value.numel(), value.ndim, total, magnitude, squares, dtype
+                    place,
+                    value.numel(),
+                    value.ndim,
+                    total,
+                    magnitude,
+                    squares,
+                    dtype,
+                    int(lost),
                 )
             )
 
@@ -217,6 +229,7 @@ def over_ranks(events: Sequence[Sequence[Moments]]) -> dict[Place, Moments]:
         together.total += event.total
         together.magnitude += event.magnitude
         together.squares += event.squares
+        together.others += event.others
     return found
 
 
@@ -232,6 +245,16 @@ def difference(here: Moments, there: Moments) -> float | None:
         return None
     # Ranks that hold the same elements make a whole number of copies.
     copies = here.elements // there.elements
+    # A mean of ranks' losses is nan where that of one rank is.
+    alike = (
+        (here.others > 0) == (there.others > 0)
+        if there.dims == 0
+        else here.others == copies * there.others
+    )
+    if not alike:
+        return float("inf")
+    if there.dims == 0 and there.others:
+        return 0.0
     if there.dims == 0:
         # A mean over a rank's samples, of which one process has the mean; or its part
         # of a sum over all of them.

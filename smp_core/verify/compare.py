@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from smp_core.verify.activations import (
@@ -134,7 +135,7 @@ def compare(
     _compare_gradients(found, ranks, alone)
     norms = first.norms
     _compare_by_step(found, "gradient norm", norms, alone.norms, tolerance.gradients)
-    _compare_weights(found, first, alone)
+    _compare_weights(found, first, alone, one_by_one)
     _compare_replicas(found, ranks)
     _compare_metrics(found, ranks, alone)
     return found
@@ -245,8 +246,35 @@ def norm(tensor: Tensor) -> float:
     return float(tensor.double().norm())
 
 
+def finite_norm(tensor: Tensor) -> float:
+    """Return the same of the finite elements: a mask has others, too."""
+    return norm(tensor.double().nan_to_num(0.0, 0.0, 0.0))
+
+
+def minus(one: Tensor, other: Tensor) -> Tensor:
+    """Return the difference of two tensors in float64; 0 where both are the same
+    infinity, or nan."""
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).masked_fill(same, 0.0)
+
+
+def relative(one: float, other: float) -> float:
+    """Return the difference of two numbers relative to the second; 0 where both are the
+    same infinity, or nan."""
+    if one == other or (one != one and other != other):
+        return 0.0
+    return abs(one - other) / max(abs(other), 1e-30)
+
+
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point()
+
+
+def _unlike(one: Tensor, other: Tensor) -> float:
+    """Return how far tensors of whole numbers (counts, codes, flags) are off: not at
+    all, or beyond any limit."""
+    return 0.0 if torch.equal(one, other) else math.inf
 
 
 def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
@@ -263,9 +291,11 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
     off = {}
     for name, value in alone.start.items():
         if _is_float(value):
-            off[name] = norm(first.start[name].double() - value.double()) / max(
-                norm(value), 1e-30
+            off[name] = norm(minus(first.start[name], value)) / max(
+                finite_norm(value), 1e-30
             )
+        else:
+            off[name] = _unlike(first.start[name], value)
     limit = 1e-2
     # Only rounding of the dtype is allowed: nothing was computed yet.
     if found.tolerance.dtype.startswith("float64"):
@@ -381,12 +411,9 @@ def _compare_by_step(
 ) -> None:
     """Compare a number of each step; differences of later steps may have grown, and are
     allowed more."""
-    off = []
     # A loss of inf or nan on both sides is the script's own.
-    for mine, other in zip(ours, theirs, strict=True):
-        both_nan = mine != mine and other != other
-        off.append(0.0 if both_nan else abs(mine - other) / max(abs(other), 1e-30))
-    if all(value != value for value in theirs):
+    off = [relative(*pair) for pair in zip(ours, theirs, strict=True)]
+    if all(value != value for value in (*ours, *theirs)):
         found.rows.append(Row(what, "the script gave none", agrees=None))
         return
     # Differences grow with the steps: each step is allowed one limit more.
@@ -448,8 +475,8 @@ def gradient_differences(
         # A parameter's gradient may be nothing but rounding; it is held against what
         # gradients of this model are.
         floor = typical * tolerance.floor * math.sqrt(theirs[name].numel())
-        off[name] = norm(ours[name].double() - theirs[name].double()) / max(
-            norm(theirs[name]), floor, 1e-30
+        off[name] = norm(minus(ours[name], theirs[name])) / max(
+            finite_norm(theirs[name]), floor, 1e-30
         )
     return off
 
@@ -459,7 +486,7 @@ def root_mean_square(tensors: Iterable[Tensor]) -> float:
     given = list(tensors)
     elements = sum(tensor.numel() for tensor in given)
     return math.sqrt(
-        math.fsum(norm(tensor) ** 2 for tensor in given) / max(elements, 1)
+        math.fsum(finite_norm(tensor) ** 2 for tensor in given) / max(elements, 1)
     )
 
 
@@ -471,7 +498,7 @@ def updates(
 ) -> dict[str, Tensor]:
     """Return what training has changed in each floating-point tensor, in float64."""
     return {
-        name: value.double() - start[name].double()
+        name: minus(value, start[name])
         for name, value in weights.items()
         if _is_float(value)
     }
@@ -483,25 +510,37 @@ def weight_differences(
     start: Mapping[str, Tensor],
 ) -> dict[str, float]:
     """Return how far each weight is off, relative to the norm of what training changed
-    in it."""
+    in it; whole numbers have to be the same."""
     changes = updates(theirs, start)
     typical = root_mean_square(changes.values())
     # Likewise: a weight that hardly moves is held against what others do.
     off = {}
     for name, change in changes.items():
         floor = 1e-2 * typical * math.sqrt(change.numel())
-        off[name] = norm(ours[name].double() - theirs[name].double()) / max(
-            norm(change), floor, 1e-30
+        off[name] = norm(minus(ours[name], theirs[name])) / max(
+            finite_norm(change), floor, 1e-30
         )
+    for name, value in theirs.items():
+        if not _is_float(value):
+            off[name] = _unlike(ours[name], value)
     return off
 
 
-def _compare_weights(found: Comparison, first: Record, alone: Record) -> None:
+def _compare_weights(
+    found: Comparison, first: Record, alone: Record, one_by_one: bool
+) -> None:
     rounding = _rounding(alone, found.tolerance)
     if rounding:
         found.missing.append(
             f"weights of {_names(rounding)} (their gradients are rounding, which Adam makes steps of)"
         )
+    # One process called each module once for each rank's batch, and counted that.
+    counts = [name for name, value in alone.end.items() if not _is_float(value)]
+    if one_by_one and counts:
+        found.missing.append(
+            f"{_names(counts)} (whole numbers; one process took more micro-batches)"
+        )
+        rounding += counts
     # Behind the first step, and behind the last if there is another.
     steps = [(1, first.first, alone.first)]
     if len(alone.norms) > 1:
@@ -566,13 +605,12 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
         found.note(row, Part(len(ranks[0].norms), "buffers", names[0], words))
 
 
-def _same(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return all(map(_equal, one, other))
 
 
 def _equal(one: float, other: float) -> bool:
-    both_nan = one != one and other != other
-    return both_nan or abs(one - other) <= 1e-12 * max(abs(one), abs(other))
+    return relative(one, other) <= 1e-12
 
 
 def _same_buffer(record: Record, first: Record, name: str) -> bool:
@@ -585,9 +623,10 @@ def _compare_metrics(found: Comparison, ranks: Sequence[Record], alone: Record) 
     ours, theirs = ranks[0].metrics, alone.metrics
     off = {}
     for name in sorted(ours.keys() & theirs.keys()):
-        mine, other = ours[name], theirs[name]
-        both_nan = mine != mine and other != other
-        off[name] = 0.0 if both_nan else abs(mine - other) / max(abs(other), 1e-30)
+        off[name] = relative(ours[name], theirs[name])
+    lone = sorted(ours.keys() ^ theirs.keys())
+    if lone:
+        found.missing.append(f"logged {_names(lone)}: only in one of the two")
     if not off:
         return
     # Logged numbers come from all steps, and may have grown apart like the loss.

@@ -82,8 +82,8 @@ class Record:
     start: Weights = field(default_factory=dict)
     first: Weights = field(default_factory=dict)
     end: Weights = field(default_factory=dict)
-    digests: dict[str, tuple[float, float]] = field(default_factory=dict)
-    buffers: dict[str, tuple[float, float]] = field(default_factory=dict)
+    digests: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    buffers: dict[str, tuple[float, ...]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -430,7 +430,7 @@ class Recorder:
                 )
                 self.record.digests[clean_name(name)] = _digest(full)
         for name, buffer in self._model.named_buffers():
-            if not isinstance(buffer, DTensor) and as_real(buffer).is_floating_point():
+            if not isinstance(buffer, DTensor):
                 self.record.buffers[clean_name(name)] = _digest(buffer)
 
 
@@ -455,9 +455,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return as_real(tensor.detach()).to("cpu", copy=True)
 
 
-def _digest(tensor: torch.Tensor) -> tuple[float, float]:
+def _digest(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Return the sums of the finite elements and of their squares, and how many others
+    there are: a mask of -inf is a buffer too."""
     value = as_real(tensor.detach()).double()
-    return float(value.sum()), float(value.square().sum())
+    others = value.numel() - int(value.isfinite().sum())
+    finite = value.nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.sum()), float(finite.square().sum()), float(others)
 
 
 def _rank() -> int:

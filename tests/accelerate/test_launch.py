@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
@@ -24,7 +25,7 @@ from accelerate_smp import launch as launching
 from accelerate_smp.cli import app
 from accelerate_smp.launch import LaunchFile, for_accelerate
 from smp_core.config import SmpConfig
-from tests.harness import ROOT, run_script
+from tests.harness import ROOT, free_port, run_script
 
 EXAMPLES = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
 SCRIPT = ROOT / "tests" / "accelerate" / "scripts" / "bare_loop.py"
@@ -448,3 +449,60 @@ def check_launcher(folder: Path, name: str) -> None:
 )
 def test_every_launcher_trains_like_one_process(tmp_path: Path, name: str) -> None:
     check_launcher(tmp_path, name)
+
+
+ALONE = """
+import sys
+from transformers import TrainingArguments
+from accelerate_smp import SmpAccelerator
+
+if sys.argv[1] == "late":
+    TrainingArguments("out", use_cpu=True).device
+accelerator = SmpAccelerator()
+print("ranks", accelerator.num_processes, accelerator.process_index, flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
+def test_other_launchers_ranks_train_together(tmp_path: Path, launcher: str) -> None:
+    """Accelerate reads torchrun's variables only: each process would train alone."""
+    (tmp_path / "script.py").write_text(ALONE)
+
+    def started(rank: int, port: int) -> dict[str, str | None]:
+        if launcher == "slurm":
+            own = {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_NTASKS": "2",
+                "SLURM_NODEID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": "2",
+                "SLURM_STEP_NODELIST": "localhost",
+            }
+        else:
+            own = {
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            }
+        return {**own, "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(
+                run_script,
+                [tmp_path / "script.py", "early"],
+                env=started(rank, port),
+            )
+            for rank in range(2)
+        ]
+        ended = [run.result() for run in runs]
+    for rank, end in enumerate(ended):
+        assert f"ranks 2 {rank}" in end.stdout, end.stderr
+    if launcher == "slurm":  # Accelerate itself refuses the other, on CPU
+        late = run_script([tmp_path / "script.py", "late"], env=started(0, port))
+        assert late.returncode != 0
+        assert "slurm has started 2 processes" in late.stderr
+        assert "write SmpAccelerator() in front" in late.stderr

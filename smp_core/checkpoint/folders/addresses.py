@@ -35,6 +35,11 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return text.rstrip("/") or "/"
 
 
+def lasting(path: str | os.PathLike[str]) -> str:
+    """Return a path that a change of the working directory does not change."""
+    return os.fspath(path) if is_address(path) else os.path.abspath(local_path(path))
+
+
 def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Open the folder at a local path or fsspec address, for reading."""
     if is_address(path):

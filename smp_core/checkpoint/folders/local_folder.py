@@ -24,6 +24,7 @@ import os
 import re
 import stat
 import time
+import zipfile
 from collections.abc import Iterator
 
 from smp_core.checkpoint.folders.file_system import (
@@ -245,8 +246,15 @@ class LocalTransaction(Transaction):
             raise CheckpointError(
                 f"{self.path} exists already; choose another path or pass overwrite=True"
             )
-        # A checkpoint, or half of one, may be replaced; a folder of anything else may
-        # be a mistyped path.
+        # A single file of an earlier run (checkpoint="full") may be replaced; any other
+        # file, like a folder of anything else, may be a mistyped path.
+        is_file = not os.path.isdir(self.path) and not os.path.islink(self.path)
+        if is_file and not _is_single_checkpoint(self.path):
+            raise CheckpointError(
+                f"{self.path} is a file that is no checkpoint; it is not overwritten. Choose another path, or remove "
+                "that file first"
+            )
+        # A checkpoint, or half of one, may be replaced.
         if (
             os.path.isdir(self.path)
             and not os.path.exists(f"{self.path}/{MANIFEST}")
@@ -523,6 +531,13 @@ def _all_files(path: str) -> Iterator[str]:
     for where, _, names in os.walk(path, onerror=failed):
         for name in names:
             yield os.path.relpath(os.path.join(where, name), path)
+
+
+def _is_single_checkpoint(path: str) -> bool:
+    """Return whether a file is one of torch.save (an archive), or empty."""
+    if not os.path.isfile(path):
+        return False
+    return os.path.getsize(path) == 0 or zipfile.is_zipfile(path)
 
 
 def _is_half(path: str) -> bool:

@@ -34,7 +34,12 @@ from smp_core.checkpoint.foreign.dcp_folder import (
 )
 from smp_core.checkpoint.foreign.export_names import MODEL_KEYS
 from smp_core.checkpoint.foreign.torch_file import check_torch_content, check_torch_file
-from smp_core.checkpoint.full_state import discard, lazy_tensor, put_in_place
+from smp_core.checkpoint.full_state import (
+    check_free,
+    discard,
+    lazy_tensor,
+    put_in_place,
+)
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import foreign_kind, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
@@ -166,14 +171,16 @@ def _read_huggingface(
     folder: Path, ties: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, bytes | str]]:
     index = folder / "model.safetensors.index.json"
-    # The index of a folder of several files; one file has none.
-    if index.is_file():
+    # The index of a folder of several files; one file has none, and counts where both
+    # are there, as for Transformers.
+    places: dict[str, str] = {}
+    files = ["model.safetensors"]
+    if index.is_file() and not (folder / files[0]).is_file():
         content = Fields(
             read_json(_regular(index, JSON_BYTES).read_bytes(), str(index)), str(index)
         )
-        files = sorted(set(content.text_map("weight_map").values()))
-    else:
-        files = ["model.safetensors"]
+        places = content.text_map("weight_map")
+        files = sorted(set(places.values()))
     model: dict[str, LazyTensor] = {}
     mentioned = dict(ties)
     for name in files:
@@ -187,6 +194,9 @@ def _read_huggingface(
             with safe_open(folder / name, framework="pt") as file:
                 facts = file.metadata() or {}
                 for key in file.keys():  # noqa: SIM118  (not a dict)
+                    # Another file's, of which this one holds an older copy.
+                    if places.get(key, name) != name:
+                        continue
                     view = file.get_slice(key)
                     dtype = torch_dtype(view.get_dtype())
                     model[key] = LazyTensor(
@@ -207,6 +217,12 @@ def _read_huggingface(
                 for dropped, kept in facts.items()
                 if kept in model and dropped not in model
             }
+        )
+    lacking = sorted(places.keys() - model.keys() - mentioned.keys())
+    if lacking:
+        raise CheckpointError(
+            f"{index} lists {len(lacking)} tensors that are not in their files, e.g. {', '.join(lacking[:3])}: "
+            "index and files are of different saves"
         )
     for dropped, kept in mentioned.items():
         if kept not in model:
@@ -394,10 +410,7 @@ def export_checkpoint(
             f"kind={kind!r} is not known; allowed: {', '.join(EXPORTS)} (safetensors: consolidate)"
         )
     target = Path(local_path(out)).absolute()
-    if os.path.lexists(target) and not overwrite:
-        raise CheckpointError(
-            f"{target} exists already; choose another path or pass overwrite=True (--overwrite)"
-        )
+    check_free(target, overwrite, path)
     # All digests are compared before anything is written, unless `verify` says less.
     opened = open_checkpoint(path)
     check_files(opened, verify)

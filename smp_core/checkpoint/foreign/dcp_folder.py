@@ -33,9 +33,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from smp_core.checkpoint.foreign.dcp_metadata import read_dcp_metadata
+from smp_core.checkpoint.foreign.torch_file import check_torch_content
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import failures_in_words
 from smp_core.checkpoint.save_plan import LazyTensor
+from smp_core.checkpoint.tree import map_tensors
 
 
 class _SafeReader(FileSystemReader):
@@ -59,6 +61,9 @@ class _SafeLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
+        # Sizes that the archive asks for are checked before torch allocates them.
+        check_torch_content(value, name)
+        value.seek(0)
         try:
             self.original_state_dict[name] = torch.load(
                 value, map_location="cpu", weights_only=True
@@ -198,10 +203,6 @@ def _as_dcp_looks(state: Any) -> Any:
 
 def loaded(state: Any) -> Any:
     """Return a state with all lazy tensors read."""
-    if isinstance(state, LazyTensor):
-        return state.load()
-    if isinstance(state, dict):
-        return type(state)((key, loaded(value)) for key, value in state.items())
-    if isinstance(state, (list, tuple)):
-        return type(state)(loaded(value) for value in state)
-    return state
+    return map_tensors(
+        state, lambda leaf: leaf.load() if isinstance(leaf, LazyTensor) else leaf
+    )

@@ -11,6 +11,7 @@ torch.save would have made.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import struct
 import zipfile
@@ -35,6 +36,10 @@ from smp_core.checkpoint.tree import map_tensors
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 
 _PICKLE_BYTES = 64 << 20
+# How many bytes the elements of a view may have: so many, and so many times the file's.
+_VIEW_BYTES = 64 << 20
+_VIEW_TIMES = 16
+_VIEWS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 _ITEM_BYTES = {
     **dict.fromkeys(("ComplexDoubleStorage",), 16),
     **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
@@ -177,6 +182,11 @@ class TorchFile:
         os.fsync(descriptor)
         self._file.close()
 
+    def abandon(self) -> None:
+        """Close the file as it is. One that is removed while it is open goes on taking
+        room on the disk, for as long as an error of this save is known."""
+        self._file.close()
+
 
 def _is_data(entry: zipfile.ZipInfo) -> bool:
     parts = entry.filename.split("/")
@@ -207,11 +217,14 @@ def stream_torch_save(
         advance: told the bytes of each tensor that has been written.
     """
     file = TorchFile(path, content)
-    for number, leaf in enumerate(file.leaves):
-        value = whole(leaf)
-        file.fill(number, value)
-        advance(value.nbytes)
-    file.close()
+    try:
+        for number, leaf in enumerate(file.leaves):
+            value = whole(leaf)
+            file.fill(number, value)
+            advance(value.nbytes)
+        file.close()
+    finally:
+        file.abandon()
 
 
 def check_torch_file(path: str | os.PathLike[str]) -> None:
@@ -309,12 +322,8 @@ def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> 
         for node in _nodes(read_inert(archive.read(pickled[0]), where)):
             if isinstance(node, Persistent):
                 _check_storage(node.identity, sizes, where)
-            elif (
-                isinstance(node, Made)
-                and node.by.name == "bytearray"
-                and any(type(a) is int for a in node.arguments)
-            ):
-                raise CheckpointError(f"{where} asks for memory by its size: not read")
+            elif isinstance(node, Made):
+                _check_call(node, sum(sizes.values()), where)
 
 
 def _nodes(root: Any) -> Iterator[Any]:
@@ -336,6 +345,29 @@ def _nodes(root: Any) -> Iterator[Any]:
             waiting += [*node.keys(), *node.values()]
         elif isinstance(node, (list, tuple, set, frozenset)):
             waiting += node
+
+
+def _check_call(made: Made, held: int, where: str) -> None:
+    """Refuse what would take memory by a number in the pickle: ``bytearray(size)``,
+    ``torch.FloatTensor(size)``, and a view with many more elements than it has memory.
+
+    Args:
+        held: bytes of the archive.
+    """
+    name = made.by.name
+    by_size = name == "bytearray" and any(type(a) is int for a in made.arguments)
+    # torch.save names these classes, and never calls them.
+    if by_size or name.endswith("Tensor"):
+        raise CheckpointError(f"{where} asks for memory by its size: not read")
+    if name in _VIEWS and isinstance(made.arguments[0], Persistent):
+        storage, _, shape = made.arguments[:3]
+        itemsize = _ITEM_BYTES.get(storage.identity[1].name, 16)
+        # An expanded tensor is written out whole by whoever saves it again.
+        if math.prod(shape) * itemsize > _VIEW_BYTES + _VIEW_TIMES * held:
+            raise CheckpointError(
+                f"{where} has a tensor of shape {list(shape)} over {held} bytes at "
+                "most: not read; save it with .contiguous()"
+            )
 
 
 def _check_storage(identity: Any, sizes: Mapping[str, int], where: str) -> None:

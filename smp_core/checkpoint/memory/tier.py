@@ -28,6 +28,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from smp_core.checkpoint.folders.addresses import lasting
 from smp_core.checkpoint.folders.file_system import remove_tree
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.memory.folder import (
@@ -116,7 +117,7 @@ class MemoryTier:
             )
         self._ranks = Ranks(group)
         self._degrees = f"{layout}; {len(nodes)} nodes"
-        self._saves_to, self._inside = saves_to, inside
+        self._saves_to, self._inside = lasting(saves_to), inside
         self.is_begun = False
         self._saved_step = -1
 

@@ -245,3 +245,22 @@ def test_what_a_save_keeps_training_waiting_for_is_told_by_its_cause(
     assert told == [(5.0, 2.0, 0.0), (5.0, 2.0, 0.5), (5.0, 2.0, 0.0)]
     assert [fields["stall_seconds"] for fields in noted] == [7.0, 7.5, 7.0]
     saver.close()
+
+
+def test_a_relative_path_is_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may change its working directory while a save is in flight."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    gate, saver = Gate(monkeypatch), AsyncCheckpointer()
+    saver.save("a", {"w": torch.ones(2)})
+    saver.remove("old")
+    monkeypatch.chdir(tmp_path / "there")
+    os.makedirs("old")
+    (tmp_path / "there" / "old" / "manifest.json").write_text("{}")
+    gate.open.set()
+    saver.close()
+    assert [entry.name for entry in (tmp_path / "here").iterdir()] == ["a"]
+    assert [entry.name for entry in (tmp_path / "there").iterdir()] == ["old"]

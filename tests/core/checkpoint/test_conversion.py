@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -314,3 +317,112 @@ def test_what_cannot_be_imported_is_refused_with_a_reason(tmp_path: Path) -> Non
     ):
         export_checkpoint(tmp_path / "ours", tmp_path / "out", "tar")
     assert not os.path.exists(tmp_path / "out")
+
+
+def test_counters_and_the_like_come_out_as_they_were(tmp_path: Path) -> None:
+    counted = Counter(a=3, b=2)
+    save_checkpoint(tmp_path / "a", {"state_dict": values(1), "seen": counted})
+    export_checkpoint(tmp_path / "a", tmp_path / "out", "lightning")
+    assert torch.load(tmp_path / "out" / "meta.pt")["seen"] == counted
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert everything(tmp_path / "back")["seen"] == counted
+
+
+class Sized:
+    """A pickle that calls a class with a number."""
+
+    def __init__(self, made: Any, *arguments: Any) -> None:
+        self.made, self.arguments = made, arguments
+
+    def __reduce__(self) -> Any:
+        return self.made, self.arguments
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Sized(bytearray, 1 << 20),
+        Sized(torch.FloatTensor, 1 << 20),
+        Sized(torch.Tensor, 1 << 20),
+        torch.zeros(1).expand(1 << 40),
+    ],
+    ids=["bytearray", "FloatTensor", "Tensor", "expanded"],
+)
+@pytest.mark.parametrize("where", ["file", "DCP folder"])
+def test_a_small_file_cannot_ask_for_large_memory(
+    tmp_path: Path, value: Any, where: str
+) -> None:
+    content = {"state_dict": {"w": torch.zeros(2)}, "more": value}
+    if where == "file":
+        torch.save(content, tmp_path / "source")
+    else:
+
+        class Planner(dcp.DefaultSavePlanner):
+            def transform_object(self, write_item: Any, object: Any) -> Any:
+                if isinstance(object, torch.Tensor):
+                    return object
+                buffer = io.BytesIO()
+                torch.save(value, buffer)
+                return buffer
+
+        content["more"] = "a text"
+        dcp.save(
+            content,
+            checkpoint_id=tmp_path / "source",
+            planner=Planner(),
+            no_dist=True,
+        )
+    with pytest.raises(CheckpointError, match="not read"):
+        import_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_expanded_tensor_of_ordinary_size_comes_in(tmp_path: Path) -> None:
+    torch.save({"mask": torch.arange(8.0).expand(4, 8)}, tmp_path / "a.ckpt")
+    import_checkpoint(tmp_path / "a.ckpt", tmp_path / "out")
+    found = everything(tmp_path / "out")["state_dict"]["mask"]
+    assert torch.equal(found, torch.arange(8.0).expand(4, 8))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "lightning", "accelerate"])
+def test_an_export_never_takes_the_place_of_its_source(
+    tmp_path: Path, kind: str
+) -> None:
+    source = tmp_path / "run" / "step"
+    save_checkpoint(source, {"state_dict": values(1)})
+    for out in (source, tmp_path / "run", tmp_path / "run" / "x" / ".."):
+        with pytest.raises(CheckpointError, match="would be lost; choose another path"):
+            export_checkpoint(source, out, kind, overwrite=True)
+        with pytest.raises(CheckpointError, match="would be lost; choose another path"):
+            consolidate(source, out, overwrite=True)
+    export_checkpoint(source, source / "inside", kind)
+    assert differences(everything(source), {"state_dict": values(1)}) == []
+
+
+def test_a_hugging_face_index_is_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    save_file({"a": torch.ones(2), "b": torch.zeros(2)}, folder / "model-1.safetensors")
+    save_file({"b": torch.ones(2)}, folder / "model-2.safetensors")
+
+    def listed(**places: str) -> None:
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": places})
+        )
+
+    listed(a="model-1.safetensors", b="model-1.safetensors", c="model-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors that are not in .* c: index"):
+        import_checkpoint(folder, tmp_path / "out")
+    # An older copy lies in a file that another tensor needs.
+    for place, value in (("1", 0.0), ("2", 1.0)):
+        listed(
+            a="model-1.safetensors",
+            b=f"model-{place}.safetensors",
+        )
+        import_checkpoint(folder, tmp_path / "out", overwrite=True)
+        found = everything(tmp_path / "out")["state_dict"]
+        assert torch.equal(found["b"], torch.full((2,), value))
+    # Transformers reads this file where both are there.
+    save_file({"a": torch.full((2,), 3.0)}, folder / "model.safetensors")
+    import_checkpoint(folder, tmp_path / "out", overwrite=True)
+    assert list(everything(tmp_path / "out")["state_dict"]) == ["a"]

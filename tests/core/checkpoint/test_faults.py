@@ -23,6 +23,7 @@ from smp_core.checkpoint import (
     CheckpointError,
     load_checkpoint,
     save_checkpoint,
+    save_step,
     verify_checkpoint,
 )
 from tests.core.checkpoint.fault_runs import attempt, loaded, small, temporaries
@@ -388,3 +389,27 @@ def test_a_directory_that_cannot_be_made_durable_after_the_rename_costs_nothing(
     assert kept in caplog.text and "could not be made durable" in caplog.text
     save_checkpoint(path, small(3))
     assert temporaries(tmp_path) == []
+
+
+def test_rotation_makes_room_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not even LATEST can be written, older checkpoints go all the same."""
+    save_step(tmp_path, 1, small(1))
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if ".LATEST-" in name and (tmp_path / "step-00000001").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    # Without a number of checkpoints to keep nothing is removed, and nothing is left.
+    with pytest.raises(CheckpointError, match=r"was saved, but .* No space left"):
+        save_step(tmp_path, 2, small(2))
+    steps = ["step-00000001", "step-00000002"]
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", *steps]
+    save_step(tmp_path, 3, small(3), keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-00000003"]
+    assert (tmp_path / "LATEST").read_text() == "step-00000003\n"

@@ -3,12 +3,16 @@ dropped in silence."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -456,3 +460,28 @@ def test_the_reader_in_the_documentation_reads_every_tensor(
     for name in ("wide.weight", "tied.weight", "counts", "scalar", "empty"):
         found = torch.from_numpy(scope["read"](path, f"state_dict.{name}"))
         assert torch.equal(found, state["state_dict"][name]), name
+
+
+def open_files(folder: Path) -> list[str]:
+    """The files in a folder, removed ones too, that this process holds open."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [file for file in found if file.startswith(str(folder))]
+
+
+def test_a_failed_file_leaves_no_room_taken_on_the_disk(tmp_path: Path) -> None:
+    """A removed file that is still open keeps a full disk full: the next save, of any
+    size, would fail too."""
+    save_checkpoint(tmp_path / "a", {"state_dict": values(1)})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(TorchFile, "_write_at", side_effect=full):
+        # The errors are kept, as a program that goes on may.
+        with pytest.raises(CheckpointError) as first:
+            save_full_state(tmp_path / "x.ckpt", {"state_dict": values(1)})
+        assert "No space left" in str(first.value) and open_files(tmp_path) == []
+        with pytest.raises(OSError, match="No space left") as second:
+            consolidate(tmp_path / "a", tmp_path / "y.ckpt")
+        assert second.value is full and open_files(tmp_path) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]

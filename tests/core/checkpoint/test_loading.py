@@ -24,6 +24,8 @@ from smp_core.checkpoint import (
     CheckpointError,
     full_state_dict,
     load_checkpoint,
+    load_named_optimizer_state,
+    named_optimizer_state,
     read_index,
     read_rest,
     read_tensors,
@@ -409,3 +411,32 @@ def test_the_index_says_which_parameter_an_optimizer_state_belongs_to(
     entry = index["tensors"]["optimizer_states.0.state.norm.bias.exp_avg"]
     assert entry["optimizer_state"] == {"parameter": "norm.bias", "name": "exp_avg"}
     assert [chunk["offset"] for chunk in entry["chunks"]] == [[0], [3]]
+
+
+def two_groups(model: nn.Module, first: str) -> torch.optim.Optimizer:
+    """An optimizer that decays weights only, whose groups stand in either order."""
+    kinds = {
+        "weights": [p for p in model.parameters() if p.ndim > 1],
+        "biases": [p for p in model.parameters() if p.ndim == 1],
+    }
+    groups = [
+        {"params": kinds[kind], "weight_decay": 0.1 if kind == "weights" else 0.0}
+        for kind in sorted(kinds, key=lambda kind: kind != first)
+    ]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def test_groups_of_other_parameters_do_not_take_each_other_s_values(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    state = named_optimizer_state(model, two_groups(model, "weights"))
+    save_checkpoint(tmp_path / "a", {"optimizer": state})
+    same, swapped = two_groups(model, "weights"), two_groups(model, "biases")
+    load_named_optimizer_state(tmp_path / "a", ("optimizer",), model, same)
+    assert [group["weight_decay"] for group in same.param_groups] == [0.1, 0.0]
+    with pytest.raises(
+        CheckpointError, match=r"group 0 .*0\.weight.* here .*0\.bias.*as it was"
+    ):
+        load_named_optimizer_state(tmp_path / "a", ("optimizer",), model, swapped)
+    assert [group["weight_decay"] for group in swapped.param_groups] == [0.0, 0.1]

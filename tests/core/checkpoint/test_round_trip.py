@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from smp_core.checkpoint import (
+    full_state_dict,
     load_checkpoint,
     read_index,
     read_per_rank,
@@ -78,3 +79,23 @@ def test_replicas_share_the_writing_and_write_nothing_twice(tmp_path: Path) -> N
     )
     assert differences(read_rest(path, tensors=["*"]), expected) == []
     assert len(read_per_rank(path)) == 4
+
+
+def test_conjugate_and_negative_views_keep_their_values(tmp_path: Path) -> None:
+    """State space models hold a tensor and its conjugate, which share memory."""
+    base = torch.complex(torch.arange(1.0, 4.0), torch.arange(4.0, 7.0))
+    views = {"base": base, "conj": base.conj(), "negative": torch._neg_view(base.real)}
+    save_checkpoint(tmp_path / "step", {"state_dict": views})
+    found = read_tensors(tmp_path / "step")
+    whole = full_state_dict(views)
+    # Targets that are such views themselves.
+    loaded = {
+        "base": torch.zeros_like(base),
+        "conj": torch.zeros_like(base).conj(),
+        "negative": torch._neg_view(torch.zeros(3)),
+    }
+    load_checkpoint(tmp_path / "step", {"state_dict": loaded})
+    for name, view in views.items():
+        assert torch.equal(found[f"state_dict.{name}"], view), name
+        assert torch.equal(whole[name], view), name
+        assert torch.equal(loaded[name], view), name

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import smp_core.checkpoint.folders.local_folder as local_folder
@@ -253,3 +254,17 @@ def test_a_path_that_nodes_do_not_share_is_an_error_that_says_so(
             and "save to a path on a file system that all nodes share" in message
         )
     assert os.listdir(tmp_path / "shared") == []
+
+
+def test_a_file_that_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("years of work")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("notes.txt", "pipe"):
+        with pytest.raises(CheckpointError, match=r"is not overwritten\. Choose"):
+            save_checkpoint(tmp_path / name, {"w": torch.ones(2)})
+    assert (tmp_path / "notes.txt").read_text() == "years of work"
+    assert (tmp_path / "pipe").is_fifo()
+    # A run that saved single files before goes on with folders.
+    torch.save({"w": torch.ones(2)}, tmp_path / "last.ckpt")
+    save_checkpoint(tmp_path / "last.ckpt", {"w": torch.ones(2)})
+    assert (tmp_path / "last.ckpt").is_dir()

@@ -7,9 +7,11 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
+from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.memory.folder import NodeMemory
 from smp_core.checkpoint.memory.slots import SharedSlots
@@ -148,3 +150,22 @@ def test_what_is_not_tried_out_would_have_come_back(name: str) -> None:
     assert _is_plain(value) == (name not in ("sparse", "meta"))
     if _is_plain(value):
         assert torch.equal(restored, value) and restored.dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    "key", [b"x", frozenset([1]), torch.float32, numpy.int64(3), float("nan")], ids=str
+)
+def test_a_key_that_the_index_cannot_hold_is_named(tmp_path: Path, key: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"under the key .*use e\.g\. str"):
+        save_checkpoint(tmp_path / "a", {"model": {key: torch.ones(2)}})
+    with pytest.raises(CheckpointError, match=r"under the key .*use e\.g\. str"):
+        save_checkpoint(tmp_path / "a", {"model": {("x", key): torch.ones(2)}})
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.bits8], ids=str)
+def test_a_dtype_below_a_byte_is_refused_by_its_name(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"codes is {dtype}.*view\(torch.uint8"):
+        save_checkpoint(tmp_path / "a", {"codes": torch.empty(2, dtype=dtype)})

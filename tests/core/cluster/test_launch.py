@@ -26,6 +26,13 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPENMPI.items()}
+MPICH = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
 SLURM = {
     "SLURM_JOB_ID": "123456",
     "SLURM_STEP_ID": "0",
@@ -54,6 +61,23 @@ SAGEMAKER = {
         (
             {"RANK": "0", "WORLD_SIZE": "1"},
             LaunchEnvironment("torchrun", 0, 1, 0, None, "127.0.0.1", 29500),
+        ),
+        (
+            {**MVAPICH, "MASTER_ADDR": "head"},
+            LaunchEnvironment("mvapich", 3, 4, 1, 2, "head", 29500),
+        ),
+        (
+            {**MPICH, "MASTER_ADDR": "head"},
+            LaunchEnvironment("mpich", 3, 4, 1, 2, "head", 29500),
+        ),
+        # What srun sets for MPI programs, and a shell that mpirun started.
+        (
+            {**MPICH, **SLURM, "MASTER_PORT": "1"},
+            LaunchEnvironment("slurm", 5, 8, 1, 4, "gpu03", 1),
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "1"},
+            LaunchEnvironment("plain", 0, 1, 0, 1, "127.0.0.1", 29500),
         ),
         (
             {**OPENMPI, "MASTER_ADDR": "head"},
@@ -102,6 +126,7 @@ def test_each_launcher_is_read(
         ("gpu[03-07,9]", "gpu03"),
         ("gpu[3,5],cpu1", "gpu3"),
         ("gpu[03-07]-ib", "gpu03-ib"),
+        ("rack[2-3]n[07,09],cpu1", "rack2n07"),
     ],
 )
 def test_the_first_host_of_a_slurm_node_list_is_the_meeting_point(
@@ -141,6 +166,8 @@ def without(environ: dict[str, str], *variables: str) -> dict[str, str]:
         ({**TORCHRUN, "RANK": "0"}, "the local rank cannot be larger than the rank"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "master port 70000 is not allowed"),
         (OPENMPI, "mpirun -x MASTER_ADDR="),
+        (MPICH, "mpirun -x MASTER_ADDR="),
+        (without(MPICH, "MPI_LOCALNRANKS"), "MPI_LOCALNRANKS .* is not set"),
         (
             without(OPENMPI, "OMPI_COMM_WORLD_SIZE"),
             "OMPI_COMM_WORLD_SIZE .* is not set",

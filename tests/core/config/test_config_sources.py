@@ -93,6 +93,27 @@ def test_a_yaml_file_that_cannot_be_read_is_named_with_the_reason(
     assert str(path) in str(caught.value)
 
 
+def test_knobs_beside_the_section_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "smp.yaml"
+    path.write_text("smp_config: {shard_degree: 2}\ntensor_parallel_degree: 2\n")
+    assert SmpConfig.from_yaml(path).tensor_parallel_degree == 1
+    assert "'tensor_parallel_degree' beside `smp_config:` has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("knob", "text"),
+    [
+        ("COMPRESSION", '{"gather": "int8", "gather": "fp8"}'),
+        ("TENSOR_PARALLEL", '{"plan": {"a": "row", "a": "column"}}'),
+    ],
+)
+def test_a_field_that_is_written_twice_is_refused(knob: str, text: str) -> None:
+    with pytest.raises(ValueError, match="is written twice"):
+        SmpConfig.from_env({f"SMP_{knob}": text})
+
+
 def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*nowhere.yaml.*No such file"):
         SmpConfig.from_yaml(tmp_path / "nowhere.yaml")

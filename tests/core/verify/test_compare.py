@@ -19,7 +19,7 @@ from smp_core.verify.activations import (
 )
 from smp_core.verify.causes import likely_causes
 from smp_core.verify.compare import Comparison, compare
-from smp_core.verify.recorder import Record, Recorder, turn_off_dropout
+from smp_core.verify.recorder import Record, Recorder, _digest, turn_off_dropout
 from smp_core.verify.report import Report
 from smp_core.verify.request import Request
 from smp_core.verify.tolerance import tolerance_of
@@ -443,3 +443,81 @@ def test_copies_and_means_of_copies_are_no_difference() -> None:
         0.0, abs=1e-12
     )
     assert difference(over_ranks([alone, alone])[loss.place], loss) == 0.0
+
+
+def with_buffer(record: Record, value: torch.Tensor) -> Record:
+    """A record of a model with one buffer more, and a number that is infinite."""
+    for weights in (record.start, record.first, record.end):
+        weights["buffer"] = value
+    record.facts["buffers"] = ["buffer"]
+    record.buffers = {"buffer": _digest(value)}
+    record.metrics["best"] = float("inf")
+    record.losses, record.norms = [[float("inf")]], [float("inf")]
+    return record
+
+
+MASK = torch.full((3, 3), float("-inf"), dtype=torch.float64).triu(1)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "what"),
+    [
+        (MASK, MASK, None),
+        (MASK - torch.eye(3), MASK, "start"),
+        (-MASK, MASK, "start"),
+        (torch.tensor([3, 4]), torch.tensor([3, 4]), None),
+        (torch.tensor([3, 5]), torch.tensor([3, 4]), "start"),
+        (torch.tensor([True]), torch.tensor([False]), "start"),
+    ],
+    ids=["mask", "finite", "sign", "numbers", "other numbers", "flags"],
+)
+def test_masks_of_infinity_and_whole_numbers_are_compared(
+    here: torch.Tensor, there: torch.Tensor, what: str | None
+) -> None:
+    ranks = [with_buffer(a_record(rank, 2), here) for rank in range(2)]
+    found = compare("2 ranks", ranks, with_buffer(a_record(0, 1), there), FLOAT64)
+    assert (found.part and found.part.what) == what
+
+
+def test_counts_that_grow_apart_are_found_on_ranks_and_beside_one_process() -> None:
+    ranks = [with_buffer(a_record(rank, 2), torch.tensor(0)) for rank in range(2)]
+    alone = with_buffer(a_record(0, 1), torch.tensor(0))
+    for record, seen in zip((*ranks, alone), (1, 1, 2), strict=True):
+        record.first = record.end = {**record.first, "buffer": torch.tensor(seen)}
+        record.buffers = {"buffer": _digest(torch.tensor(seen))}
+    found = compare("2 ranks", ranks, alone, FLOAT64)
+    assert found.part is not None
+    assert (found.part.what, found.part.where) == ("buffers", "buffer")
+    # One process that takes each rank's batch by itself counts more of them.
+    assert compare("2 ranks", ranks, alone, FLOAT64, one_by_one=True).agrees
+    ranks[1].buffers = {"buffer": _digest(torch.tensor(0))}
+    found = compare("2 ranks", ranks, alone, FLOAT64, one_by_one=True)
+    assert found.part is not None and "between ranks" in found.part.words
+
+
+def test_a_loss_that_is_nan_on_one_side_only_differs() -> None:
+    ranks = [a_record(rank, 2) for rank in range(2)]
+    alone = a_record(0, 1)
+    alone.losses = [[float("nan")]]
+    found = compare("2 ranks", ranks, alone, FLOAT64)
+    assert found.part is not None and found.part.what == "loss"
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_activations_around_infinities_are_compared(value: float) -> None:
+    """Scores are masked with -inf before a softmax."""
+    model, runs = nn.Sequential(nn.Identity()), []
+    scores = torch.arange(6.0).reshape(2, 3)
+    masked = scores.masked_fill(scores > 4, value)
+    less = scores.masked_fill(scores > 3, value)
+    for values in (masked, masked, masked + 1, less):
+        seen = Activations(model)
+        model(values)
+        seen.close()
+        runs.append({event.place: event for event in seen.events})
+    same, more, fewer = (
+        [difference(run[place], event) for place, event in runs[0].items()]
+        for run in runs[1:]
+    )
+    assert same and set(same) == {0.0}
+    assert all(off is not None and off > 1e-9 for off in (*more, *fewer))
