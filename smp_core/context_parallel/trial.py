@@ -46,7 +46,7 @@ from smp_core.context_parallel.replaced_attention import (
     part_of_mean,
 )
 from smp_core.context_parallel.trial_loss import watch_loss
-from smp_core.context_parallel.trial_run import Ran, run, undisturbed
+from smp_core.context_parallel.trial_run import Ran, run, tensors_of, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
 from smp_core.torch_facts import clean_name, is_compiled
 
@@ -94,6 +94,7 @@ class Trial:
         self._in_stages = in_stages
         self._over: set[Any] = set()
         self._without_loss: set[int] = set()
+        self._outputs = 0
         self._is_running = False
         self._called: nn.Module | None = None
 
@@ -199,12 +200,22 @@ class Trial:
         Raises:
             ValueError: in backward, on every rank of the group: a shift or a pooling.
         """
-        if not self._is_running and id(module) in self._without_loss:
+        if self._is_running:
+            return
+        # What a further call computes of an output hides which tokens the loss takes.
+        if any(
+            tensor.requires_grad and tensor.dim() > 1
+            for _, tensor in tensors_of(output)
+        ):
+            self._outputs += 1
+        number = self._outputs
+        if id(module) in self._without_loss:
             self._without_loss.remove(id(module))
             watch_loss(
                 output,
                 split,
                 lambda found: self._refuse(found, self._group.process_group),
+                lambda: self._outputs == number,
             )
 
     def _refuse(self, found: str | None, group: dist.ProcessGroup | None) -> None:

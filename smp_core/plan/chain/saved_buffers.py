@@ -9,13 +9,16 @@ ask whether a tensor without values was written to (``_version``).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -60,8 +63,9 @@ def places_of_buffers(
 @contextlib.contextmanager
 def state_restored(model: nn.Module) -> Iterator[list[str]]:
     """Restore what forwards inside may count or cache in, also where one of them fails:
-    buffers, changed in place (statistics) or replaced, plain attributes of modules
-    (``self.steps += 1``), and what hooks of the user's keep (activations, counts).
+    buffers, changed in place (statistics) or replaced, attributes of modules (``self.steps
+    += 1``, ``self.losses.append(...)``, a generator of their own), Python's and NumPy's
+    random states, and what hooks of the user's keep (activations, counts).
 
     Yields:
         a list that has the names of saved buffers that were changed, at the end.
@@ -75,7 +79,7 @@ def state_restored(model: nn.Module) -> Iterator[list[str]]:
         for buffer in buffers.values()
         if buffer is not None
     ]
-    restore_kept = _kept_by_hooks(model)
+    restores = [_kept(model), _of_python(), _of_numpys_own()]
     saved = {name: (each, _version(each)) for name, _, _, each in _saved(model)}
     changed: list[str] = []
     try:
@@ -92,7 +96,8 @@ def state_restored(model: nn.Module) -> Iterator[list[str]]:
             vars(module).update(plain)
             vars(module)["_buffers"].clear()
             vars(module)["_buffers"].update(buffers)
-        restore_kept()
+        for restore in restores:
+            restore()
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
@@ -112,41 +117,116 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _kept_by_hooks(model: nn.Module) -> Callable[[], None]:
-    """Copy what the hooks of a model can reach by their closures, objects and globals;
-    return what puts it back."""
+def _kept(model: nn.Module) -> Callable[[], None]:
+    """Copy what a forward can write into beside tensors: the containers, generators and
+    objects that modules have as attributes, and that their hooks reach by closures,
+    objects and globals. Return what puts it back."""
     found: dict[int, Any] = {}
+    # Objects of the packages that the model's own code is in; others may have threads.
+    packages = {_package(type(module)) for module in model.modules()} - _LIBRARIES
     for module in model.modules():
+        values = []
+        for name, value in vars(module).items():
+            is_own = type(value) in _COPIED or _package(type(value)) in packages
+            if is_own and name not in _OF_TORCH:
+                values.append(value)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             for hook in vars(module)[hooks].values():
-                for value in _reached(hook):
-                    found[id(value)] = value
-    containers = [each for each in found.values() if isinstance(each, (list, dict))]
-    owners = [each for each in found.values() if not isinstance(each, (list, dict))]
+                values += _reached(hook)
+        for value in values:
+            if type(value) in _COPIED or _is_object(value):
+                found[id(value)] = value
+    owners = [each for each in found.values() if type(each) not in _COPIED]
+    # One level of the objects' own attributes.
     for owner in owners:
-        containers += [
-            each
-            for name, each in vars(owner).items()
-            if type(each) in (list, dict) and name not in _OF_TORCH
-        ]
-    copies = [(each, copy.copy(each)) for each in containers]
+        for name, each in vars(owner).items():
+            if type(each) in _COPIED and name not in _OF_TORCH:
+                found[id(each)] = each
+    restores = [
+        _COPIED[type(each)](each) for each in found.values() if type(each) in _COPIED
+    ]
     numbers = [(owner, _numbers(owner)) for owner in owners]
 
     def restore() -> None:
-        for container, before in copies:
-            container.clear()
-            if isinstance(container, list):
-                container.extend(before)
-            else:
-                container.update(before)
+        for put_back in restores:
+            put_back()
         for owner, before in numbers:
             vars(owner).update(before)
 
     return restore
 
 
+def _package(kind: type) -> str:
+    return kind.__module__.split(".")[0]
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object that may count in its attributes."""
+    return hasattr(value, "__dict__") and not isinstance(
+        value, (type, types.ModuleType, types.FunctionType, torch.Tensor)
+    )
+
+
+def _of_list(kept: Any) -> Callable[[], None]:
+    before = copy.copy(kept)
+
+    def put_back() -> None:
+        kept.clear()
+        kept.extend(before)
+
+    return put_back
+
+
+def _of_mapping(kept: Any) -> Callable[[], None]:
+    before = copy.copy(kept)
+
+    def put_back() -> None:
+        kept.clear()
+        kept.update(before)
+
+    return put_back
+
+
+def _of_python() -> Callable[[], None]:
+    return functools.partial(random.setstate, random.getstate())
+
+
+def _of_numpys_own() -> Callable[[], None]:
+    return functools.partial(np.random.set_state, np.random.get_state())
+
+
+def _of_array(kept: np.ndarray) -> Callable[[], None]:
+    return functools.partial(np.copyto, kept, kept.copy())
+
+
+def _of_numpy(kept: np.random.Generator) -> Callable[[], None]:
+    bits = kept.bit_generator
+    return functools.partial(setattr, bits, "state", bits.state)
+
+
+_COPIED: dict[type, Callable[[Any], Callable[[], None]]] = {
+    list: _of_list,
+    collections.deque: _of_list,
+    dict: _of_mapping,
+    collections.OrderedDict: _of_mapping,
+    collections.defaultdict: _of_mapping,
+    collections.Counter: _of_mapping,
+    set: _of_mapping,
+    np.ndarray: _of_array,
+    np.random.Generator: _of_numpy,
+    np.random.RandomState: lambda kept: functools.partial(
+        kept.set_state, kept.get_state()
+    ),
+    random.Random: lambda kept: functools.partial(kept.setstate, kept.getstate()),
+    torch.Generator: lambda kept: functools.partial(kept.set_state, kept.get_state()),
+}
+"""Classes of what is copied -> makes a copy of one, and returns what puts it back."""
+
+_LIBRARIES = {"torch", "smp_core", "lightning", "pytorch_lightning"}
+
+
 def _reached(hook: Any) -> Iterator[Any]:
-    """Yield the plain lists, dictionaries and objects of a user's hook."""
+    """Yield what a user's hook refers to."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
@@ -161,12 +241,7 @@ def _reached(hook: Any) -> Iterator[Any]:
             values.append(cell.cell_contents)
     if code is not None:
         values += [function.__globals__.get(name) for name in code.co_names]
-    for value in values:
-        is_object = hasattr(value, "__dict__") and not isinstance(
-            value, (type, types.ModuleType, types.FunctionType, torch.Tensor)
-        )
-        if type(value) in (list, dict) or is_object:
-            yield value
+    yield from values
 
 
 def _numbers(owner: Any) -> dict[str, Any]:
