@@ -4,6 +4,7 @@ before training."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -118,6 +119,30 @@ def check(seeds: list[int]) -> None:
 def test_random_models_are_exact_or_refused() -> None:
     """float64, losses and gradients to 1e-10, which is summation order."""
     check([0, 4, 39, 66, 71])
+
+
+def on_other_tokens(step: str) -> tuple[str, list[str]]:
+    """What becomes of a step whose loss takes other tokens than the targets, and
+    warnings."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        return together(Case(("causal",), "logits", step), 1, LAYOUTS[0]), said
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+
+
+def test_a_loss_of_tokens_without_targets_is_refused() -> None:
+    for found, _ in run_ranks(on_other_tokens, 4, "all tokens step", ranks_per_node=2):
+        assert "tokens that have no target (padding, or a label of -100)" in found
+
+
+def test_a_loss_that_leaves_targets_out_is_warned_of() -> None:
+    seen = run_ranks(on_other_tokens, 4, "masked step", ranks_per_node=2)
+    assert all("wrong by" in found for found, _ in seen)
+    assert all("the loss leaves out" in said[0] for _, said in seen)
 
 
 @pytest.mark.slow  # the first 200, so the drawn ones above, too
