@@ -31,6 +31,7 @@ Shape letters: R ranks, L tokens of a rank, M tokens of each rank in the sample.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -49,6 +50,8 @@ from smp_core.context_parallel.trial_loss import watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, tensors_of, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
 from smp_core.torch_facts import clean_name, is_compiled
+
+logger = logging.getLogger("smp")
 
 # Later layers amplify rounding errors, and run 3 draws other ones than 1 and 2 have.
 _MARGIN = 10
@@ -289,6 +292,8 @@ class Trial:
             getattr(getattr(each, "config", 0), "output_router_logits", False)
             for each in names
         )
+        if not counts_alone:
+            self._warn_of_kept(part, whole, off, rounding, active)
         found = None
         for (name, mine), (_, theirs), (_, near) in zip(
             part.outputs, whole.outputs, off.outputs, strict=True
@@ -307,6 +312,23 @@ class Trial:
                 and f"{name} {text}{_first_seen(part, whole, sample, rounding, names)}"
             )
         return found
+
+    def _warn_of_kept(
+        self, part: Ran, whole: Ran, off: Ran, rounding: float, active: SplitBatch
+    ) -> None:
+        """Warn of losses that modules keep where their mean over ranks is another: a
+        step may add them to its loss, or only look at them. Collective."""
+        for place in sorted(part.kept.keys() & whole.kept.keys() & off.kept.keys()):
+            numbers = [ran.kept[place] for ran in (part, whole, off)]
+            text = self._of_numbers(*numbers, rounding, active)
+            if text is not None:
+                logger.warning(
+                    "context_parallel_degree=%d: %s, which forward keeps, %s; a loss that it is added to is not that "
+                    "of one process",
+                    self._group.degree,
+                    place,
+                    text,
+                )
 
     def _run(
         self,

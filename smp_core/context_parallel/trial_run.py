@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
-from smp_core.plan.chain import state_restored
+from smp_core.plan.chain import KeptTensors, state_restored
 
 _DROPOUTS = (
     "dropout",
@@ -61,11 +61,13 @@ class Ran:
         outputs: tensors of what the call returned, by their names.
         seen: (module, [tokens, 2]) of each call of a module inside: mean and deviation
             of what it gave for a token.
+        kept: numbers that modules keep in attributes and lists, by their places.
         rounding: the largest rounding error of a dtype that any of them returned.
     """
 
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
     seen: list[tuple[nn.Module, Tensor | None]] = field(default_factory=list)
+    kept: dict[str, Tensor] = field(default_factory=dict)
     rounding: float = 0.0
 
 
@@ -103,12 +105,16 @@ def run(
         return None
 
     handles = [inside.register_forward_hook(note) for inside in module.modules()]
+    kept = KeptTensors(module)
     # Without randomness, and with what draws all the same left as it was.
     state, devices = random.getstate(), _accelerators()
     try:
         random.seed(0)
         with torch.random.fork_rng(devices), enabled(active), _WithoutRandomness():
             ran.outputs = list(tensors_of(forward(*args, **kwargs)))
+        for place, _, tensor in kept.found():
+            if tensor.numel() == 1 and tensor.is_floating_point():
+                ran.kept[place] = tensor.detach().clone().squeeze()
     finally:
         random.setstate(state)
         for handle in handles:

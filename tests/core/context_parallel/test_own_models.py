@@ -4,7 +4,9 @@ before training."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -121,17 +123,51 @@ def test_random_models_are_exact_or_refused() -> None:
     check([0, 4, 39, 66, 71])
 
 
-def on_other_tokens(step: str) -> tuple[str, list[str]]:
-    """What becomes of a step whose loss takes other tokens than the targets, and
-    warnings."""
+class Keeping(OwnModel):
+    """Keeps two losses of its logits: one is a mean of terms for each token."""
+
+    def forward(self, *args: Any) -> Any:
+        logits = super().forward(*args)
+        self.size = logits.square().mean()
+        self.balance = logits.mean(1).square().mean()
+        return logits
+
+
+def keeping() -> list[str]:
+    parallel = parallelize(
+        Keeping(Case(("causal",), "logits")).double(), SmpConfig(**LAYOUTS[0])
+    )
+    assert parallel.context is not None
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    with warnings_of_smp() as said:
+        split = parallel.context.split((tokens, tokens))
+        with enabled(split):
+            parallel.module(*split.batch)
+    return said
+
+
+def test_a_loss_that_a_module_keeps_of_means_over_tokens_is_warned_of() -> None:
+    for said in run_ranks(keeping, 4, ranks_per_node=2):
+        assert len(said) == 1 and "balance, which forward keeps, is" in said[0], said
+
+
+@contextlib.contextmanager
+def warnings_of_smp() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("smp").addHandler(handler)
     try:
-        return together(Case(("causal",), "logits", step), 1, LAYOUTS[0]), said
+        yield said
     finally:
         logging.getLogger("smp").removeHandler(handler)
+
+
+def on_other_tokens(step: str) -> tuple[str, list[str]]:
+    """What becomes of a step whose loss takes other tokens than the targets, and
+    warnings."""
+    with warnings_of_smp() as said:
+        return together(Case(("causal",), "logits", step), 1, LAYOUTS[0]), said
 
 
 def test_a_loss_of_tokens_without_targets_is_refused() -> None:

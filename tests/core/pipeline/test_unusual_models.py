@@ -26,6 +26,8 @@ EXACT = [
     Drawn(gives="list", heads="teacher"),
     Drawn(gives="text", heads="unused before"),
     Drawn(gives="unused head", outputs="dict"),
+    Drawn(keeps="detached"),
+    Drawn(keeps="size of logits"),
 ]
 REFUSED = {
     Drawn(
@@ -39,6 +41,9 @@ REFUSED = {
     Drawn(heads="detached tie"): "words.weight works in its forward",
     Drawn(outputs="all hidden"): "its output 2.0 is another",
     Drawn(places="bare"): "a module of its own",
+    Drawn(keeps="loss"): "keeps a tensor with a gradient in blocks.0.kept",
+    Drawn(keeps="list"): "keeps a tensor with a gradient in blocks.0.kept",
+    Drawn(keeps="sum of hidden"): "its output kept is another in stages",
 }
 
 
