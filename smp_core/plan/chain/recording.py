@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -511,7 +511,7 @@ class _Cuts:
     def segments(self, outputs: Any) -> list[set[nn.Parameter]]:
         """Return the parameters before, in each of and behind the blocks."""
         assert self._entering is not None
-        behind = [tensor for _, tensor in iterate_tensors(outputs)]
+        behind = list(_tensors_of(outputs))
         reached = [
             _reached([self._entering]),
             *(_reached([given]) for given in self._given),
@@ -542,6 +542,18 @@ class _Cuts:
         self._given.append(given)
         self._place += 1
         return with_output(output, self._gives, given.detach().requires_grad_())
+
+
+def _tensors_of(outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a model gives, of dataclasses too."""
+    if is_dataclass(outputs) and not isinstance(outputs, dict):
+        outputs = vars(outputs)
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, (dict, list, tuple)):
+        inside = outputs.values() if isinstance(outputs, dict) else outputs
+        for each in inside:
+            yield from _tensors_of(each)
 
 
 class _Noting(TorchFunctionMode):

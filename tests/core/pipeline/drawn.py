@@ -74,6 +74,12 @@ class Both(nn.Module):
         return self.words(tokens) * self.gate, tokens > 0
 
 
+@dataclass
+class Scored:
+    logits: torch.Tensor
+    hidden: Any
+
+
 class Given(NamedTuple):
     hidden: torch.Tensor
     share: Any
@@ -139,7 +145,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "reads": ("first", "checks", "adds"),
     "beside": ("none", "mask", "condition", "layer condition", "skip", "middle skip", "detached skip"),
     "heads": ("one", "unused after", "unused before", "teacher", "tied", "detached tie", "pooled"),
-    "outputs": ("tensor", "dict", "tuple", "all hidden"),
+    "outputs": ("tensor", "dict", "tuple", "all hidden", "dataclass"),
     "units": ("auto", "small", "named", "leaves"),
     "frozen": ("nothing", "before", "blocks", "head"),
     "noise": ("none", "dropout", "norm"),
@@ -333,6 +339,8 @@ class Model(nn.Module):
             return {"logits": logits, "aux": total}
         if drawn.outputs == "tuple":
             return logits, total
+        if drawn.outputs == "dataclass":
+            return Scored(logits, None)
         if drawn.outputs == "all hidden":
             return logits, total, hidden
         return logits + total if drawn.reads != "first" else logits
@@ -340,6 +348,7 @@ class Model(nn.Module):
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     given = model(tokens)
+    given = given.logits if isinstance(given, Scored) else given
     logits = (
         given["logits"]
         if isinstance(given, dict)

@@ -27,6 +27,7 @@ EXACT = [
     Drawn(gives="text", heads="unused before"),
     Drawn(gives="unused head", outputs="dict"),
     Drawn(keeps="detached"),
+    Drawn(heads="tied", outputs="dataclass"),
     Drawn(keeps="size of logits"),
 ]
 REFUSED = {
