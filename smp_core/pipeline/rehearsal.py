@@ -30,6 +30,7 @@ from smp_core.plan import Example, Stages, example_of, without_router_loss
 from smp_core.plan.chain import (
     KeptTensors,
     is_played,
+    numbers_of,
     refusal_of,
     running_the_example,
     state_restored,
@@ -49,7 +50,7 @@ def rehearse(model: nn.Module, stages: Stages) -> list[str]:
         model: with values, or on the meta device: then shapes are compared.
 
     Returns:
-        the names of saved buffers that forward changes.
+        the names of saved buffers and of numbers that each forward changes.
 
     Raises:
         ValueError: a stage fails, or what the last one gives is not what the whole
@@ -74,11 +75,17 @@ def rehearse(model: nn.Module, stages: Stages) -> list[str]:
             example = example_of(model, module, refusal)
             kept = KeptTensors(model)
             whole = _run(module, example, refusal), _kept_numbers(kept, model, stages)
-            kept = KeptTensors(model)
+            kept, numbers = KeptTensors(model), numbers_of(model)
             given = (
                 _in_stages(model, module, stages, example, refusal),
                 _kept_numbers(kept, model, stages),
             )
+            # A cache grows once; what the second forward changes too is a count.
+            counted = [
+                name
+                for name, number in numbers_of(model).items()
+                if numbers.get(name, number) != number
+            ]
             different = None if is_played(module) else _first_difference(whole, given)
             # A model that differs from itself (noise of its own) proves nothing.
             if different is not None and _is_the_same(
@@ -92,7 +99,7 @@ def rehearse(model: nn.Module, stages: Stages) -> list[str]:
                     "activation, what other blocks return beside it); add it to that tensor, or leave it out of what "
                     "the model gives"
                 )
-    return changed
+    return [*changed, *counted]
 
 
 def _kept_numbers(

@@ -230,6 +230,14 @@ class Stage:
         kwargs: dict[str, Any],
     ) -> Any:
         number = self._numbers[block]
+        # Outside of the model's forward nothing ends the step where this stage ends.
+        if self.is_running and not self.calls:
+            name = type(block).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"a step called {name} by itself; with pipeline_parallel_degree={self._stages.count} a step calls the "
+                f"model, {self._name}, once, and each stage runs its blocks inside: move the step's calls of layers "
+                f"into the forward of {self._name}"
+            )
         # Another stage's block gives what it takes, and none of its hooks run.
         if number not in self._own:
             return self._passing_on(*args, **kwargs)

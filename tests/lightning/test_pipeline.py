@@ -3,7 +3,9 @@ that knows nothing of them."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,8 @@ def train(
             **flags,
         }
         trainer = make_trainer(knobs, **flags)
-        trainer.fit(module, ckpt_path=ckpt_path)
+        with warnings_of_smp() as said:
+            trainer.fit(module, ckpt_path=ckpt_path)
     losses = torch.stack([loss.double() for loss in module.losses])
     if dist.is_initialized():
         dist.all_reduce(losses)
@@ -129,6 +132,8 @@ def train(
         }
         assert not parallel.window.is_open
     extra: dict[str, Any] = {"calls": module.calls, "steps": trainer.global_step}
+    if dist.is_initialized():
+        extra["counts"] = [text for text in said if "LightningModule keeps" in text]
     if callbacks:
         best, stopping = callbacks
         extra |= {
@@ -138,6 +143,18 @@ def train(
         }
         metrics["best"] = float(best.best_model_score)
     return Run(losses.tolist(), weights, metrics, extra)
+
+
+@contextmanager
+def warnings_of_smp() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
 
 
 def named_once(run: Run) -> Run:
@@ -170,6 +187,9 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
         "training_step runs once for each micro-batch"
     )
     expected.extra.pop("calls")
+    said = [run.extra.pop("counts") for run in runs]
+    assert len(said[0]) == 1 and "(calls), here once for each micro-batch" in said[0][0]
+    assert said[1:] == [[]] * 3, "rank 0 says it, once"
     assert all(run.extra == expected.extra for run in runs), (
         "callbacks agree everywhere"
     )

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
         of_kind as of_kind,
         with_argument as with_argument,
     )
-    from smp_core.plan.chain.kept import KeptTensors as KeptTensors
+    from smp_core.plan.chain.kept import (
+        KeptTensors as KeptTensors,
+        numbers_of as numbers_of,
+    )
     from smp_core.plan.chain.played import (
         is_played as is_played,
         with_fake_values as with_fake_values,

@@ -47,6 +47,17 @@ def kept_by_forwards(model: nn.Module) -> list[Callable[[], None]]:
     ]
 
 
+def numbers_of(model: nn.Module) -> dict[str, float]:
+    """Return the numbers that modules have as attributes, by their places: those that
+    each forward changes count calls."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in (int, float):
+                found[f"{path}.{name}".removeprefix(".")] = value
+    return found
+
+
 class KeptTensors:
     """The tensors that forwards leave in attributes, containers and objects of modules
     and in what hooks keep: a step may take its loss of them, past what the model
