@@ -181,6 +181,14 @@ def try_call(
         split.trial.of_call(module, args, kwargs, split, forward, part)
 
 
+def try_output(module: nn.Module, output: Any) -> None:
+    """Watch what the step's loss takes of a call's output, as
+    :meth:`smp_core.context_parallel.trial.Trial.of_output` says."""
+    split = _STATE.split
+    if split is not None and split.trial is not None:
+        split.trial.of_output(module, output, split)
+
+
 def positions(tokens: Tensor) -> Tensor:
     """Return the positions of this rank's tokens in their documents: the indices for a
     table of positions.

@@ -192,8 +192,7 @@ class Trial:
             if is_first and not self._in_stages
             else self._group.process_group,
         )
-        # Stages compute their loss themselves, where its gradients are known.
-        if torch.is_grad_enabled() and not self._in_stages:
+        if torch.is_grad_enabled():
             self._without_loss.add(id(module))
 
     def of_output(self, module: nn.Module, output: Any, split: SplitBatch) -> None:
@@ -202,6 +201,8 @@ class Trial:
 
         Raises:
             ValueError: in backward, on every rank of the group: a shift or a pooling.
+                On the last of several stages it is a warning, as the others would wait
+                for a gradient.
         """
         if self._is_running:
             return
@@ -217,9 +218,18 @@ class Trial:
             watch_loss(
                 output,
                 split,
-                lambda found: self._refuse(found, self._group.process_group),
+                self._warn if self._in_stages else self._refuse_here,
                 lambda: self._outputs == number,
             )
+
+    def _refuse_here(self, found: str | None) -> None:
+        self._refuse(found, self._group.process_group)
+
+    def _warn(self, found: str | None) -> None:
+        try:
+            self._refuse_here(found)
+        except ValueError as error:
+            logger.warning("numbers are not those of one process: %s", error)
 
     def _refuse(self, found: str | None, group: dist.ProcessGroup | None) -> None:
         """Raise on all ranks of a group what any of them found."""
