@@ -17,7 +17,8 @@ The sample is taken from the real input, so that arguments are what the model ex
 and needs about the time and memory of one forward of a rank's own tokens, whatever the
 model's size: weights are gathered as in any forward. (A copy under fake tensors would
 have no numbers, and a small one not the model's branches.) Random numbers are constants
-inside; buffers, attributes and random states are restored.
+inside, and parameters of zeros (gates) are others; buffers, attributes and random
+states are restored.
 
 Between its calls of modules a step may go wrong too. An argument that is the same on
 ranks whose tokens differ was counted by their length

@@ -105,6 +105,16 @@ def run(
         return None
 
     handles = [inside.register_forward_hook(note) for inside in module.modules()]
+    # Filled behind FSDP2's gather, and zero again before it frees.
+    for inside in module.modules():
+        if any(True for _ in inside.parameters(recurse=False)):
+            zeros = _Zeros()
+            handles += [
+                inside.register_forward_pre_hook(zeros.fill),
+                inside.register_forward_hook(
+                    zeros.clear, prepend=True, always_call=True
+                ),
+            ]
     kept = KeptTensors(module)
     # Without randomness, and with what draws all the same left as it was.
     state, devices = random.getstate(), _accelerators()
@@ -120,6 +130,28 @@ def run(
         for handle in handles:
             handle.remove()
     return ran
+
+
+class _Zeros:
+    """Fills parameters of a module that are zero for the time of a call: a gate of
+    zeros would hide what it multiplies."""
+
+    def __init__(self) -> None:
+        self._filled: list[Tensor] = []
+
+    def fill(self, module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            # Parts of tensors are other numbers on each rank; codes are none.
+            is_whole = type(parameter.data) is Tensor and parameter.is_floating_point()
+            if is_whole and parameter.numel() and not bool(parameter.any()):
+                waves = torch.arange(parameter.numel(), device=parameter.device).cos()
+                scale = 0.5 * parameter[0].numel() ** -0.5 if parameter.dim() else 0.5
+                parameter.data.copy_(scale * waves.view(parameter.shape))
+                self._filled.append(parameter)
+
+    def clear(self, *_: Any) -> None:
+        while self._filled:
+            self._filled.pop().data.zero_()
 
 
 @contextlib.contextmanager

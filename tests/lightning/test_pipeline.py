@@ -64,6 +64,7 @@ def train(
     steps: Path | None = None,
     watched: Path | None = None,
     pairs: bool = False,
+    sliced: bool = False,
     scale: float = 0.0,
     averaged: bool = False,
     hooked: bool = False,
@@ -101,7 +102,9 @@ def train(
     with nullcontext() if scale else Wide():  # a scaler casts its own numbers
         late = bool(knobs.get("delayed_init"))
         staged = HookedModule if hooked else StagedModule
-        module = staged(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
+        module = staged(
+            kind=kind, batch_size=batch_size, pairs=pairs, sliced=sliced, late=late
+        )
         flags = {
             "gradient_clip_val": 0.5,
             "max_epochs": 2,
@@ -133,6 +136,7 @@ def train(
         assert not parallel.window.is_open
     extra: dict[str, Any] = {"calls": module.calls, "steps": trainer.global_step}
     if dist.is_initialized():
+        extra["said"] = said
         extra["counts"] = [text for text in said if "LightningModule keeps" in text]
     if callbacks:
         best, stopping = callbacks
@@ -188,6 +192,7 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     )
     expected.extra.pop("calls")
     said = [run.extra.pop("counts") for run in runs]
+    assert all(run.extra.pop("said") is not None for run in runs)
     assert len(said[0]) == 1 and "(calls), here once for each micro-batch" in said[0][0]
     assert said[1:] == [[]] * 3, "rank 0 says it, once"
     assert all(run.extra == expected.extra for run in runs), (
@@ -208,7 +213,14 @@ def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losse
     as it is)."""
     expected = train("plain", 8, {}, pairs=True)
     knobs = {**knobs_of(2, shard=2, microbatches=4), "context_parallel_degree": 2}
-    assert_same(together(train, "plain", 8, knobs, pairs=True, scale=2.0**14), expected)
+    runs = together(train, "plain", 8, knobs, pairs=True, scale=2.0**14)
+    assert_same(runs, expected)
+    assert not any("the loss" in text for run in runs for text in run.extra["said"])
+    # The last stage looks at the gradients of its scores, and ends no rank.
+    flags = {"pairs": True, "sliced": True, "max_epochs": 1}
+    for rank, run in enumerate(together(train, "plain", 8, knobs, **flags)):
+        said = [text for text in run.extra["said"] if "the loss takes of" in text]
+        assert len(said) == (1 if rank > 1 else 0), said
 
 
 @needs_buffers_filled

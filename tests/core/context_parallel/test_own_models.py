@@ -151,6 +151,37 @@ def test_a_loss_that_a_module_keeps_of_means_over_tokens_is_warned_of() -> None:
         assert len(said) == 1 and "balance, which forward keeps, is" in said[0], said
 
 
+class Gated(OwnModel):
+    """Pools its tokens behind a gate of zeros, which training opens."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.gate = torch.nn.Parameter(torch.zeros(VOCABULARY))
+
+    def forward(self, *args: Any) -> Any:
+        logits = super().forward(*args)
+        return logits + self.gate * logits.mean(1, keepdim=True)
+
+
+def gated() -> tuple[str, bool]:
+    parallel = parallelize(
+        Gated(Case(("causal",), "logits")).double(), SmpConfig(**LAYOUTS[0])
+    )
+    assert parallel.context is not None
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    split = parallel.context.split((tokens, tokens))
+    with pytest.raises(ValueError) as error, enabled(split):
+        parallel.module(*split.batch)
+    parallel.reshard()
+    return str(error.value), bool(parallel.module.gate.full_tensor().any())
+
+
+def test_what_stands_behind_a_gate_of_zeros_is_tried() -> None:
+    for text, is_open in run_ranks(gated, 4, ranks_per_node=2):
+        assert "computes something else over each rank's tokens" in text
+        assert not is_open
+
+
 @contextlib.contextmanager
 def warnings_of_smp() -> Iterator[list[str]]:
     said: list[str] = []
