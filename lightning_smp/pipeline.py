@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,8 @@ from smp_core.checkpoint import map_tensors
 from smp_core.engine import ParallelModel
 from smp_core.pipeline import is_number, loss_of, mean_of, split_batch
 from smp_core.sharding.optimizer import scale_in_stages
+
+logger = logging.getLogger("smp")
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
@@ -100,6 +103,7 @@ class PipelinedSteps:
             parallel.pipeline,
         )
         self._zero_grads: list[Optimizer] = []
+        self._has_warned = False
 
     def train(
         self,
@@ -159,6 +163,7 @@ class PipelinedSteps:
                 (kept.changes(), logged.updates()),
             )
         )
+        self._warn_of_kept(changes[0])
         # All ranks go on with what the last stage has: its loss, what it logged, and
         # what its step left on the module.
         self._take(kept, logged, *changes)
@@ -212,6 +217,20 @@ class PipelinedSteps:
                 f"another would leave out those of the other {self._pipeline.micro_batches - 1}; write "
                 "pipeline={'microbatches': 1}, or pipeline_parallel_degree=1"
             )
+
+    def _warn_of_kept(self, changes: dict[str, Any]) -> None:
+        """Say once what a step has changed for each micro-batch."""
+        count = self._pipeline.micro_batches
+        if changes and count > 1 and not self._has_warned:
+            self._has_warned = True
+            if self._parallel.mesh.rank == 0:
+                logger.warning(
+                    "pipeline.microbatches=%s: training_step changes what the LightningModule keeps (%s), here once "
+                    "for each micro-batch and on the last stage; numbers are not those of one process; count in "
+                    "on_train_batch_start or on_train_batch_end, or write pipeline={'microbatches': 1}",
+                    count,
+                    ", ".join(sorted(changes)[:3]),
+                )
 
     def _take(
         self,

@@ -143,7 +143,7 @@ def parallelize(
             changed[:] = rehearse(model, plan.stages)
         return plan
 
-    # Saved buffers that each forward changes.
+    # Saved buffers and numbers that each forward changes.
     changed: list[str] = []
 
     plan = agreed(
@@ -157,8 +157,8 @@ def parallelize(
     _warn(plan, mesh.rank)
     if changed and plan.knobs.pipeline.microbatches != 1 and mesh.rank == 0:
         logger.warning(
-            "pipeline.microbatches=%s: forward changes buffers (%s), here once for each micro-batch; numbers are not "
-            "those of one process, but those of accumulated batches; pipeline={'microbatches': 1} has whole ones",
+            "pipeline.microbatches=%s: forward changes what modules keep (%s), here once for each micro-batch; numbers "
+            "are not those of one process, but those of accumulated batches; write pipeline={'microbatches': 1}",
             plan.knobs.pipeline.microbatches,
             ", ".join(changed[:2]),
         )

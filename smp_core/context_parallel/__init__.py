@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         part_of_mean as part_of_mean,
         positions as positions,
         try_call as try_call,
+        try_output as try_output,
         weighted_mean as weighted_mean,
     )
     from smp_core.context_parallel.rules import (

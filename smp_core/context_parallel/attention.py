@@ -45,6 +45,11 @@ from smp_core.context_parallel.key_value_exchange import (
 )
 from smp_core.context_parallel.sequence_plan import KernelCall, SequencePlan, decode
 
+SLICED = (
+    "a step that slices tokens (x[:, :-1]) or adds some (a class token) does so in each rank's part; let the batch "
+    "bring tokens and their targets, of one length (docs/context-batches.md), or write context_parallel_degree=1"
+)
+
 
 def attention(
     q_BLHD: torch.Tensor,
@@ -262,7 +267,7 @@ def _plan_for(q: torch.Tensor, plan: torch.Tensor) -> tuple[SequencePlan, Contex
         raise ValueError(
             f"queries of {q.shape[0]} rows of {q.shape[1]} tokens do not fit the batch's plan: "
             f"{layout.local_length} tokens of each sequence on every rank, documents of {len(layout.documents)} rows. "
-            "Split the batch with the plan that is active"
+            f"Attention is over the batch's tokens, all of them: {SLICED}"
         )
     return layout, group_numbered(layout.group)
 
@@ -327,7 +332,15 @@ def _backward(
     return (*grads, None, None, None, None, of_sinks)
 
 
+def _refuse_twice(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "context_parallel_degree: attention over split sequences has no second derivative (a gradient penalty, "
+        "autograd.grad(..., create_graph=True) of a loss through the model); write context_parallel_degree=1"
+    )
+
+
 context_attention.register_autograd(_backward, setup_context=_save)
+context_attention_backward.register_autograd(_refuse_twice)
 keep_outputs_of(torch.ops.smp.context_attention)
 
 

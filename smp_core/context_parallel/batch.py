@@ -67,7 +67,7 @@ class BatchLayout:
         dims: key (or place in a tuple) -> dim that is the sequence; other tensors go to
             every rank unsplit. Default: as above.
         targets: key or place of the targets; -100 marks a token without one. Default:
-            ``labels``, or the tuple's last tensor.
+            ``labels``, or the tuple's last tensor that is no mask of booleans.
         shift_targets: whether the target of a token is the next one's label, as in
             Transformers' causal models. Default: true for a mapping, except under
             models whose loss does not shift; false for a tuple.
@@ -316,7 +316,7 @@ class ContextParallel:
         device = _device_of(batch)
         target = layout.targets
         if target is None and len(dims) > 1:
-            target = max(dims, key=int)
+            target = _target_of(batch, dims)
 
         # This rank's tokens of every sequence.
         one_document = torch.zeros(1, length, dtype=torch.long, device=device)
@@ -327,7 +327,12 @@ class ContextParallel:
         for place, dim in dims.items():
             assert isinstance(place, int)
             sequence = batch[place].movedim(dim, 1)
-            has_labels = place == target and not sequence.is_floating_point()
+            # Values and masks take no -100 for a token without a target.
+            has_labels = (
+                place == target
+                and not sequence.is_floating_point()
+                and sequence.dtype != torch.bool
+            )
             if has_labels and layout.shift_targets:
                 sequence = _next_tokens(sequence)
             piece = own.take(
@@ -491,6 +496,17 @@ def _dims_of_sequence(batch: Sequence[Any]) -> dict[Key, int]:
     return {
         place: 1 for place, item in enumerate(batch) if has_sequence_of(item, first)
     }
+
+
+def _target_of(batch: Sequence[Any], dims: Mapping[Key, int]) -> Key:
+    """Return the place of the targets: the last tensor that is no mask of booleans and
+    not the first one."""
+    places = sorted(dims, key=int)
+    for place in reversed(places[1:]):
+        assert isinstance(place, int)
+        if batch[place].dtype != torch.bool:
+            return place
+    return places[-1]
 
 
 def _common_shape(batch: Any, dims: Mapping[Key, int]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.attention import SLICED, attention
 from smp_core.context_parallel.documents import Key
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.sequence_plan import SequencePlan
@@ -181,6 +181,14 @@ def try_call(
         split.trial.of_call(module, args, kwargs, split, forward, part)
 
 
+def try_output(module: nn.Module, output: Any) -> None:
+    """Watch what the step's loss takes of a call's output, as
+    :meth:`smp_core.context_parallel.trial.Trial.of_output` says."""
+    split = _STATE.split
+    if split is not None and split.trial is not None:
+        split.trial.of_output(module, output, split)
+
+
 def positions(tokens: Tensor) -> Tensor:
     """Return the positions of this rank's tokens in their documents: the indices for a
     table of positions.
@@ -200,7 +208,7 @@ def positions(tokens: Tensor) -> Tensor:
     # Another length is another tensor than the batch's tokens.
     if split.position_ids.shape[1] != tokens.shape[1]:
         raise ValueError(
-            f"{tokens.shape[1]} tokens, but this rank has {split.position_ids.shape[1]} of the split batch"
+            f"{tokens.shape[1]} tokens, but this rank has {split.position_ids.shape[1]} of the split batch; {SLICED}"
         )
     return split.position_ids.to(tokens.device)
 

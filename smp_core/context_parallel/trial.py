@@ -17,7 +17,8 @@ The sample is taken from the real input, so that arguments are what the model ex
 and needs about the time and memory of one forward of a rank's own tokens, whatever the
 model's size: weights are gathered as in any forward. (A copy under fake tensors would
 have no numbers, and a small one not the model's branches.) Random numbers are constants
-inside; buffers, attributes and random states are restored.
+inside, and parameters of zeros (gates) are others; buffers, attributes and random
+states are restored.
 
 Between its calls of modules a step may go wrong too. An argument that is the same on
 ranks whose tokens differ was counted by their length
@@ -31,6 +32,7 @@ Shape letters: R ranks, L tokens of a rank, M tokens of each rank in the sample.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -46,9 +48,11 @@ from smp_core.context_parallel.replaced_attention import (
     part_of_mean,
 )
 from smp_core.context_parallel.trial_loss import watch_loss
-from smp_core.context_parallel.trial_run import Ran, run, undisturbed
+from smp_core.context_parallel.trial_run import Ran, run, tensors_of, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
 from smp_core.torch_facts import clean_name, is_compiled
+
+logger = logging.getLogger("smp")
 
 # Later layers amplify rounding errors, and run 3 draws other ones than 1 and 2 have.
 _MARGIN = 10
@@ -94,6 +98,7 @@ class Trial:
         self._in_stages = in_stages
         self._over: set[Any] = set()
         self._without_loss: set[int] = set()
+        self._outputs = 0
         self._is_running = False
         self._called: nn.Module | None = None
 
@@ -188,8 +193,7 @@ class Trial:
             if is_first and not self._in_stages
             else self._group.process_group,
         )
-        # Stages compute their loss themselves, where its gradients are known.
-        if torch.is_grad_enabled() and not self._in_stages:
+        if torch.is_grad_enabled():
             self._without_loss.add(id(module))
 
     def of_output(self, module: nn.Module, output: Any, split: SplitBatch) -> None:
@@ -198,14 +202,35 @@ class Trial:
 
         Raises:
             ValueError: in backward, on every rank of the group: a shift or a pooling.
+                On the last of several stages it is a warning, as the others would wait
+                for a gradient.
         """
-        if not self._is_running and id(module) in self._without_loss:
+        if self._is_running:
+            return
+        # What a further call computes of an output hides which tokens the loss takes.
+        if any(
+            tensor.requires_grad and tensor.dim() > 1
+            for _, tensor in tensors_of(output)
+        ):
+            self._outputs += 1
+        number = self._outputs
+        if id(module) in self._without_loss:
             self._without_loss.remove(id(module))
             watch_loss(
                 output,
                 split,
-                lambda found: self._refuse(found, self._group.process_group),
+                self._warn if self._in_stages else self._refuse_here,
+                lambda: self._outputs == number,
             )
+
+    def _refuse_here(self, found: str | None) -> None:
+        self._refuse(found, self._group.process_group)
+
+    def _warn(self, found: str | None) -> None:
+        try:
+            self._refuse_here(found)
+        except ValueError as error:
+            logger.warning("numbers are not those of one process: %s", error)
 
     def _refuse(self, found: str | None, group: dist.ProcessGroup | None) -> None:
         """Raise on all ranks of a group what any of them found."""
@@ -278,6 +303,8 @@ class Trial:
             getattr(getattr(each, "config", 0), "output_router_logits", False)
             for each in names
         )
+        if not counts_alone:
+            self._warn_of_kept(part, whole, off, rounding, active)
         found = None
         for (name, mine), (_, theirs), (_, near) in zip(
             part.outputs, whole.outputs, off.outputs, strict=True
@@ -296,6 +323,23 @@ class Trial:
                 and f"{name} {text}{_first_seen(part, whole, sample, rounding, names)}"
             )
         return found
+
+    def _warn_of_kept(
+        self, part: Ran, whole: Ran, off: Ran, rounding: float, active: SplitBatch
+    ) -> None:
+        """Warn of losses that modules keep where their mean over ranks is another: a
+        step may add them to its loss, or only look at them. Collective."""
+        for place in sorted(part.kept.keys() & whole.kept.keys() & off.kept.keys()):
+            numbers = [ran.kept[place] for ran in (part, whole, off)]
+            text = self._of_numbers(*numbers, rounding, active)
+            if text is not None:
+                logger.warning(
+                    "context_parallel_degree=%d: %s, which forward keeps, %s; a loss that it is added to is not that "
+                    "of one process",
+                    self._group.degree,
+                    place,
+                    text,
+                )
 
     def _run(
         self,

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
-from smp_core.plan.chain import state_restored
+from smp_core.plan.chain import KeptTensors, state_restored
 
 _DROPOUTS = (
     "dropout",
@@ -61,11 +61,13 @@ class Ran:
         outputs: tensors of what the call returned, by their names.
         seen: (module, [tokens, 2]) of each call of a module inside: mean and deviation
             of what it gave for a token.
+        kept: numbers that modules keep in attributes and lists, by their places.
         rounding: the largest rounding error of a dtype that any of them returned.
     """
 
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
     seen: list[tuple[nn.Module, Tensor | None]] = field(default_factory=list)
+    kept: dict[str, Tensor] = field(default_factory=dict)
     rounding: float = 0.0
 
 
@@ -103,17 +105,53 @@ def run(
         return None
 
     handles = [inside.register_forward_hook(note) for inside in module.modules()]
+    # Filled behind FSDP2's gather, and zero again before it frees.
+    for inside in module.modules():
+        if any(True for _ in inside.parameters(recurse=False)):
+            zeros = _Zeros()
+            handles += [
+                inside.register_forward_pre_hook(zeros.fill),
+                inside.register_forward_hook(
+                    zeros.clear, prepend=True, always_call=True
+                ),
+            ]
+    kept = KeptTensors(module)
     # Without randomness, and with what draws all the same left as it was.
     state, devices = random.getstate(), _accelerators()
     try:
         random.seed(0)
         with torch.random.fork_rng(devices), enabled(active), _WithoutRandomness():
             ran.outputs = list(tensors_of(forward(*args, **kwargs)))
+        for place, _, tensor in kept.found():
+            if tensor.numel() == 1 and tensor.is_floating_point():
+                ran.kept[place] = tensor.detach().clone().squeeze()
     finally:
         random.setstate(state)
         for handle in handles:
             handle.remove()
     return ran
+
+
+class _Zeros:
+    """Fills parameters of a module that are zero for the time of a call: a gate of
+    zeros would hide what it multiplies."""
+
+    def __init__(self) -> None:
+        self._filled: list[Tensor] = []
+
+    def fill(self, module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            # Parts of tensors are other numbers on each rank; codes are none.
+            is_whole = type(parameter.data) is Tensor and parameter.is_floating_point()
+            if is_whole and parameter.numel() and not bool(parameter.any()):
+                waves = torch.arange(parameter.numel(), device=parameter.device).cos()
+                scale = 0.5 * parameter[0].numel() ** -0.5 if parameter.dim() else 0.5
+                parameter.data.copy_(scale * waves.view(parameter.shape))
+                self._filled.append(parameter)
+
+    def clear(self, *_: Any) -> None:
+        while self._filled:
+            self._filled.pop().data.zero_()
 
 
 @contextlib.contextmanager

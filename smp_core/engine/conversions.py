@@ -66,6 +66,7 @@ from smp_core.context_parallel import (
     require_lengths,
     share_sequences,
     try_call,
+    try_output,
 )
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.expert_parallel import BalancedRouters, balance_routers, deal_experts
@@ -413,6 +414,7 @@ def _join_stages(
         functools.partial(passing_by, units),
         replaced,
         try_call,
+        try_output,
         None if layers.routers is None else layers.routers.stages,
     )
     if not plan.stages.tied:

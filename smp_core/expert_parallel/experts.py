@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.activations import SENDS
-from smp_core.cluster import Axis, SmpMesh
+from smp_core.cluster import Axis, SmpMesh, of_all_ranks
 from smp_core.comm import CommMeter
 from smp_core.expert_parallel.deep_ep import DeepEpDispatch
 from smp_core.expert_parallel.dispatch import Dispatch, FlatDispatch, TwoHopDispatch
+from smp_core.expert_parallel.trial import try_experts
 from smp_core.plan import DEALT, ExpertShape, Plan, adapters_of
 from smp_core.torch_facts import local_part
 
@@ -64,6 +65,10 @@ def deal_experts(
         dispatch = TwoHopDispatch(*ranks.stages, meter)
     else:
         dispatch = FlatDispatch(ranks.all, meter)
+    # Experts of one's own are tried, which raises on the ranks of all stages.
+    problem = None if plan.given is not None else _first_problem(model, plan, degree)
+    for told in filter(None, of_all_ranks(problem)):
+        raise ValueError(told)
     # Every layer's experts: checked, dealt, and given a forward that sends tokens.
     for site in plan.shapes.experts:
         module: Any = model.get_submodule(site.name)
@@ -137,6 +142,35 @@ def _keep_own(module: nn.Module, mesh: DeviceMesh) -> None:
         # Attributes that users set on parameters (names of groups, marks) stay.
         dealt.__dict__.update(whole.__dict__)
         setattr(module, name, dealt)
+
+
+def _first_problem(model: nn.Module, plan: Plan, degree: int) -> str | None:
+    """Return what is wrong with a layer's experts of one's own, in words. Transformers'
+    have one form, and what is on meta or on other stages has no numbers."""
+    for site in plan.shapes.experts:
+        module: Any = model.get_submodule(site.name)
+        own = list(module.parameters(recurse=False))
+        has_values = not any(each.is_meta or isinstance(each, DTensor) for each in own)
+        if getattr(module, "smp_experts", False) and has_values:
+            showing = functools.partial(_showing, module, site.experts)
+            found = try_experts(module, site.name, degree, showing)
+            if found is not None:
+                return found
+    return None
+
+
+@contextlib.contextmanager
+def _showing(module: Any, experts: int, first: int, number: int) -> Iterator[None]:
+    """Let a module that holds all experts have some of them only."""
+    kept = dict(module._parameters)
+    try:
+        module.num_experts = number
+        for name, parameter in kept.items():
+            module._parameters[name] = parameter.detach().narrow(0, first, number)
+        yield
+    finally:
+        module._parameters.update(kept)
+        module.num_experts = experts
 
 
 def _require_products(module: Any, name: str) -> None:
@@ -214,6 +248,9 @@ def _dispatching(
         hidden, chosen, weights = signature.bind(*args, **kwargs).arguments.values()
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
         chosen_TK = chosen.reshape(-1, chosen.shape[-1])
+        # A choice of no expert (-1, or a number beyond them) adds nothing to a token.
+        is_none = (chosen_TK < 0) | (chosen_TK > experts)
+        chosen_TK = chosen_TK.masked_fill(is_none, experts)
         weights_TK = weights.reshape(-1, weights.shape[-1])
         made_TH = dispatch(
             tokens_TH,

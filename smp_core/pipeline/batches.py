@@ -73,11 +73,9 @@ def _refuse_lists(batch: Any, length: int) -> None:
         for value in batch.values():
             _refuse_lists(value, length)
     elif isinstance(batch, (list, tuple)):
-        if (
-            len(batch) == length
-            and not any(isinstance(item, Tensor) for item in batch)
-            and length > 1
-        ):
+        # Lists with tensors inside are batches of several loaders.
+        has_tensors = any(iterate_tensors(batch, mapping=MutableMapping))
+        if len(batch) == length and not has_tensors and length > 1:
             raise ValueError(
                 f"a batch holds a list of {length} {type(batch[0]).__name__}, one for each sample, which cannot be cut "
                 "into micro-batches; make it a tensor"

@@ -28,7 +28,9 @@ from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.plan import Example, Stages, example_of, without_router_loss
 from smp_core.plan.chain import (
+    KeptTensors,
     is_played,
+    numbers_of,
     refusal_of,
     running_the_example,
     state_restored,
@@ -48,7 +50,7 @@ def rehearse(model: nn.Module, stages: Stages) -> list[str]:
         model: with values, or on the meta device: then shapes are compared.
 
     Returns:
-        the names of saved buffers that forward changes.
+        the names of saved buffers and of numbers that each forward changes.
 
     Raises:
         ValueError: a stage fails, or what the last one gives is not what the whole
@@ -71,21 +73,47 @@ def rehearse(model: nn.Module, stages: Stages) -> list[str]:
         with torch.random.fork_rng(devices), _Undropped(), _seeded(model, stages):
             # The whole model first, then chunk after chunk, with the same seeds.
             example = example_of(model, module, refusal)
-            whole = _run(module, example, refusal)
-            given = _in_stages(model, module, stages, example, refusal)
+            kept = KeptTensors(model)
+            whole = _run(module, example, refusal), _kept_numbers(kept, model, stages)
+            kept, numbers = KeptTensors(model), numbers_of(model)
+            given = (
+                _in_stages(model, module, stages, example, refusal),
+                _kept_numbers(kept, model, stages),
+            )
+            # A cache grows once; what the second forward changes too is a count.
+            counted = [
+                name
+                for name, number in numbers_of(model).items()
+                if numbers.get(name, number) != number
+            ]
             different = None if is_played(module) else _first_difference(whole, given)
             # A model that differs from itself (noise of its own) proves nothing.
             if different is not None and _is_the_same(
-                whole, _run(module, example, refusal)
+                whole[0], _run(module, example, refusal)
             ):
-                which = f" {different}" if different else ""
+                where = different.removeprefix("0").removeprefix("1").lstrip(".")
+                which = f" {where}" if where else ""
                 raise ValueError(
                     f"{refusal}its output{which} is another in stages: something behind the blocks, or between "
                     "two of them, needs more than the one tensor that blocks hand on (an earlier "
                     "activation, what other blocks return beside it); add it to that tensor, or leave it out of what "
                     "the model gives"
                 )
-    return changed
+    return [*changed, *counted]
+
+
+def _kept_numbers(
+    kept: KeptTensors, model: nn.Module, stages: Stages
+) -> dict[str, Tensor]:
+    """Return the losses that the last chunk's forward has left around the blocks, by
+    their places."""
+    blocks = [model.get_submodule(name) for name in stages.chain.blocks]
+    inside = {module for block in blocks for module in block.modules()}
+    numbers = {}
+    for place, module, tensor in kept.found():
+        if tensor.numel() == 1 and tensor.is_floating_point() and module not in inside:
+            numbers[place] = tensor.detach().clone()
+    return numbers
 
 
 @contextlib.contextmanager

@@ -122,6 +122,7 @@ class Stage:
         passed: Callable[[int], None],
         replaced: Callable[[Tensor], None],
         try_call: TriesCall = lambda *_: None,
+        try_output: Callable[[nn.Module, Any], None] = lambda *_: None,
     ) -> None:
         """Hook into the model.
 
@@ -136,11 +137,14 @@ class Stage:
                 block's argument without its values.
             try_call: called before the root's forward, with what does as much for other
                 arguments.
+            try_output: called with the root and what the last chunk's forward gives, in
+                a step.
         """
         self._outside = outside
         self._entered = entered
         self._passed = passed
         self._replaced, self._try_call = replaced, try_call
+        self._try_output = try_output
         self._n_passed = 0
         self.incoming: Tensor | None = None
         self.is_running = False
@@ -230,6 +234,14 @@ class Stage:
         kwargs: dict[str, Any],
     ) -> Any:
         number = self._numbers[block]
+        # Outside of the model's forward nothing ends the step where this stage ends.
+        if self.is_running and not self.calls:
+            name = type(block).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"a step called {name} by itself; with pipeline_parallel_degree={self._stages.count} a step calls the "
+                f"model, {self._name}, once, and each stage runs its blocks inside: move the step's calls of layers "
+                f"into the forward of {self._name}"
+            )
         # Another stage's block gives what it takes, and none of its hooks run.
         if number not in self._own:
             return self._passing_on(*args, **kwargs)
@@ -307,7 +319,10 @@ class Stage:
                 self._try_call(
                     root, (self.incoming, *args), kwargs, receiving, self._chunk
                 )
-                return caught(*args, **kwargs)
+                output = caught(*args, **kwargs)
+                if self.is_last:
+                    self._try_output(root, output)
+                return output
             return self._outside(
                 functools.partial(caught, *args, **kwargs), [args, kwargs]
             )

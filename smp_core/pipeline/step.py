@@ -89,6 +89,7 @@ class Pipeline:
         passing_by: Callable[[Container[str]], AbstractContextManager[None]],
         replaced: Callable[[Tensor], None],
         try_call: TriesCall,
+        try_output: Callable[[nn.Module, Any], None],
         beside: Beside | None = None,
     ) -> None:
         self.stages = stages
@@ -112,6 +113,7 @@ class Pipeline:
             passed=lambda count: self._seeds.begin_again(self._place[0], count),
             replaced=replaced,
             try_call=try_call,
+            try_output=try_output,
         )
         self._place = (0, 0)  # micro-batch and chunk at present
         self._beside = beside

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import SITES
-from smp_core.plan.chain import state_restored
+from smp_core.plan.chain import KeptTensors, state_restored
 from smp_core.tensor_parallel.layers import (
     Forward,
     SummingForward,
@@ -165,6 +165,7 @@ class TokenTrial:
         self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
         why = stay_whole or "it cannot be run with numbers drawn at random"
         try:
+            self._kept = KeptTensors(self.block)
             with self.undisturbed(hidden.device, is_wide, evaluating):
                 # Full precision first; where a forward cannot run in it (a cast to half
                 # inside), its own dtype is tried.
@@ -235,15 +236,11 @@ class TokenTrial:
             # What differs is part of a sum; the sum is what split tokens have to give.
             apart = self._require_gradients_of_whole_tokens(whole, open_sums, shown)
             # Phase 2: each rank's own tokens.
-            if whole.hidden.shape != hidden_among(args, kwargs).shape:
-                failed = (
-                    failed or "what it returns is not of the shape of what it takes"
-                )
-            if whole.unknown:
-                failed = (
-                    failed
-                    or "it reads something that is trained and neither its own nor an argument"
-                )
+            if not failed and whole.hidden.shape != hidden_among(args, kwargs).shape:
+                failed = "what it returns is not of the shape of what it takes"
+            failed = failed or self._keeping()
+            if whole.unknown and not failed:
+                failed = "it reads something that is trained and neither its own nor an argument"
             # All ranks have to make the same collectives, so the calls must not hang on
             # the numbers.
             failed = failed or self._calls_by_content(calls, args, kwargs, own)
@@ -271,6 +268,13 @@ class TokenTrial:
             if differs
             else ""
         )
+
+    def _keeping(self) -> str:
+        # A step may take its loss of such a tensor, and gradients of parts are no sums.
+        for place, _, tensor in self._kept.found():
+            if tensor.requires_grad:
+                return f"its forward keeps a tensor with a gradient ({place})"
+        return ""
 
     def _noting_calls(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]

@@ -16,7 +16,7 @@ from tests.lightning.modules import LanguageModule
 
 class StagedModule(LanguageModule):
     """options: batch_size; kind of the model; pairs: batches are (tokens, targets);
-    late: built in configure_model."""
+    sliced: the step leaves out the first token of each; late: built in configure_model."""
 
     def build(self) -> None:
         self.calls = 0
@@ -36,7 +36,10 @@ class StagedModule(LanguageModule):
         if isinstance(batch, torch.Tensor):
             return loss_of(self.model, batch)
         tokens, targets = batch
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        scores = self.model(tokens)
+        if self.options.get("sliced"):
+            scores, targets = scores[:, 1:], targets[:, 1:]
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.calls += 1

@@ -3,7 +3,9 @@ that knows nothing of them."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ def train(
     steps: Path | None = None,
     watched: Path | None = None,
     pairs: bool = False,
+    sliced: bool = False,
     scale: float = 0.0,
     averaged: bool = False,
     hooked: bool = False,
@@ -99,7 +102,9 @@ def train(
     with nullcontext() if scale else Wide():  # a scaler casts its own numbers
         late = bool(knobs.get("delayed_init"))
         staged = HookedModule if hooked else StagedModule
-        module = staged(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
+        module = staged(
+            kind=kind, batch_size=batch_size, pairs=pairs, sliced=sliced, late=late
+        )
         flags = {
             "gradient_clip_val": 0.5,
             "max_epochs": 2,
@@ -107,7 +112,8 @@ def train(
             **flags,
         }
         trainer = make_trainer(knobs, **flags)
-        trainer.fit(module, ckpt_path=ckpt_path)
+        with warnings_of_smp() as said:
+            trainer.fit(module, ckpt_path=ckpt_path)
     losses = torch.stack([loss.double() for loss in module.losses])
     if dist.is_initialized():
         dist.all_reduce(losses)
@@ -129,6 +135,9 @@ def train(
         }
         assert not parallel.window.is_open
     extra: dict[str, Any] = {"calls": module.calls, "steps": trainer.global_step}
+    if dist.is_initialized():
+        extra["said"] = said
+        extra["counts"] = [text for text in said if "LightningModule keeps" in text]
     if callbacks:
         best, stopping = callbacks
         extra |= {
@@ -138,6 +147,18 @@ def train(
         }
         metrics["best"] = float(best.best_model_score)
     return Run(losses.tolist(), weights, metrics, extra)
+
+
+@contextmanager
+def warnings_of_smp() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
 
 
 def named_once(run: Run) -> Run:
@@ -170,6 +191,10 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
         "training_step runs once for each micro-batch"
     )
     expected.extra.pop("calls")
+    said = [run.extra.pop("counts") for run in runs]
+    assert all(run.extra.pop("said") is not None for run in runs)
+    assert len(said[0]) == 1 and "(calls), here once for each micro-batch" in said[0][0]
+    assert said[1:] == [[]] * 3, "rank 0 says it, once"
     assert all(run.extra == expected.extra for run in runs), (
         "callbacks agree everywhere"
     )
@@ -188,7 +213,14 @@ def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losse
     as it is)."""
     expected = train("plain", 8, {}, pairs=True)
     knobs = {**knobs_of(2, shard=2, microbatches=4), "context_parallel_degree": 2}
-    assert_same(together(train, "plain", 8, knobs, pairs=True, scale=2.0**14), expected)
+    runs = together(train, "plain", 8, knobs, pairs=True, scale=2.0**14)
+    assert_same(runs, expected)
+    assert not any("the loss" in text for run in runs for text in run.extra["said"])
+    # The last stage looks at the gradients of its scores, and ends no rank.
+    flags = {"pairs": True, "sliced": True, "max_epochs": 1}
+    for rank, run in enumerate(together(train, "plain", 8, knobs, **flags)):
+        said = [text for text in run.extra["said"] if "the loss takes of" in text]
+        assert len(said) == (1 if rank > 1 else 0), said
 
 
 @needs_buffers_filled

@@ -2,7 +2,8 @@
 meta device.
 
 Chain is the result; recording runs the model with an example; stand_ins and
-saved_buffers are about modules and buffers that work before or between the blocks.
+saved_buffers are about modules and buffers that work before or between the blocks, and
+kept about what forwards leave in attributes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
         given_by as given_by,
         of_kind as of_kind,
         with_argument as with_argument,
+    )
+    from smp_core.plan.chain.kept import (
+        KeptTensors as KeptTensors,
+        numbers_of as numbers_of,
     )
     from smp_core.plan.chain.played import (
         is_played as is_played,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.checkpoint import iterate_tensors
 from smp_core.plan.chain.chain import Chain, Place, given_by, with_argument, with_output
+from smp_core.plan.chain.kept import KeptTensors
 from smp_core.plan.chain.played import is_played, with_fake_values
 from smp_core.plan.chain.saved_buffers import places_of_buffers, state_restored
 from smp_core.plan.chain.stand_ins import Early, find_stand_ins
@@ -97,9 +98,10 @@ def _chain_of(
             module(*args, **kwargs)
         link = _link(first, refusal)
         # Which parameters work where.
-        cuts = _Cuts(first, *link)
+        cuts, kept = _Cuts(first, *link), KeptTensors(model)
         with cuts.made(), running_the_example(module, refusal), _Noting(cuts):
             outputs = module(*args, **kwargs)
+        _refuse_kept(kept, first, refusal)
         # Before, in each of, and after the blocks.
         segments = cuts.segments(outputs)
         if cuts.early & cuts.visited:
@@ -141,6 +143,20 @@ def _chain_of(
         tuple(places_of_buffers(model, first.early, chain_names)),
         first.kind,
     )
+
+
+def _refuse_kept(kept: KeptTensors, calls: _Calls, refusal: str) -> None:
+    """Refuse what a step could take its loss of where it is not: tensors with gradients
+    that modules before the last block keep."""
+    elsewhere = {module for module, *_ in calls.early}
+    elsewhere.update(module for block in calls.order[:-1] for module in block.modules())
+    for place, module, tensor in kept.found():
+        if module in elsewhere and tensor.requires_grad:
+            raise ValueError(
+                f"{refusal}its forward keeps a tensor with a gradient in {place}, of which a step on the last stage "
+                "has nothing: a loss would leave it out. Keep tensor.detach() where it is only looked at; otherwise "
+                "add it to the tensor that blocks hand on, or write pipeline_parallel_degree=1"
+            )
 
 
 def _refuse_layerdrop(
@@ -495,7 +511,7 @@ class _Cuts:
     def segments(self, outputs: Any) -> list[set[nn.Parameter]]:
         """Return the parameters before, in each of and behind the blocks."""
         assert self._entering is not None
-        behind = [tensor for _, tensor in iterate_tensors(outputs)]
+        behind = list(_tensors_of(outputs))
         reached = [
             _reached([self._entering]),
             *(_reached([given]) for given in self._given),
@@ -526,6 +542,18 @@ class _Cuts:
         self._given.append(given)
         self._place += 1
         return with_output(output, self._gives, given.detach().requires_grad_())
+
+
+def _tensors_of(outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a model gives, of dataclasses too."""
+    if is_dataclass(outputs) and not isinstance(outputs, dict):
+        outputs = vars(outputs)
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, (dict, list, tuple)):
+        inside = outputs.values() if isinstance(outputs, dict) else outputs
+        for each in inside:
+            yield from _tensors_of(each)
 
 
 class _Noting(TorchFunctionMode):

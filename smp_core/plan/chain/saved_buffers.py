@@ -2,23 +2,20 @@
 and the state of a model that a forward before training leaves as it was.
 
 Private names: torch has no public way to ask which buffers are not saved
-(``_non_persistent_buffers_set``), to put back one that was None (``_buffers``), to
-look at hooks (``_forward_hooks``, ``_forward_pre_hooks``), and to
+(``_non_persistent_buffers_set``), to put back one that was None (``_buffers``), and to
 ask whether a tensor without values was written to (``_version``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from smp_core.plan.chain.kept import kept_by_forwards
 from smp_core.plan.chain.stand_ins import Early
 
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor)
@@ -60,8 +57,9 @@ def places_of_buffers(
 @contextlib.contextmanager
 def state_restored(model: nn.Module) -> Iterator[list[str]]:
     """Restore what forwards inside may count or cache in, also where one of them fails:
-    buffers, changed in place (statistics) or replaced, plain attributes of modules
-    (``self.steps += 1``), and what hooks of the user's keep (activations, counts).
+    buffers, changed in place (statistics) or replaced, attributes of modules (``self.steps
+    += 1``, ``self.losses.append(...)``, a generator of their own), Python's and NumPy's
+    random states, and what hooks of the user's keep (activations, counts).
 
     Yields:
         a list that has the names of saved buffers that were changed, at the end.
@@ -75,7 +73,7 @@ def state_restored(model: nn.Module) -> Iterator[list[str]]:
         for buffer in buffers.values()
         if buffer is not None
     ]
-    restore_kept = _kept_by_hooks(model)
+    restores = kept_by_forwards(model)
     saved = {name: (each, _version(each)) for name, _, _, each in _saved(model)}
     changed: list[str] = []
     try:
@@ -92,7 +90,8 @@ def state_restored(model: nn.Module) -> Iterator[list[str]]:
             vars(module).update(plain)
             vars(module)["_buffers"].clear()
             vars(module)["_buffers"].update(buffers)
-        restore_kept()
+        for restore in restores:
+            restore()
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
@@ -110,72 +109,3 @@ def _plain(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, _PLAIN) and name != _HOOKED
     }
-
-
-def _kept_by_hooks(model: nn.Module) -> Callable[[], None]:
-    """Copy what the hooks of a model can reach by their closures, objects and globals;
-    return what puts it back."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-            for hook in vars(module)[hooks].values():
-                for value in _reached(hook):
-                    found[id(value)] = value
-    containers = [each for each in found.values() if isinstance(each, (list, dict))]
-    owners = [each for each in found.values() if not isinstance(each, (list, dict))]
-    for owner in owners:
-        containers += [
-            each
-            for name, each in vars(owner).items()
-            if type(each) in (list, dict) and name not in _OF_TORCH
-        ]
-    copies = [(each, copy.copy(each)) for each in containers]
-    numbers = [(owner, _numbers(owner)) for owner in owners]
-
-    def restore() -> None:
-        for container, before in copies:
-            container.clear()
-            if isinstance(container, list):
-                container.extend(before)
-            else:
-                container.update(before)
-        for owner, before in numbers:
-            vars(owner).update(before)
-
-    return restore
-
-
-def _reached(hook: Any) -> Iterator[Any]:
-    """Yield the plain lists, dictionaries and objects of a user's hook."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    owner = getattr(hook, "__self__", None)
-    function = getattr(hook, "__func__", hook)
-    module = getattr(function, "__module__", None) or type(hook).__module__
-    if module.split(".")[0] in ("torch", "smp_core"):
-        return
-    code = getattr(function, "__code__", None)
-    values = [owner if owner is not None else hook]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # not assigned yet
-            values.append(cell.cell_contents)
-    if code is not None:
-        values += [function.__globals__.get(name) for name in code.co_names]
-    for value in values:
-        is_object = hasattr(value, "__dict__") and not isinstance(
-            value, (type, types.ModuleType, types.FunctionType, torch.Tensor)
-        )
-        if type(value) in (list, dict) or is_object:
-            yield value
-
-
-def _numbers(owner: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(owner).items()
-        if isinstance(value, (int, float)) and name not in _OF_TORCH
-    }
-
-
-# Attributes of every module, which are none of a hook's.
-_OF_TORCH = vars(nn.Module()).keys()

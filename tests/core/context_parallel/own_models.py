@@ -453,13 +453,20 @@ def loss_of(
     """The loss of what a model returned."""
     if step == "shifted step":
         return F.cross_entropy(output[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
-    if step in WRONG_STEPS:
+    if step in (*WRONG_STEPS, "all tokens step"):
         pooled = {
             "class step": output[:, 0],
             "last step": output[:, -1],
             "mean step": output.mean(1),
+            "all tokens step": output,
         }[step]
         return pooled.logsumexp(-1).square().mean()
+    if step == "masked step":
+        mask = (targets != -100) & (targets % 3 != 0)
+        values = F.cross_entropy(
+            output.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        return (values.view(mask.shape) * mask).sum() / mask.sum()
     if isinstance(output, dict):
         return output["loss"]
     if isinstance(output, tuple):

@@ -130,6 +130,14 @@ def test_pairs_are_split_as_they_are() -> None:
         )
 
 
+def test_a_mask_behind_the_targets_is_no_target() -> None:
+    batch = (TOKENS, TOKENS + 100, TOKENS > 12)
+    targets = rejoined(batch, lambda part: part.shift_labels)
+    assert targets[:, :6].equal(TOKENS + 100) and (targets[:, 6:] == -100).all()
+    mask = rejoined(batch, lambda part: part.batch[2])
+    assert mask[:, :6].equal(TOKENS > 12) and not mask[:, 6:].any()
+
+
 def test_the_layout_says_keys_dims_and_values() -> None:
     """[S, B] tensors under other names."""
     batch = {

@@ -4,6 +4,9 @@ before training."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -118,6 +121,95 @@ def check(seeds: list[int]) -> None:
 def test_random_models_are_exact_or_refused() -> None:
     """float64, losses and gradients to 1e-10, which is summation order."""
     check([0, 4, 39, 66, 71])
+
+
+class Keeping(OwnModel):
+    """Keeps two losses of its logits: one is a mean of terms for each token."""
+
+    def forward(self, *args: Any) -> Any:
+        logits = super().forward(*args)
+        self.size = logits.square().mean()
+        self.balance = logits.mean(1).square().mean()
+        return logits
+
+
+def keeping() -> list[str]:
+    parallel = parallelize(
+        Keeping(Case(("causal",), "logits")).double(), SmpConfig(**LAYOUTS[0])
+    )
+    assert parallel.context is not None
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    with warnings_of_smp() as said:
+        split = parallel.context.split((tokens, tokens))
+        with enabled(split):
+            parallel.module(*split.batch)
+    return said
+
+
+def test_a_loss_that_a_module_keeps_of_means_over_tokens_is_warned_of() -> None:
+    for said in run_ranks(keeping, 4, ranks_per_node=2):
+        assert len(said) == 1 and "balance, which forward keeps, is" in said[0], said
+
+
+class Gated(OwnModel):
+    """Pools its tokens behind a gate of zeros, which training opens."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.gate = torch.nn.Parameter(torch.zeros(VOCABULARY))
+
+    def forward(self, *args: Any) -> Any:
+        logits = super().forward(*args)
+        return logits + self.gate * logits.mean(1, keepdim=True)
+
+
+def gated() -> tuple[str, bool]:
+    parallel = parallelize(
+        Gated(Case(("causal",), "logits")).double(), SmpConfig(**LAYOUTS[0])
+    )
+    assert parallel.context is not None
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    split = parallel.context.split((tokens, tokens))
+    with pytest.raises(ValueError) as error, enabled(split):
+        parallel.module(*split.batch)
+    parallel.reshard()
+    return str(error.value), bool(parallel.module.gate.full_tensor().any())
+
+
+def test_what_stands_behind_a_gate_of_zeros_is_tried() -> None:
+    for text, is_open in run_ranks(gated, 4, ranks_per_node=2):
+        assert "computes something else over each rank's tokens" in text
+        assert not is_open
+
+
+@contextlib.contextmanager
+def warnings_of_smp() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+
+
+def on_other_tokens(step: str) -> tuple[str, list[str]]:
+    """What becomes of a step whose loss takes other tokens than the targets, and
+    warnings."""
+    with warnings_of_smp() as said:
+        return together(Case(("causal",), "logits", step), 1, LAYOUTS[0]), said
+
+
+def test_a_loss_of_tokens_without_targets_is_refused() -> None:
+    for found, _ in run_ranks(on_other_tokens, 4, "all tokens step", ranks_per_node=2):
+        assert "tokens that have no target (padding, or a label of -100)" in found
+
+
+def test_a_loss_that_leaves_targets_out_is_warned_of() -> None:
+    seen = run_ranks(on_other_tokens, 4, "masked step", ranks_per_node=2)
+    assert all("wrong by" in found for found, _ in seen)
+    assert all("the loss leaves out" in said[0] for _, said in seen)
 
 
 @pytest.mark.slow  # the first 200, so the drawn ones above, too

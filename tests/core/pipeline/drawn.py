@@ -74,15 +74,22 @@ class Both(nn.Module):
         return self.words(tokens) * self.gate, tokens > 0
 
 
+@dataclass
+class Scored:
+    logits: torch.Tensor
+    hidden: Any
+
+
 class Given(NamedTuple):
     hidden: torch.Tensor
     share: Any
 
 
 class Block(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, keeps: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.keeps = kind, keeps
+        self.kept: Any = []
         self.mix, self.up, self.down = (
             nn.Linear(TOKENS, TOKENS),
             nn.Linear(WIDTH, 12),
@@ -102,6 +109,11 @@ class Block(nn.Module):
         x = x + self.down(inner)
         if self.kind == "unused head":
             self.unused(x)
+        size = inner.square().mean()
+        if self.keeps == "list":
+            self.kept = [size]
+        elif self.keeps in ("loss", "detached"):
+            self.kept = size if self.keeps == "loss" else size.detach()
         extra: dict[str, Any] = {
             "none": None,
             "number": 0.5,
@@ -133,10 +145,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "reads": ("first", "checks", "adds"),
     "beside": ("none", "mask", "condition", "layer condition", "skip", "middle skip", "detached skip"),
     "heads": ("one", "unused after", "unused before", "teacher", "tied", "detached tie", "pooled"),
-    "outputs": ("tensor", "dict", "tuple", "all hidden"),
+    "outputs": ("tensor", "dict", "tuple", "all hidden", "dataclass"),
     "units": ("auto", "small", "named", "leaves"),
     "frozen": ("nothing", "before", "blocks", "head"),
     "noise": ("none", "dropout", "norm"),
+    "keeps": ("nothing", "loss", "list", "detached", "sum of hidden", "size of logits"),
 }  # fmt: skip
 
 
@@ -154,6 +167,7 @@ class Drawn:
     units: str = "auto"
     frozen: str = "nothing"
     noise: str = "none"
+    keeps: str = "nothing"
     stages: int = 2
     shard: int = 1
     schedule: str = "1f1b"
@@ -215,7 +229,7 @@ class Model(nn.Module):
             nn.LayerNorm(WIDTH) if drawn.noise == "norm" else nn.Dropout(0.0)
         )
         self.drop = nn.Dropout(0.1 if drawn.noise == "dropout" else 0.0)
-        self.blocks = nn.ModuleList(Block(drawn.gives) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(drawn.gives, drawn.keeps) for _ in range(4))
         if drawn.beside == "condition":
             self.condition = nn.Linear(TOKENS, TOKENS)
         if drawn.beside == "layer condition":
@@ -311,6 +325,10 @@ class Model(nn.Module):
         if drawn.heads == "pooled":
             x = x + self.pool(x[:, :1]).tanh()
         logits = self.head(x)
+        if drawn.keeps == "sum of hidden":
+            self.kept = sum(each.square().mean() for each in hidden)
+        elif drawn.keeps == "size of logits":
+            self.kept = logits.square().mean()
         if drawn.heads == "teacher":
             with torch.no_grad():
                 taught = self.teacher(x)
@@ -321,6 +339,8 @@ class Model(nn.Module):
             return {"logits": logits, "aux": total}
         if drawn.outputs == "tuple":
             return logits, total
+        if drawn.outputs == "dataclass":
+            return Scored(logits, None)
         if drawn.outputs == "all hidden":
             return logits, total, hidden
         return logits + total if drawn.reads != "first" else logits
@@ -328,6 +348,7 @@ class Model(nn.Module):
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     given = model(tokens)
+    given = given.logits if isinstance(given, Scored) else given
     logits = (
         given["logits"]
         if isinstance(given, dict)
@@ -343,7 +364,17 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         if isinstance(given, tuple)
         else 0
     )
-    return loss + 0.1 * aux
+    return loss + 0.1 * aux + 0.1 * kept_by(model)
+
+
+def kept_by(model: nn.Module) -> Any:
+    """The sum of what the model or its blocks keep with a gradient."""
+    kept = [each.kept for each in model.modules() if hasattr(each, "kept")]
+    total: Any = 0
+    for each in kept:
+        for tensor in each if isinstance(each, list) else [each]:
+            total = total + (tensor if tensor.requires_grad else 0)
+    return total
 
 
 def built(drawn: Drawn) -> Model:

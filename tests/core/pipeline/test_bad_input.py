@@ -18,6 +18,7 @@ from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
+from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.gradients.divergence import RanksDiverged
 from smp_core.sharding.optimizer.kinds import register_tensorwise
 from tests.core.branching import Block, batch_of
@@ -64,6 +65,12 @@ def misuse() -> dict[str, str]:
         model(tokens)
         return model(tokens)
 
+    def one_by_one() -> Any:
+        hidden = model.words(tokens)
+        for block in model.blocks:
+            hidden = block(hidden)
+        return model.head(model.norm(hidden))
+
     def outside_on_rank_0() -> Any:
         with torch.no_grad():
             return (
@@ -102,6 +109,7 @@ def misuse() -> dict[str, str]:
     found["kernel"] = str(together.param_groups[0]["foreach"])
     with torch.no_grad():
         found["twice"] = said(step(twice))
+        found["one by one"] = said(step(one_by_one))
     return found
 
 
@@ -135,7 +143,17 @@ def test_misuse_is_refused_in_words() -> None:
         assert "called twice in one step" in found["twice"], (
             "what fails in a first forward is told to all"
         )
+        assert "a step called PlainBlock by itself" in found["one by one"]
     assert "has to call the model once" in last["never"]
+
+
+def test_batches_of_several_loaders_are_cut_whatever_their_number() -> None:
+    """Two loaders of two samples; a list of text for each sample is refused."""
+    batch = [[torch.arange(2), torch.ones(2, 3)] for _ in range(2)]
+    parts = split_batch(batch, 2)
+    assert [part[1][0].tolist() for part in parts] == [[0], [1]]
+    with pytest.raises(ValueError, match="a list of 2 str, one for each sample"):
+        split_batch([torch.arange(2), ["a", "b"]], 2)
 
 
 def lengths() -> list[float]:

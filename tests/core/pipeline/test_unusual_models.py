@@ -6,14 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from smp_core import entry
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
-from tests.core.pipeline.drawn import Drawn, built, draw, loss_of, outcomes, trained
+from tests.core.pipeline.drawn import (
+    Drawn,
+    Model,
+    built,
+    draw,
+    loss_of,
+    outcomes,
+    trained,
+)
 from tests.harness import run_ranks
 
 EXACT = [
@@ -26,6 +36,9 @@ EXACT = [
     Drawn(gives="list", heads="teacher"),
     Drawn(gives="text", heads="unused before"),
     Drawn(gives="unused head", outputs="dict"),
+    Drawn(keeps="detached"),
+    Drawn(heads="tied", outputs="dataclass"),
+    Drawn(keeps="size of logits"),
 ]
 REFUSED = {
     Drawn(
@@ -39,6 +52,9 @@ REFUSED = {
     Drawn(heads="detached tie"): "words.weight works in its forward",
     Drawn(outputs="all hidden"): "its output 2.0 is another",
     Drawn(places="bare"): "a module of its own",
+    Drawn(keeps="loss"): "keeps a tensor with a gradient in blocks.0.kept",
+    Drawn(keeps="list"): "keeps a tensor with a gradient in blocks.0.kept",
+    Drawn(keeps="sum of hidden"): "its output kept is another in stages",
 }
 
 
@@ -70,6 +86,34 @@ def test_what_a_stage_would_lack_is_refused_before_training() -> None:
             "refused: pipeline_parallel_degree: Model cannot be cut into stages: "
         )
         assert REFUSED[case] in told, told
+
+
+class Counts(Model):
+    """Counts its calls, and keeps the longest sequence that it has seen."""
+
+    calls, longest = 0, 0
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        self.calls += 1
+        self.longest = max(self.longest, tokens.shape[1])
+        return super().forward(tokens)
+
+
+def said_of_counts() -> list[str]:
+    said: list[str] = []
+    knobs = SmpConfig(shard_degree=1, pipeline_parallel_degree=2)
+    with mock.patch.object(
+        entry.logger, "warning", lambda text, *args: said.append(text % args)
+    ):
+        parallelize(Counts(Drawn()).double(), knobs)
+    return said
+
+
+def test_numbers_that_each_forward_changes_are_named() -> None:
+    said, _ = run_ranks(said_of_counts, 2)
+    assert any(
+        "forward changes what modules keep (calls), here" in text for text in said
+    )
 
 
 def test_drawn_models_are_exact_or_refused() -> None:

@@ -75,6 +75,21 @@ class ChangingModel(PlainModel):
         return self.head(self.norm(self.blocks[1](x)))
 
 
+class KeepingBlock(PlainBlock):
+    """Keeps a number of its tokens, which a step may add to its loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.size = x.square().mean()
+        return x
+
+
+def keeping() -> nn.Module:
+    model = PlainModel()
+    model.blocks[1] = KeepingBlock()
+    return model
+
+
 def placed() -> nn.Module:
     model = PlainModel()
     model.blocks[1] = PlacedBlock()
@@ -114,7 +129,12 @@ def step(parallel: ParallelModel) -> None:
 def after_a_step(name: str) -> tuple[list[bool], list[list[bool]], list[str]]:
     """Which blocks hold a part of their tokens, between which tokens stay split, and
     what was said."""
-    made = {"placed": placed, "jumping": JumpingModel, "experts": llama_of_experts}
+    made = {
+        "placed": placed,
+        "keeping": keeping,
+        "jumping": JumpingModel,
+        "experts": llama_of_experts,
+    }
     model = made.get(name, MODELS.get(name))().double()  # type: ignore[misc]
     plan = "auto" if isinstance(model, transformers.PreTrainedModel) else GLOBS
     said: list[str] = []
@@ -137,7 +157,15 @@ def after_a_step(name: str) -> tuple[list[bool], list[list[bool]], list[str]]:
 def several_after_a_step() -> dict[str, Any]:
     return {
         name: after_a_step(name)
-        for name in ("plain", "placed", "jumping", "llama", "gpt2", "experts")
+        for name in (
+            "plain",
+            "placed",
+            "keeping",
+            "jumping",
+            "llama",
+            "gpt2",
+            "experts",
+        )
     }
 
 
@@ -149,6 +177,9 @@ def test_tokens_are_split_in_and_between_blocks_that_can_do_with_a_part() -> Non
         split, links, said = found["placed"]
         assert (split, links) == ([True, False], [[False]])
         assert rank or "tokens stay whole in blocks.1" in said[0]
+        split, _, said = found["keeping"]
+        assert split == [True, False]
+        assert rank or "keeps a tensor with a gradient (size)" in said[0]
         split, _, said = found["experts"]
         assert split == [False, False]
         assert rank or (
