@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
@@ -147,8 +148,20 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
             {"auto_wrap_policy": lambda *a, **k: False},
             ["auto_wrap_policy", "write units="],
         ),
+        (
+            {"mixed_precision_policy": MixedPrecisionPolicy(cast_forward_inputs=False)},
+            ["cast_forward_inputs=False", "allowed: True"],
+        ),
+        (
+            {
+                "mixed_precision_policy": MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, output_dtype=torch.float32
+                )
+            },
+            ["output_dtype=torch.float32", "leave it out"],
+        ),
     ],
-    ids=["ignored", "init", "wrap"],
+    ids=["ignored", "init", "wrap", "inputs", "outputs"],
 )
 def test_fsdp_settings_without_counterpart_are_refused(
     settings: dict[str, Any], words: list[str]
