@@ -307,8 +307,8 @@ def _refuse_casts(policy: Any) -> None:
     """Refuse casts of FSDP2's MixedPrecisionPolicy that no knob stands for."""
     if not getattr(policy, "cast_forward_inputs", True):
         raise ValueError(
-            "fsdp mixed_precision_policy cast_forward_inputs=False: inputs are cast to param_dtype; allowed: True; leave "
-            "it out, or write Accelerator(mixed_precision='bf16') in place of the policy, which casts by autocast"
+            "fsdp mixed_precision_policy cast_forward_inputs=False: inputs are cast to param_dtype; allowed: True; "
+            "leave it out, or write Accelerator(mixed_precision='bf16') in place of the policy, which casts by autocast"
         )
     given = getattr(policy, "output_dtype", None)
     if given not in (None, getattr(policy, "param_dtype", None)):
