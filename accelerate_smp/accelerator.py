@@ -44,7 +44,11 @@ import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -234,6 +238,7 @@ class SmpAccelerator(
             # The same state; it also unscales plain and sharded together.
             self.scaler.__class__ = ShardedGradScaler
         if self.ddp_handler is not None:
+            _refuse_hook(self.ddp_handler)
             logger.debug(
                 "DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP"
             )
@@ -605,6 +610,17 @@ def _must_say_cpu() -> bool:
         and not torch.accelerator.is_available()
         and PartialState._shared_state == {}
     )
+
+
+def _refuse_hook(asked: DistributedDataParallelKwargs) -> None:
+    """Refuse a hook of DDP that would send gradients in fewer bits."""
+    for name in ("comm_hook", "comm_wrapper"):
+        hook = getattr(asked, name)
+        if hook != DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"DistributedDataParallelKwargs({name}={hook}): nothing is wrapped in DDP; leave it out, and write "
+                "compression={'reduce': 'bf16'} or {'reduce': 'int8'}"
+            )
 
 
 def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -> None:

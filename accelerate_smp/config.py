@@ -303,6 +303,21 @@ def refuse_fsdp1(version: Any) -> None:
         )
 
 
+def _refuse_casts(policy: Any) -> None:
+    """Refuse casts of FSDP2's MixedPrecisionPolicy that no knob stands for."""
+    if not getattr(policy, "cast_forward_inputs", True):
+        raise ValueError(
+            "fsdp mixed_precision_policy cast_forward_inputs=False: inputs are cast to param_dtype; allowed: True; "
+            "leave it out, or write Accelerator(mixed_precision='bf16') in place of the policy, which casts by autocast"
+        )
+    given = getattr(policy, "output_dtype", None)
+    if given not in (None, getattr(policy, "param_dtype", None)):
+        raise ValueError(
+            f"fsdp mixed_precision_policy output_dtype={given}: a block gives what it computes in; allowed: None, or "
+            "param_dtype; leave it out (Accelerator(mixed_precision='bf16') returns the model's outputs in float32)"
+        )
+
+
 def _from_fsdp(
     fsdp: FullyShardedDataParallelPlugin, has_degree: bool
 ) -> dict[str, Any]:
@@ -345,6 +360,7 @@ def _from_fsdp(
     if getattr(fsdp, "activation_checkpointing_offload", False):  # Accelerate 1.15
         knobs["activations.offload"] = True
     policy = fsdp.mixed_precision_policy
+    _refuse_casts(policy)
     for knob in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, knob, None)
         if dtype is not None:

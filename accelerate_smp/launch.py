@@ -174,8 +174,9 @@ def launch(arguments: Sequence[str]) -> None:
     file.check(processes)
     # Workers read their knobs from the file by themselves.
     os.environ[CONFIG_FILE_VARIABLE] = str(file.path.resolve())
+    # Of `fp8_config`, which workers do not read; a variable wins over a file.
     if file.smp.fp8 is not None:
-        os.environ["SMP_FP8"] = json.dumps(file.smp.fp8.to_dict())
+        os.environ.setdefault("SMP_FP8", json.dumps(file.smp.fp8.to_dict()))
     if file.parallelism:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         os.environ.update(

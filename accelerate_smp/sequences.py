@@ -423,9 +423,17 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
         """Gather unsplit sequences, each sample once; a number becomes the mean over
-        the ranks that share it."""
+        the ranks that share it. Inside of Trainer's ``compute_loss`` a number is of a
+        rank's own tokens, and those of all ranks are gathered."""
         if self.batch_degree == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
+        if (
+            not self.split_in_loader
+            and active_split() is not None
+            and isinstance(input_data, Tensor)
+            and input_data.ndim == 0
+        ):
+            return self.gather(input_data)
         first = self.state.process_index in self._readers
         try:
             input_data = recursively_apply(

@@ -81,6 +81,10 @@ class SmpTrainerMixin(
         # Trainer's own __init__ makes the accelerator, which asks for it.
         self._smp_config = smp_config
         super().__init__(*arguments, **keywords)
+        # TRL divides the tokens that it counts by the ranks of a batch, which `gather`
+        # gives once already.
+        if hasattr(self, "_tp_size"):
+            self._tp_size = 1
         if self.accelerator.sharding:
             _refuse_trackers_of_weights(self.callback_handler.callbacks)
         # Trainer decides by the class's name, which sharding changes, where labels

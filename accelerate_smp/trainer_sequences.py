@@ -190,6 +190,10 @@ class SharedSequencesTrainerMixin(_Base):
             # Trainer splits batches of an evaluation since Transformers 5.20; before,
             # only those of training.
             make, inputs = self._prepare_context_parallel_inputs(model, inputs)
+            # Trainers with a prediction step of their own (TRL's) count no targets, and
+            # a mean over a rank's own would not be the batch's.
+            if len(args) < 2 and kwargs.get("num_items_in_batch") is None:
+                kwargs["num_items_in_batch"] = self._targets_of_batch()
             with make():
                 return self.compute_loss(model, inputs, *args, **kwargs)
         smoother, handle = self.label_smoother, parallel_of(self.model)  # type: ignore[arg-type]
@@ -209,6 +213,23 @@ class SharedSequencesTrainerMixin(_Base):
                 return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.label_smoother = smoother
+
+    def _targets_of_batch(self) -> Tensor | None:
+        """Return the targets of the present batch, as a loss that Trainer multiplies by
+        ranks is divided by. Collective."""
+        split = self._split
+        takes_count = (
+            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        )
+        if split is None or not takes_count:
+            return None
+        if split.tokens_per_rank is None and split.count_targets is not None:
+            split.count_targets()
+        if split.tokens_per_rank is None:
+            return None
+        is_multiplied = self.args.average_tokens_across_devices
+        ranks = self.accelerator.num_processes if is_multiplied else 1
+        return split.tokens_per_rank * ranks
 
     def prediction_step(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,10 @@ class Stage:
         incoming: what the chunk's first block takes, of every chunk but the first.
         is_running: whether calls of the model are part of a step that all stages take.
         calls: of the model in the present micro-batch.
+        in_step: the stage of the model whose step this process takes at present.
     """
+
+    in_step: ClassVar[Stage | None] = None
 
     def __init__(
         self,
@@ -269,6 +272,13 @@ class Stage:
         # A call of the user's outside of a step goes through all stages, without
         # gradients.
         if not self.is_running:
+            # All stages would have to call it, and each comes here by itself, or never.
+            if Stage.in_step is not None:
+                raise ValueError(
+                    f"{self._name} was called inside a step of {Stage.in_step._name}, and both have pipeline stages; "
+                    "call it before the step (TRL's DPOTrainer: precompute_ref_log_probs=True), or leave it unprepared: "
+                    "model.to(device)"
+                )
             self._require_forward_only(kwargs)
             return
         self.calls += 1

@@ -356,14 +356,14 @@ class Pipeline:
         stage.show(chunk)
         self._seeds.begin_call(number)
         self._take(taken)
-        stage.calls, stage.is_running = 0, True
+        stage.calls, stage.is_running, Stage.in_step = 0, True, stage
         # StageDone ends the user's code on all stages but the last.
         try:
             result = call()
         except StageDone as done:
             return self._given(done.given)
         finally:
-            stage.incoming, stage.is_running = None, False
+            stage.incoming, stage.is_running, Stage.in_step = None, False, None
         # Without a call, the other stages would wait for this one's activations.
         if stage.calls != 1:
             raise ValueError(

@@ -7,7 +7,7 @@ they name (named_gradients.py), errors of others are explained (error_notes.py);
 here:
 
 ``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of
-whole tensors: torch's ``DTensor.item()`` gives this rank's part of a result that is not
+whole tensors, and ``p.tolist()`` has all of them: torch's ``DTensor.item()`` gives this rank's part of a result that is not
 added up yet; here it adds up first, over the ranks that hold the parameter together, as
 every other operation on such a result does; so they all have to ask.
 
@@ -52,8 +52,10 @@ def _change_once() -> None:
     # A DTensor of which this process holds a part is refused; one that is unsharded
     # here (replicated, or on a mesh of one rank) is pickled as a plain tensor.
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
-    # What calls item() follows it: float, bool, int, tolist.
+    # What calls item() follows it: float, bool, int; lists of numbers are read
+    # elsewhere.
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
+    DTensor.tolist = _tolist  # type: ignore[method-assign]
     # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part,
     # without messages.
     torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _is_any_true)
@@ -66,6 +68,12 @@ def _item(
         raise RuntimeError(ABSENT % list(args[0].shape))
     # A number of the whole tensor: what is not added up yet is added up here.
     return function(args[0].full_tensor())
+
+
+def _tolist(tensor: DTensor) -> Any:
+    if is_absent(tensor):
+        raise RuntimeError(ABSENT % list(tensor.shape))
+    return tensor.full_tensor().tolist()
 
 
 def _is_any_true(

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
@@ -147,8 +149,20 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
             {"auto_wrap_policy": lambda *a, **k: False},
             ["auto_wrap_policy", "write units="],
         ),
+        (
+            {"mixed_precision_policy": MixedPrecisionPolicy(cast_forward_inputs=False)},
+            ["cast_forward_inputs=False", "allowed: True"],
+        ),
+        (
+            {
+                "mixed_precision_policy": MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, output_dtype=torch.float32
+                )
+            },
+            ["output_dtype=torch.float32", "leave it out"],
+        ),
     ],
-    ids=["ignored", "init", "wrap"],
+    ids=["ignored", "init", "wrap", "inputs", "outputs"],
 )
 def test_fsdp_settings_without_counterpart_are_refused(
     settings: dict[str, Any], words: list[str]
@@ -183,6 +197,8 @@ def refusals() -> dict[str, str]:
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
     refused("degree", lambda: fresh_accelerator(shard_degree=3))
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    refused("hook", lambda: fresh_accelerator(kwargs_handlers=[hook]))
     refused(
         "word",
         lambda: fresh_accelerator(
@@ -237,6 +253,10 @@ def test_refusals_on_ranks() -> None:
             in said["product"]
         )
         assert "shard_degree=3 does not divide the world of 4 ranks" in said["degree"]
+        assert (
+            "comm_hook=bf16" in said["hook"]
+            and "write compression={'reduce': 'bf16'}" in said["hook"]
+        )
         assert (
             "shard_degree is 4 here, but Accelerate's own settings say 2"
             in said["word"]

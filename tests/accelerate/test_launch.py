@@ -265,6 +265,16 @@ def test_a_launched_script_gets_ours_for_accelerates_own(
     assert started[0].training_script_args == [*script, "--lr", "1"]
 
 
+def test_a_variable_wins_over_a_launched_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "launch_command", lambda args: None)
+    monkeypatch.setattr(os, "environ", {**os.environ, "SMP_FP8": "e4m3"})
+    path = write(tmp_path, **CPU, mixed_precision="bf16", smp_config={"fp8": "hybrid"})
+    launching.launch(["--config_file", str(path), str(SCRIPT)])
+    assert os.environ["SMP_FP8"] == "e4m3"
+
+
 def test_a_script_that_is_not_there_starts_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,10 +98,17 @@ def supervised(folder: str, knobs: dict[str, Any] | None) -> Run:
     from trl import SFTConfig, SFTTrainer
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    knobs_or_none = knobs or {}
+    readers = ranks // knobs_or_none.get("tensor_parallel_degree", 1)
+    readers //= knobs_or_none.get("context_parallel_degree", 1)
     recorder = Recorder()
-    rows = [{"input_ids": row["input_ids"].tolist()} for row in make_dataset()]
+    rows = [
+        {"input_ids": row["input_ids"].tolist()[number % 4 :]}
+        for number, row in enumerate(make_dataset())
+    ]
     arguments = SFTConfig(
-        **common(folder, ranks),
+        **common(folder, readers),
+        per_device_eval_batch_size=8 // readers,
         dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,
         bf16=False,
@@ -110,6 +117,7 @@ def supervised(folder: str, knobs: dict[str, Any] | None) -> Run:
         "model": make_model(dist.get_rank() if ranks > 1 else 0),
         "args": arguments,
         "train_dataset": Dataset.from_list(rows),
+        "eval_dataset": Dataset.from_list(rows[:16]),
         "processing_class": tokenizer(),
         "callbacks": [recorder],
     }
@@ -122,6 +130,11 @@ def supervised(folder: str, knobs: dict[str, Any] | None) -> Run:
 
         trainer = SmpSFTTrainer(**options, smp_config=knobs)
     trainer.train()
+    trainer.evaluate()
+    for name in ("num_tokens", "entropy", "mean_token_accuracy", "eval_loss"):
+        recorder.run.extra[name] = [
+            entry[name] for entry in trainer.state.log_history if name in entry
+        ]
     return recorder.run
 
 
@@ -138,12 +151,35 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.slow
-def test_trls_sft_trainer_through_the_mixin(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"shard_degree": 4},
+        {
+            "shard_degree": 2,
+            "tensor_parallel_degree": 2,
+            "tensor_parallel": {"sequence_parallel": False},
+        },
+        {"shard_degree": 4, "context_parallel_degree": 2},
+    ],
+    ids=["shards", "tensor", "context"],
+)
+def test_trls_sft_trainer_through_the_mixin(
+    tmp_path: Path, knobs: dict[str, Any]
+) -> None:
+    """TRL halved its count of tokens by tensor ranks, and saw one context rank's. Its
+    loss of an evaluation is a mean over ranks' means, but of context ranks over all
+    targets."""
     pytest.importorskip("trl")
     expected = supervised(str(tmp_path / "alone"), None)
+    counted = ["num_tokens", "entropy", "mean_token_accuracy"]
+    if "context_parallel_degree" in knobs:
+        counted.append("eval_loss")
     for seen in run_ranks(
-        supervised, 4, str(tmp_path / "ranks"), {"shard_degree": 4}, ranks_per_node=2
+        supervised, 4, str(tmp_path / "ranks"), knobs, ranks_per_node=2
     ):
+        for name in counted:
+            assert seen.extra[name] == pytest.approx(expected.extra[name], abs=1e-5)
         assert len(seen.losses) == len(expected.losses) == 6
         for step, (ours, theirs) in enumerate(
             zip(seen.losses, expected.losses, strict=True)

@@ -107,9 +107,11 @@ def misuse() -> dict[str, str]:
     together = torch.optim.AdamW(model.parameters(), foreach=True)
     parallel.prepare_optimizer(together)
     found["kernel"] = str(together.param_groups[0]["foreach"])
+    reference = Case("plain", micro_batches=1).parallel().module
     with torch.no_grad():
         found["twice"] = said(step(twice))
         found["one by one"] = said(step(one_by_one))
+        found["another"] = said(step(lambda: model(tokens) - reference(tokens)))
     return found
 
 
@@ -144,6 +146,7 @@ def test_misuse_is_refused_in_words() -> None:
             "what fails in a first forward is told to all"
         )
         assert "a step called PlainBlock by itself" in found["one by one"]
+        assert "PlainModel was called inside a step of PlainModel" in found["another"]
     assert "has to call the model once" in last["never"]
 
 

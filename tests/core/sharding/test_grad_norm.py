@@ -81,6 +81,9 @@ def norms_on_ranks(**knobs) -> list[tuple[float, float]]:
             assert type(norm) is torch.Tensor and not isinstance(norm, DTensor)
             assert norm.ndim == 0 and norm.dtype == torch.float64
         found.append((whole.item(), part.item()))
+    # Numbers that are read from memory are the whole tensor's, too.
+    weight = next(p for p in parallel.module.parameters() if isinstance(p, DTensor))
+    assert weight.tolist() == weight.full_tensor().tolist()
     return found
 
 
