@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 _VALUES = (int, float, str, type(None))
-_CHANGING = (list, deque, dict, Tensor)  # in place
+_CHANGING = (list, deque, dict, set, np.ndarray, Tensor)  # in place
+# What every LightningModule has; other private names are a user's.
+_OWN = vars(LightningModule()).keys()
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,23 @@ class _SeenItems(NamedTuple):
         return _versions(values) == self.versions
 
 
+class _SeenValues(NamedTuple):
+    """A set or an array, and what it held."""
+
+    values: Any
+    copy: Any
+
+    def is_still(self, values: Any) -> bool:
+        if values is not self.values:
+            return False
+        if isinstance(values, set):
+            return bool(values == self.copy)
+        return np.array_equal(values, self.copy)
+
+
 class Kept:
-    """The lists, dicts, numbers, text and tensors in a module's public attributes, as
-    they are now.
+    """The lists, dicts, sets, arrays, numbers, text and tensors in a module's
+    attributes and its own buffers, as they are now.
 
     Private name: a tensor's ``_version``, the count of its in-place changes, which
     nothing public tells.
@@ -99,13 +117,13 @@ class Kept:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    # Private attributes are Lightning's and torch's own.
     kinds = (*_CHANGING, *_VALUES)
-    return {
+    attributes = {
         name: value
         for name, value in vars(module).items()
-        if name[0] != "_" and isinstance(value, kinds)
+        if name not in _OWN and isinstance(value, kinds)
     }
+    return {**attributes, **dict(module.named_buffers(recurse=False))}
 
 
 def _seen(value: Any) -> Any:
@@ -126,6 +144,8 @@ def _seen(value: Any) -> Any:
         return _SeenTensor(
             value, value.clone() if value.is_inference() else value._version
         )
+    if isinstance(value, (set, np.ndarray)):
+        return _SeenValues(value, value.copy())
     return value
 
 
@@ -135,7 +155,7 @@ def _versions(values: Iterable[Any]) -> list[int]:
 
 
 def _is_still(value: Any, before: Any) -> bool:
-    if isinstance(before, _SeenTensor):
+    if isinstance(before, (_SeenTensor, _SeenValues)):
         return before.is_still(value)
     if isinstance(before, _SeenItems):
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics
 
@@ -31,6 +32,10 @@ class Keeping(StagedModule):
         self.counts, self.sums = [0, 0], [torch.zeros((), dtype=torch.float64)]
         self.total: Any = 0.0
         self.steps = 0
+        self._private: list[torch.Tensor] = []
+        self.tokens: set[int] = set()
+        self.histogram = np.zeros(VOCABULARY)
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
@@ -46,6 +51,7 @@ class Keeping(StagedModule):
 
     def on_validation_epoch_start(self) -> None:
         self.total = torch.zeros((), dtype=torch.float64)
+        self.mean.zero_()
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.model(batch)
@@ -61,6 +67,10 @@ class Keeping(StagedModule):
         self.counts[batch_idx % 2] += len(batch)
         self.sums[0] += logits.sum()
         self.total += logits.sum()
+        self._private.append(logits.sum())
+        self.tokens.update(logits.argmax(-1).flatten().tolist())
+        np.add.at(self.histogram, batch[:, 0].numpy(), 1)
+        self.mean += logits.mean()
         return logits.mean()
 
     def on_validation_epoch_end(self) -> None:
@@ -80,6 +90,13 @@ class Keeping(StagedModule):
         counted = float(self.counts[0] + 3 * self.counts[1])
         self.log("counted", counted, sync_dist=True, reduce_fx="sum")
         self.log("summed", self.sums[0], sync_dist=True, reduce_fx="sum")
+        private = torch.stack(self._private).sum()
+        self.log("private", private, sync_dist=True, reduce_fx="sum")
+        weighed = float(self.histogram @ np.arange(VOCABULARY))
+        self.log("histogram", weighed, sync_dist=True, reduce_fx="sum")
+        largest = float(max(self.tokens))
+        self.log("largest", largest, sync_dist=True, reduce_fx="max")
+        self.log("buffer", self.mean, sync_dist=True)
         self.log("spread", self.spread.compute().mean())
         self.spread.reset()
         self.outputs.clear()
@@ -107,6 +124,7 @@ def test_metrics_and_kept_outputs_are_those_of_one_process() -> None:
     expected = keep(8, {})
     names = {"trained", "accuracy", "seen", "worst", "kept", "means", "total", "spread"}
     names |= {"of_loader", "counted", "summed"}
+    names |= {"private", "histogram", "largest", "buffer"}
     assert names <= expected.metrics.keys()
     assert_same(together(keep, 4, knobs_of(2, shard=2)), expected)
 
