@@ -106,9 +106,17 @@ def of_their_kernels(
     return replace(trace, block=found["attention"], rest=found["products"])
 
 
-def published(path: Path, program: str) -> list[Case]:
+def published(
+    path: Path,
+    program: str,
+    change: Callable[[ModelTrace], ModelTrace] = lambda trace: trace,
+) -> list[Case]:
     """Read the rows of one program; gradients are reduced in bfloat16 by IBM's, and in
-    float32 by nanotron."""
+    float32 by nanotron.
+
+    Args:
+        change: of each model's trace.
+    """
     cases = []
     for row in read(path):
         if row["program"] != program:
@@ -120,7 +128,7 @@ def published(path: Path, program: str) -> list[Case]:
             float(row["gbit"]),
         )
         trace, mode, stages = (
-            traced(row["model"]),
+            change(traced(row["model"])),
             row["recompute"],
             int(row["pipeline"]),
         )

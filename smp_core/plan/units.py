@@ -77,6 +77,10 @@ class WrapPlan:
     optional: tuple[str, ...] = ()
 
 
+_Owner = dict[nn.Parameter, dict[nn.Module, None]]
+"""The units of each parameter."""
+
+
 def plan_units(
     model: nn.Module, config: SmpConfig, *, entry: Entry = "forward"
 ) -> WrapPlan:
@@ -125,19 +129,7 @@ def plan_units(
         chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
     chosen -= optional
 
-    # From here on: what FSDP2 would refuse becomes a unit of its own, or is replicated.
-    replicated = _indivisible(model)
-    chosen -= _leaves_tied_elsewhere(model, chosen, keep=set(roots))
-    owner = _owners(model, chosen)
-    tied = _tied_across_units(model, owner)
-    replicated |= tied
-    chosen |= _other_dtype_leaves(model, owner, replicated) - optional
-    owner = _owners(model, chosen)
-    # The new units may have cut a tie inside of one.
-    tied |= _tied_across_units(model, owner)
-    replicated |= tied
-    replicated |= _second_dtypes(owner, replicated)
-
+    chosen, owner, replicated, tied = _as_fsdp_takes(model, chosen, roots, optional)
     # Every parameter belongs to its unit, or stays plain.
     members: dict[nn.Module, list[str]] = defaultdict(list)
     plain: list[str] = []
@@ -174,6 +166,28 @@ def plan_units(
     return WrapPlan(
         units, tuple(plain), why, tuple(_outermost(names, blocks)), optional_names
     )
+
+
+def _as_fsdp_takes(
+    model: nn.Module,
+    chosen: set[nn.Module],
+    roots: list[nn.Module],
+    optional: set[nn.Module],
+) -> tuple[set[nn.Module], _Owner, set[nn.Parameter], set[nn.Parameter]]:
+    """Return the modules that are units, the units of each parameter, the parameters
+    that stay replicated, and those of them that several units tie: what FSDP2 would
+    refuse becomes a unit of its own, or is replicated."""
+    replicated = _indivisible(model)
+    chosen = chosen - _leaves_tied_elsewhere(model, chosen, keep=set(roots))
+    owner = _owners(model, chosen)
+    tied = _tied_across_units(model, owner)
+    replicated |= tied
+    chosen |= _other_dtype_leaves(model, owner, replicated) - optional
+    owner = _owners(model, chosen)
+    # The new units may have cut a tie inside of one.
+    tied |= _tied_across_units(model, owner)
+    replicated |= tied
+    return chosen, owner, replicated | _second_dtypes(owner, replicated), tied
 
 
 def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
@@ -393,14 +407,10 @@ def _indivisible(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def _owners(
-    model: nn.Module, chosen: set[nn.Module]
-) -> dict[nn.Parameter, dict[nn.Module, None]]:
+def _owners(model: nn.Module, chosen: set[nn.Module]) -> _Owner:
     """Map each parameter to the innermost chosen modules that hold it (several only if
     it is tied across units)."""
-    owner: dict[nn.Parameter, dict[nn.Module, None]] = {
-        parameter: {} for parameter in model.parameters()
-    }
+    owner: _Owner = {parameter: {} for parameter in model.parameters()}
 
     def visit(module: nn.Module, unit: nn.Module | None) -> None:
         # The innermost chosen module around a parameter gathers it.
@@ -426,15 +436,13 @@ def _leaves_tied_elsewhere(
     return {module for module in chosen - keep if tied.issuperset(module.parameters())}
 
 
-def _tied_across_units(
-    model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]]
-) -> set[nn.Parameter]:
+def _tied_across_units(model: nn.Module, owner: _Owner) -> set[nn.Parameter]:
     return {parameter for parameter, units in owner.items() if len(units) > 1}
 
 
 def _other_dtype_leaves(
     model: nn.Module,
-    owner: dict[nn.Parameter, dict[nn.Module, None]],
+    owner: _Owner,
     replicated: set[nn.Parameter],
 ) -> set[nn.Module]:
     """Return the leaves whose trainable dtype is not the most common one of their
@@ -465,9 +473,7 @@ def _other_dtype_leaves(
     return leaves
 
 
-def _second_dtypes(
-    owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
-) -> set[nn.Parameter]:
+def _second_dtypes(owner: _Owner, replicated: set[nn.Parameter]) -> set[nn.Parameter]:
     """Return what is left of two trainable dtypes in one module."""
     dtype_of = _main_dtypes(owner, replicated)
     left = set()
@@ -480,7 +486,7 @@ def _second_dtypes(
 
 
 def _main_dtypes(
-    owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+    owner: _Owner, replicated: set[nn.Parameter]
 ) -> dict[nn.Module, torch.dtype]:
     # By elements: the most common dtype is that of most memory.
     counts: dict[nn.Module, dict[torch.dtype, int]] = defaultdict(

@@ -14,7 +14,12 @@ from smp_core.planner.dry_run import compared, dry_run_of
 from smp_core.planner.explain import as_json, as_yaml, draw_plans, front_table, table
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
-from smp_core.planner.planner import NothingFits, plan as plan_model, within
+from smp_core.planner.planner import (
+    NothingFits,
+    Recommendation,
+    plan as plan_model,
+    within,
+)
 from smp_core.planner.trace import trace
 from smp_core.planner.workload import Workload
 
@@ -138,6 +143,17 @@ def plan(
     if as_json_:
         typer.echo(as_json(found), nl=False)
         return
+    _show(found, front, questions, dry_run)
+    if out is not None:
+        typer.echo(
+            f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch"
+        )
+
+
+def _show(
+    found: Recommendation, front: bool, questions: list[tuple[str, str]], dry_run: bool
+) -> None:
+    """Print the table of plans, and what else was asked about them."""
     console().print(table(found))
     if front:
         console().print(front_table(found))
@@ -147,10 +163,6 @@ def plan(
         with long_wait("the dry run"):
             ran = dry_run_of(found)
         console().print(compared(found, ran))
-    if out is not None:
-        typer.echo(
-            f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch"
-        )
 
 
 def _samples(

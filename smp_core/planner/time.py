@@ -171,16 +171,20 @@ class StepModel:
             hardware,
             tokens,
         )
-        # Only trained parameters have gradients to reduce and states to step.
         self.fitted, self.mode = hardware.fitted, recomputation(plan)
-        self.collectives = _GroupCollectives(plan, hardware)
-        # Elements of a block and of the root, as one tensor rank holds them, and those
-        # of them that are trained.
+        self.collectives, self.experts = (
+            _GroupCollectives(plan, hardware),
+            expert_degree(plan),
+        )
+        # Only trained parameters have gradients to reduce and states to step.
         first = plan.shapes.first_trained
         gathered, reduced = (
             plan.dtypes.of_gathered(first),
             plan.dtypes.of_reduced(first),
         )
+        self.stored, self.reduced = gathered.itemsize, reduced.itemsize
+        # Elements of a block and of the root, as one tensor rank holds them, and those
+        # of them that are trained.
         of_blocks = trace.block_elements(plan.layout.tensor)
         of_root = plan.split_shapes.elements - trace.blocks * of_blocks
         trained = [
@@ -192,56 +196,21 @@ class StepModel:
         self.trained = (
             trace.blocks * trained[0] + trained[1]
         ) / plan.split_shapes.elements
-        # What is left of their bytes between nodes.
-        knobs, elements = plan.knobs, max(int(of_blocks), 1)
-        # Compression acts between nodes alone, on payloads of one unit.
-        spare_gather = compression(knobs.compression.gather, gathered, elements)
-        spare_sum = compression(knobs.compression.reduce_codes, reduced, elements)
-        spare_hop = compression(plan.replica_payload, reduced, elements)
+        # What is left of bytes between nodes, where alone compression acts, on payloads
+        # of one unit.
+        codes, elements = plan.knobs.compression, max(int(of_blocks), 1)
+        spare_gather = compression(codes.gather, gathered, elements)
+        spare_sum = compression(codes.reduce_codes, reduced, elements)
+        self.spare_hop = compression(plan.replica_payload, reduced, elements)
         # Each list has the seconds of a block and of the root.
-        of, kept, self.experts = (
-            self.collectives,
-            knobs.reshard_after_forward,
-            expert_degree(plan),
+        self.gather, self.sum, self.gather_again = self._of_group(
+            of_blocks, of_root, spare_gather, spare_sum
         )
-        whole, dealt = dealt_elements(plan, trace)
-        # Blocks and the root; experts that are dealt to ranks are units of their own,
-        # gathered over fewer ranks.
-        of_block, of_experts = gathered_bytes(plan, trace)
-        summed = (of_blocks - whole) * trace.trained[0] * reduced.itemsize
-        self.gather = [
-            of.over("all_gather", n, spare_gather)
-            for n in (of_block, of_root * gathered.itemsize)
+        self.hop = [
+            self.collectives.replicas(n * self.reduced, self.spare_hop) for n in trained
         ]
-        self.sum = [
-            of.over("reduce_scatter", n, spare_sum)
-            for n in (summed, trained[1] * reduced.itemsize)
-        ]
-        self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in trained]
-        # What backward gathers again: everything as in forward, a node's own copy, or
-        # nothing.
-        again = self.gather[0]
-        if type(kept) is int:  # from the node's own copy
-            again = of.over("all_gather", of_block, degree=min(of.degree, of.per_node))
-        if self.experts > 1:
-            exactly = of.same_experts("all_gather", of_experts)
-            self.gather[0] += exactly
-            self.sum[0] += of.same_experts(
-                "reduce_scatter", dealt * trace.trained[0] * reduced.itemsize
-            )
-            again += exactly
-        self.gather_again = 0.0 if kept is False else again
         # FP8 scales are agreed on once in a step, over all ranks.
-        self.agreeing = of.everywhere(amax_bytes(plan))
-        self.spare_hop, self.stored, self.reduced = (
-            spare_hop,
-            gathered.itemsize,
-            reduced.itemsize,
-        )
-        # Parameters that every rank holds whole are neither gathered nor reduced in a
-        # partition group.
-        if not plan.gathers:
-            self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
+        self.agreeing = self.collectives.everywhere(amax_bytes(plan))
         # What a block's forward and backward run beside, by the micro-batch's place in
         # the step.
         self.opens = [
@@ -257,6 +226,47 @@ class StepModel:
             opens * self.gather_again + closes * self.sum[0] for opens, closes in both
         ]
         self.behind = ([opens * self.gather[0] for opens in self.opens], backward)
+
+    def _of_group(
+        self, of_blocks: float, of_root: float, spare_gather: float, spare_sum: float
+    ) -> tuple[list[float], list[float], float]:
+        """Return the seconds of gathers and of reductions in a partition group, of a
+        block and of the root, and of a block's gather in backward.
+
+        Args:
+            of_blocks, of_root: elements.
+            spare_gather, spare_sum: what compression leaves of their bytes.
+        """
+        plan, trace, of = self.plan, self.trace, self.collectives
+        # Parameters that every rank holds whole are neither gathered nor reduced.
+        if not plan.gathers:
+            return [0.0, 0.0], [0.0, 0.0], 0.0
+        # Experts that are dealt to ranks are units of their own, gathered over fewer
+        # ranks.
+        whole, dealt = dealt_elements(plan, trace)
+        of_block, of_experts = gathered_bytes(plan, trace)
+        inside, outside = trace.trained
+        gather = [
+            of.over("all_gather", n, spare_gather)
+            for n in (of_block, of_root * self.stored)
+        ]
+        summed = (of_blocks - whole) * inside, of_root * outside
+        reduce = [
+            of.over("reduce_scatter", n * self.reduced, spare_sum) for n in summed
+        ]
+        # What backward gathers again: everything as in forward, a node's own copy, or
+        # nothing.
+        kept, again = plan.knobs.reshard_after_forward, gather[0]
+        if type(kept) is int:  # from the node's own copy
+            again = of.over("all_gather", of_block, degree=min(of.degree, of.per_node))
+        if self.experts > 1:
+            exactly = of.same_experts("all_gather", of_experts)
+            gather[0] += exactly
+            again += exactly
+            reduce[0] += of.same_experts(
+                "reduce_scatter", dealt * inside * self.reduced
+            )
+        return gather, reduce, 0.0 if kept is False else again
 
     def step(self, micro_batch: int, count: int) -> StepTime:
         """Return the time of a step of ``count`` micro-batches of ``micro_batch``
