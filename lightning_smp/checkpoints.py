@@ -52,7 +52,7 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
     Raises:
         ValueError: it is one that only writes, and has none.
     """
-    if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
+    if config.checkpoint.full_state_dict:
         return
     name = type(plugin).__name__
     # It would be passed over in silence otherwise: a sharded save does not ask it.

@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
@@ -148,7 +148,7 @@ class SmpShardedStrategy(SteppingStrategy):
         # checkpoint itself until it is read.
         self.resume: Resume | None = None
         self.loading: Loading | None = None
-        self._is_set_up = False
+        self._is_set_up = self._has_averages = False
         self._run = contextlib.ExitStack()
         self.background_saves: BackgroundSaves | None = None
         self._leaves: LeavesWhenTold | None = None
@@ -199,8 +199,11 @@ class SmpShardedStrategy(SteppingStrategy):
     def setup_environment(self) -> None:
         # Before the setup of callbacks, in which Lightning's own would copy the
         # unsharded module.
-        take_over_callbacks(self._trainer)
-        take_over_exception_saves(self._trainer)
+        trainer = self._trainer
+        self._has_averages = False
+        if trainer.callbacks:  # type: ignore[attr-defined]
+            self._has_averages = take_over_callbacks(trainer)
+            take_over_exception_saves(trainer)
         super().setup_environment()
 
     @override
@@ -249,7 +252,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the
         # background.
-        checkpoints.check_plugin(self.checkpoint_io, self.config)
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            checkpoints.check_plugin(self.checkpoint_io, self.config)
         if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
             checkpoints.say_what_is_not_uploaded(trainer.loggers, self.config)
         # The watch learns which ranks make calls together: where one does not come, the
@@ -283,7 +287,8 @@ class SmpShardedStrategy(SteppingStrategy):
             give_shards(trainer, self.loading.content, self._parallel.module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            make_averages(trainer, self.parallel, self.loading)
+            if self._has_averages:
+                make_averages(trainer, self.parallel, self.loading)
         self.setup_precision_plugin()
         self._is_set_up = True
 

@@ -17,7 +17,7 @@ knows the order of all conversions, but for pre-sharded models
     hooks
 9.  compile_blocks: what a block computes by now, so that gathers stay outside of its
     graph
-10. _stand_around_blocks: tokens that tensor ranks share, split and joined outside of
+10. stand_around_blocks: tokens that tensor ranks share, split and joined outside of
     what is recomputed
 11. lay_out_contiguously: shards are stretches of a parameter's rows
 12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just
@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -172,15 +173,20 @@ def parallelize_model(
     # Hooks and parameters are noted before anything replaces them.
     change_this_process(mesh)
     require_plain_lookups(model, mesh)
-    sync_over_samples(model, mesh)
+    if mesh.tensor_degree > 1 or mesh.pipeline_degree > 1:
+        sync_over_samples(model, mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)
-    _require_methods(model, plan)
+    # Methods that there are not are refused, also where nothing is gathered.
+    for method in knobs.forward_methods:
+        units_with(model, plan.units, method)
     meter = CommMeter(
         mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter
     )
     # Descriptions are of the whole model; what is done here is of this rank's stage.
-    whole_plan, plan = plan, plan.of_stage(mesh.stage)
+    whole_plan = plan
+    if plan.stages is not None:
+        plan = plan.of_stage(mesh.stage)
     traffic = Traffic(mesh, meter, plan)
 
     # Phase 1: what its layers compute.
@@ -222,12 +228,16 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units, layers.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(
-        model, mesh, plan, meter, layers, units, lambda: window
-    )
-    alike = _keep_alike(
-        model, mesh, plan, layers.tensor, finishing, lambda: window.world
-    )
+    pipeline: Pipeline | None = None
+    alike: Callable[[], AbstractContextManager[None]] = nullcontext
+    if plan.stages is not None:
+        pipeline, alike = _join_stages(
+            model, mesh, plan, plan.stages, meter, layers, units, lambda: window
+        )
+    if layers.tensor is not None:
+        alike = _keep_alike(
+            model, mesh, plan, layers.tensor, alike, lambda: window.world
+        )
     # A gradient that FP8 overflowed drops the whole window.
     veto = None if layers.fp8 is None else layers.fp8.state.nonfinite
     window = AccumulationWindow(
@@ -241,7 +251,8 @@ def parallelize_model(
         hooked and mesh.pipeline_degree > 1,
     )
     follow_window(model, window)
-    _start_scales(layers.fp8, mesh, meter)
+    if layers.fp8 is not None:
+        _start_scales(layers.fp8, mesh, meter)
     return ParallelModel(
         model,
         tuple(units),
@@ -288,9 +299,10 @@ def _convert_layers(
     losses in chunks, again in backward."""
     knobs = plan.knobs
     played: dict[str, Played] = {}
-    # What has to see the whole model runs before stages leave parts of it out.
-    inspected = _inspected(model, mesh, whole_plan)
+    inspected: Inspected | None = None
     if plan.stages is not None:
+        # What has to see the whole model runs before parts of it are left out.
+        inspected = _inspected(model, mesh, whole_plan)
         played = played_of(model, plan.stages.chain)
         _leave_out(model, mesh, plan.stages)
     fp8, fp8_region = (
@@ -301,7 +313,8 @@ def _convert_layers(
         if mesh.tensor_degree == 1
         else _split_layers(model, traffic, plan, meter, inspected)
     )
-    learned = require_lengths(model)
+    # Of Transformers' models alone it is known which table is that of positions.
+    learned = require_lengths(model) if "transformers" in sys.modules else None
     context = (
         None
         if mesh.context_degree == 1
@@ -328,15 +341,9 @@ def _convert_layers(
     )
     if knobs.compile is not None:
         compile_blocks(model, plan)
-    _stand_around_blocks(tensor, plan)
+    if tensor is not None:
+        tensor.stand_around_blocks(in_stages=plan.stages is not None)
     return _Layers(fp8, fp8_region, tensor, context, routers, saved, shown, played)
-
-
-def _require_methods(model: nn.Module, plan: Plan) -> None:
-    """Refuse methods that there are not, also where nothing is gathered and none has to
-    be registered."""
-    for method in plan.knobs.forward_methods:
-        units_with(model, plan.units, method)
 
 
 def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
@@ -390,21 +397,20 @@ def _join_stages(
     model: nn.Module,
     mesh: SmpMesh,
     plan: Plan,
+    stages: Stages,
     meter: CommMeter,
     layers: _Layers,
     units: Sequence[ShardedUnit],
     window: Callable[[], AccumulationWindow],
-) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
+) -> tuple[Pipeline, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline, with what travels beside
     activations; return what adds up gradients of parameters on two stages."""
-    if plan.stages is None:
-        return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if layers.tensor is None else layers.tensor.axis.begin
     pipeline = Pipeline(
         model,
         mesh,
-        plan.stages,
+        stages,
         layers.played,
         plan.knobs.pipeline,
         meter,
@@ -415,14 +421,14 @@ def _join_stages(
         try_call,
         None if layers.routers is None else layers.routers.stages,
     )
-    if not plan.stages.tied:
+    if not stages.tied:
         return pipeline, nullcontext
-    ends = mesh.between_stages((0, plan.stages.count - 1))
+    ends = mesh.between_stages((0, stages.count - 1))
     if ends is None:
         return pipeline, nullcontext
     # Only the two ends of the pipeline get here.
     by_name = dict(model.named_parameters())
-    tied = [by_name[name] for name in plan.stages.tied]
+    tied = [by_name[name] for name in stages.tied]
     return pipeline, TiedGradients(
         tied, ends, mesh.group(Axis.REPLICATE), lambda: window().world
     ).added_up
@@ -439,15 +445,13 @@ def _keep_alike(
     model: nn.Module,
     mesh: SmpMesh,
     plan: Plan,
-    tensor: SplitModel | None,
+    tensor: SplitModel,
     finishing: Callable[[], AbstractContextManager[None]],
     world: Callable[[], WorldSharding | None],
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return what is entered around setting gradients: it keeps those of parameters
     that tensor ranks hold whole equal on all of them, where sums travel in codes, and
     has tensor ranks learn between which blocks tokens stay split."""
-    if tensor is None:
-        return finishing
     whole = [model.get_parameter(name) for name in tensor.whole]
 
     # Masters have the gradients, once an optimizer was prepared.
@@ -474,7 +478,7 @@ def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
     """Return what ``tensor_parallel.plan="infer"`` finds, where the model has to be run
     before stages cut it."""
     recipe = plan.knobs.tensor_parallel
-    if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
+    if mesh.tensor_degree == 1 or recipe.plan != "infer":
         return None
     return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
 
@@ -543,11 +547,6 @@ def _split_layers(
     return split
 
 
-def _stand_around_blocks(tensor: SplitModel | None, plan: Plan) -> None:
-    if tensor is not None:
-        tensor.stand_around_blocks(in_stages=plan.stages is not None)
-
-
 def _to_fp8(
     model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
 ) -> tuple[Fp8Model | None, Callable[[], AbstractContextManager[Any]]]:
@@ -578,11 +577,9 @@ def _converted_on_every_stage(
     return fp8
 
 
-def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None:
+def _start_scales(fp8: Fp8Model, mesh: SmpMesh, meter: CommMeter) -> None:
     """Find scales over all ranks, every one of which holds a part of the weights or
     sees a part of the tokens or features."""
-    if fp8 is None:
-        return
 
     def maximum_by(metered: CommMeter) -> Callable[[Tensor], None]:
         reduce = FlatMaxReduce(metered)

@@ -104,7 +104,7 @@ class ModelDraft(Draft):
     @property
     def of_groups(self) -> Layout:
         """The same with the ranks on inner axes for one."""
-        return self.of_stage.without(*INNER)
+        return self.layout.without(Axis.PIPELINE, *INNER)
 
     @cached_property
     def stage(self) -> Cluster:

@@ -58,11 +58,15 @@ class Sharding(Subject):
                 have.
         """
         # In this order: each of them reads what the ones before have resolved.
-        _refuse_casts_of_complex(draft)
+        parameters = draft.shapes.parameters
+        if any(parameter.dtype.is_complex for parameter in parameters):
+            _refuse_casts_of_complex(draft)
         draft.masters = _settle_masters(draft)
         draft.gathers = _settle_gathering(draft)
         _settle_reduce_dtype(draft)
-        _settle_optimizer_shard(draft)
+        if draft.knobs.optimizer_shard == "world" and draft.layout.replicate == 1:
+            why = "there is one replica: optimizer states are sharded over all ranks already"
+            draft.settle("optimizer_shard", "shard", why)
         _settle_by_model(draft)
         draft.stored_as_gathered = _settle_stored_dtype(draft)
 
@@ -134,15 +138,6 @@ def _settle_gathering(draft: ModelDraft) -> bool:
     if draft.knobs.keep_between_micro_batches != "shards":
         draft.settle("keep_between_micro_batches", "shards", why)
     return False
-
-
-def _settle_optimizer_shard(draft: ModelDraft) -> None:
-    """Resolve ``optimizer_shard="world"`` where there is one replica."""
-    if draft.knobs.optimizer_shard == "world" and draft.layout.replicate == 1:
-        why = (
-            "there is one replica: optimizer states are sharded over all ranks already"
-        )
-        draft.settle("optimizer_shard", "shard", why)
 
 
 def _settle_by_model(draft: ModelDraft) -> None:
@@ -227,14 +222,14 @@ def _refuse_casts_of_complex(draft: ModelDraft) -> None:
             "reduce_dtype=None, or float32 weights",
         ),
     }
-    if names and knobs.state_offload == "optimizer":
+    if knobs.state_offload == "optimizer":
         raise ValueError(
             f"state_offload='optimizer' steps by torch's fused kernels, which take no complex parameters ({names[0]}); "
             "write state_offload='all', or leave it out"
         )
     # Phase 3: the first of them is refused.
     for what, (is_there, instead) in casts.items():
-        if names and is_there:
+        if is_there:
             raise ValueError(
                 f"{what} would cast complex numbers to real ones, and {names[0]} ({len(names)} of the parameters) is "
                 f"complex: its imaginary part would be lost; write {instead}"
