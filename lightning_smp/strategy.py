@@ -42,6 +42,7 @@ from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
 from lightning_smp.pipeline import PipelinedSteps, check_module
+from lightning_smp.precision import Fp8Precision
 from lightning_smp.preemption import LeavesWhenTold
 from lightning_smp.processes import take_over_exception_saves
 from lightning_smp.resume import (
@@ -223,7 +224,8 @@ class SmpShardedStrategy(SteppingStrategy):
         # The sharded module.
         module = self._module
         precision = self.precision_plugin
-        self.config = with_recipe(self.config, precision, self.root_device)
+        if isinstance(precision, Fp8Precision):
+            self.config = with_recipe(self.config, precision, self.root_device)
         # Refused before anything is sharded: a module that is sharded stays it.
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
@@ -261,7 +263,9 @@ class SmpShardedStrategy(SteppingStrategy):
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
-        self._sequences.attach(self._parallel.context, module, in_stages)
+        context = self._parallel.context
+        if context is not None or self._sequences.context is not None:
+            self._sequences.attach(context, module, in_stages)
         self._pipelined = (
             PipelinedSteps(self._parallel, module, self._sequences)
             if in_stages
@@ -271,7 +275,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero, trainer)
-        if self.memory is not None:
+        if self.config.checkpoint.memory_every_n_steps and self.memory is not None:
             self.memory.begin_run(trainer)
         # The last of the callbacks: it saves behind all others' hooks of the batch.
         grace = self.config.checkpoint.preemption_grace_s

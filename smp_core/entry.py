@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.memory import MemoryTier
 from smp_core.cluster import DEGREES, PARTITION, Layout, SmpMesh, agreed, of_rank_0
@@ -98,7 +99,8 @@ def parallelize(
     device = torch.device(device) if mesh is None else mesh.device
     topology = topology or (Topology.discover() if mesh is None else mesh.topology)
     require_internals()
-    given = given_sharding(model)
+    has_shards = any(isinstance(each, DTensor) for each in model.parameters())
+    given = given_sharding(model) if has_shards else None
     observe = Cluster.observer(topology, device)
     # A further model goes on with the first one's degrees; plan="auto" is for the
     # first.
@@ -154,7 +156,8 @@ def parallelize(
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:
         _require_layout(mesh, plan)
-    _warn(plan, mesh.rank)
+    for line in plan.warnings if mesh.rank == 0 else ():
+        logger.warning("%s", line)
     if changed and plan.knobs.pipeline.microbatches != 1 and mesh.rank == 0:
         logger.warning(
             "pipeline.microbatches=%s: forward changes buffers (%s), here once for each micro-batch; numbers are not "
@@ -221,11 +224,6 @@ def memory_tier(
         by,
         inside,
     )
-
-
-def _warn(plan: Plan, rank: int) -> None:
-    for line in plan.warnings if rank == 0 else ():
-        logger.warning("%s", line)
 
 
 def _planned(

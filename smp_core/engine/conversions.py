@@ -42,7 +42,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -313,8 +312,9 @@ def _convert_layers(
         if mesh.tensor_degree == 1
         else _split_layers(model, traffic, plan, meter, inspected)
     )
-    # Of Transformers' models alone it is known which table is that of positions.
-    learned = require_lengths(model) if "transformers" in sys.modules else None
+    # Only a model with tables of something may have one of positions.
+    has_tables = any(isinstance(module, nn.Embedding) for module in model.modules())
+    learned = require_lengths(model) if has_tables else None
     context = (
         None
         if mesh.context_degree == 1

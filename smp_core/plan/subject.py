@@ -114,7 +114,8 @@ class ModelDraft(Draft):
     @cached_property
     def groups(self) -> Cluster:
         """The same with the ranks on inner axes for one."""
-        return self.stage.of_groups(self.layout.size(*INNER))
+        stage = self.cluster.of_stage(self.layout.size(Axis.PIPELINE))
+        return stage.of_groups(self.layout.size(*INNER))
 
     def plan(self) -> Plan:
         """Return the plan that all subjects have written."""

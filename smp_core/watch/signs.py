@@ -313,7 +313,8 @@ class Board:
         if not self.closed:
             self.closed = True
             # The connection belongs to the loop's thread.
-            _loop().call_soon_threadsafe((self._kept or self._writer).close)
+            loop = _loop_of(os.getpid())
+            loop.call_soon_threadsafe((self._kept or self._writer).close)
 
 
 def open_boards(host: str) -> list[Board]:
@@ -398,7 +399,7 @@ def _own_address(host: str) -> str:
 
 
 def _start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop_of(os.getpid()))
 
 
 def _await(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -409,10 +410,6 @@ def _await(coroutine: Coroutine[Any, Any, T]) -> T:
     except NoAnswer:
         started.cancel()
         raise TimeoutError(f"nothing came in {_START:g} s") from None
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    return _loop_of(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)

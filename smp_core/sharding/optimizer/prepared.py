@@ -240,22 +240,6 @@ class Homes:
         for model in self._models:
             model.reshard()
 
-    def find_parameters(self) -> None:
-        """Note the models' parameters as they are, sharded, and which of them were
-        attached and not taken in yet."""
-        self.reshard()
-        self._own = {
-            id(parameter): parameter
-            for model in self._models
-            for parameter in model.module.parameters()
-        }
-        # Attached ones do not count yet: ranks may hold other values of them.
-        self._attached = {
-            id(p): self._own.pop(id(p))
-            for window in self.windows
-            for p in window.attached().values()
-        }
-
     def owns(self, parameter: Tensor) -> bool:
         return id(model_parameter(parameter)) in self._own
 
@@ -291,14 +275,23 @@ class Homes:
             ValueError: it has parameters of no model; ranks attached other parameters
                 or step other ones.
         """
-        # What was attached since can be taken in only where all ranks are in the call.
-        if together:
-            for model in self._models:
-                model.reshard()
-                take_in_attached(model)
-        elif self._owns_all(optimizer):
+        if not together and self._owns_all(optimizer):
             return
-        self.find_parameters()
+        self.reshard()
+        # What was attached since can be taken in only where all ranks are in the call.
+        for model in self._models if together else ():
+            take_in_attached(model)
+        self._own = {
+            id(parameter): parameter
+            for model in self._models
+            for parameter in model.module.parameters()
+        }
+        # Attached ones do not count yet: ranks may hold other values of them.
+        self._attached = {
+            id(p): self._own.pop(id(p))
+            for window in self.windows
+            for p in window.attached().values()
+        }
         for model in self._models:
             replaced = model.replaced
             old = [
@@ -545,11 +538,13 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
             if first:
                 _follow_flags_in_calls(model, model.window.world)
     # Phase 4: groups hold what is stepped, and kernels that take it.
-    homes.give_masters(optimizer)
+    if homes.worlds:
+        homes.give_masters(optimizer)
     homes.choose_kernels(optimizer, stepped_there=host)
-    homes.show_parameters(optimizer)
     # Masters are plain tensors, of which any elementwise optimizer can step parts.
-    if not homes.worlds:
+    if homes.worlds:
+        homes.show_parameters(optimizer)
+    else:
         require_steps_shards(optimizer)
     if host:
         homes.keep_gradients_fine(optimizer)
