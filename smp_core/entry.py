@@ -12,6 +12,7 @@ in.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -114,17 +115,9 @@ def parallelize(
             RunningStep(device, entry, precision, accumulated, tuple(optimizers)),
         )
 
-    # Phase 2, decide, on every rank by itself, and agree on what came out.
-    def decided(asked: SmpConfig) -> Plan:
-        # What observing or deciding refuses is raised on all ranks: see agreed().
-        shapes = Shapes.of(model, asked, entry)
-        if asked.pipeline_parallel_degree > 1:
-            shapes = with_chain(shapes, model)
-        if asked.shard_degree == "auto":
-            return decide_with_smallest_degree(
-                shapes, asked, observe(), precision=precision, optimizers=optimizers
-            )
-        return decide(shapes, asked, observe(), precision=precision)
+    # Phase 2, decide, on every rank by itself, and agree on what came out. What
+    # observing or deciding refuses is raised on all ranks: see agreed().
+    decided = functools.partial(_decided, model, observe, entry, precision, optimizers)
 
     def settle() -> Plan:
         # A pre-sharded model has its own units and degrees.
@@ -224,6 +217,25 @@ def memory_tier(
         by,
         inside,
     )
+
+
+def _decided(
+    model: nn.Module,
+    observe: Callable[[], Cluster],
+    entry: Entry,
+    precision: Precision,
+    optimizers: Sequence[torch.optim.Optimizer],
+    asked: SmpConfig,
+) -> Plan:
+    """Decide everything about a model that is not sharded yet."""
+    shapes = Shapes.of(model, asked, entry)
+    if asked.pipeline_parallel_degree > 1:
+        shapes = with_chain(shapes, model)
+    if asked.shard_degree == "auto":
+        return decide_with_smallest_degree(
+            shapes, asked, observe(), precision=precision, optimizers=optimizers
+        )
+    return decide(shapes, asked, observe(), precision=precision)
 
 
 def _planned(

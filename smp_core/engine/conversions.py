@@ -17,7 +17,7 @@ knows the order of all conversions, but for pre-sharded models
     hooks
 9.  compile_blocks: what a block computes by now, so that gathers stay outside of its
     graph
-10. stand_around_blocks: tokens that tensor ranks share, split and joined outside of
+10. _stand_around_blocks: tokens that tensor ranks share, split and joined outside of
     what is recomputed
 11. lay_out_contiguously: shards are stretches of a parameter's rows
 12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just
@@ -191,35 +191,8 @@ def parallelize_model(
     # Phase 1: what its layers compute.
     layers = _convert_layers(model, mesh, plan, whole_plan, meter, traffic)
 
-    # Phase 2: where its parameters live. Rank 0's weights for what stays whole; a unit
-    # gets them just before it is sharded.
-    if plan.gathers or knobs.optimizer_shard == "world":
-        lay_out_contiguously(model)
-    broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
-    meshes = (
-        {}
-        if knobs.expert_parallel_degree == 1
-        else _deal_experts(model, mesh, plan, meter)
-    )
-    gather_of = None if layers.fp8 is None else layers.fp8.gather_of
-    units = shard_units(
-        model, plan, mesh, traffic, layers.saved.recomputed_units, gather_of, meshes
-    )
-    apply_fsdp_options(model, knobs, mesh.device)
-    explain_uncalled(units)
-    if plan.shapes.on_meta:
-        states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
-        materialize(
-            model,
-            states_on,
-            seed=(knobs.delayed_init or DelayedInit()).seed,
-            init_fn=init_fn,
-        )
-        for unit in units:
-            unit.store_coded(plan)
-    if plan.dtypes.masters:
-        store_masters(model, plan, units)
-    move_plain_tensors(model, mesh.device)
+    # Phase 2: where its parameters live.
+    units = _place_parameters(model, mesh, plan, meter, traffic, layers, init_fn)
     replaced.settle(model)
 
     # Phase 3: calls into it, and its gradients from here on. Some parts need the window,
@@ -342,8 +315,52 @@ def _convert_layers(
     if knobs.compile is not None:
         compile_blocks(model, plan)
     if tensor is not None:
-        tensor.stand_around_blocks(in_stages=plan.stages is not None)
+        _stand_around_blocks(tensor, plan)
     return _Layers(fp8, fp8_region, tensor, context, routers, saved, shown, played)
+
+
+def _place_parameters(
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    meter: CommMeter,
+    traffic: Traffic,
+    layers: _Layers,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> list[ShardedUnit]:
+    """Shard, initialise and move what the model holds; return its units."""
+    knobs = plan.knobs
+    if plan.gathers or knobs.optimizer_shard == "world":
+        lay_out_contiguously(model)
+    # Rank 0's weights for what stays whole, and all buffers; a unit gets them just
+    # before it is sharded.
+    by_name = dict(model.named_parameters())
+    whole = [by_name[name] for names in plan.replicated_parameters for name in names]
+    broadcast_from_rank_0([*whole, *model.buffers()], mesh.device, mesh.model_group)
+    meshes: dict[str, DeviceMesh] = {}
+    if knobs.expert_parallel_degree != 1:
+        meshes = _deal_experts(model, mesh, plan, meter)
+    gather_of = None if layers.fp8 is None else layers.fp8.gather_of
+    units = shard_units(
+        model, plan, mesh, traffic, layers.saved.recomputed_units, gather_of, meshes
+    )
+    apply_fsdp_options(model, knobs, mesh.device)
+    explain_uncalled(units)
+    # What has no values yet gets those of this rank's shards alone.
+    if plan.shapes.on_meta:
+        states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
+        materialize(
+            model,
+            states_on,
+            seed=(knobs.delayed_init or DelayedInit()).seed,
+            init_fn=init_fn,
+        )
+        for unit in units:
+            unit.store_coded(plan)
+    if plan.dtypes.masters:
+        store_masters(model, plan, units)
+    move_plain_tensors(model, mesh.device)
+    return units
 
 
 def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
@@ -547,6 +564,10 @@ def _split_layers(
     return split
 
 
+def _stand_around_blocks(tensor: SplitModel, plan: Plan) -> None:
+    tensor.stand_around_blocks(in_stages=plan.stages is not None)
+
+
 def _to_fp8(
     model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
 ) -> tuple[Fp8Model | None, Callable[[], AbstractContextManager[Any]]]:
@@ -645,14 +666,6 @@ def _as_forward(
         return calls.run_as_forward(unit, method, *args, **kwargs)
 
     return as_forward
-
-
-def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[Tensor]:
-    """Yield the replicated parameters, and all buffers."""
-    by_name = dict(model.named_parameters())
-    for names in plan.replicated_parameters:
-        yield from (by_name[name] for name in names)
-    yield from model.buffers()
 
 
 @torch.no_grad()
