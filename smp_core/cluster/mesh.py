@@ -420,7 +420,7 @@ class _Groups:
     def connect(self) -> None:
         """Use each group that was made since the last call. Collective."""
         # For large tensors NCCL takes other ways, which it connects apart.
-        sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
+        sizes = (1,) if self._device.type == "cpu" else (1, 2**22)
         for group in self._unused:
             if dist.get_world_size(group) == 1:
                 # No collective runs in it, and NCCL may take half a GiB for its

@@ -81,7 +81,8 @@ class Communication(Subject):
         """
         # First what is sent, because the size of messages decides what comes after.
         draft.replica_payload = _settle_compression(draft)
-        settle_stages(draft)
+        if draft.cluster.links is not None:
+            settle_stages(draft)
         settle_prefetch(draft)
         # Options of axes that this layout does not have take no effect.
         if draft.layout.context == 1:

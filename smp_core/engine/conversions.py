@@ -274,7 +274,12 @@ def _convert_layers(
     inspected: Inspected | None = None
     if plan.stages is not None:
         # What has to see the whole model runs before parts of it are left out.
-        inspected = _inspected(model, mesh, whole_plan)
+        recipe = knobs.tensor_parallel
+        if mesh.tensor_degree > 1 and recipe.plan == "infer":
+            whole = whole_plan.replicated
+            inspected = inspect(
+                model, mesh.tensor_degree, recipe.sequence_parallel, whole
+            )
         played = played_of(model, plan.stages.chain)
         _leave_out(model, mesh, plan.stages)
     fp8, fp8_region = (
@@ -349,12 +354,8 @@ def _place_parameters(
     # What has no values yet gets those of this rank's shards alone.
     if plan.shapes.on_meta:
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
-        materialize(
-            model,
-            states_on,
-            seed=(knobs.delayed_init or DelayedInit()).seed,
-            init_fn=init_fn,
-        )
+        seed = (knobs.delayed_init or DelayedInit()).seed
+        materialize(model, states_on, seed=seed, init_fn=init_fn)
         for unit in units:
             unit.store_coded(plan)
     if plan.dtypes.masters:
@@ -489,15 +490,6 @@ def _keep_alike(
         tensor.learn()
 
     return alike
-
-
-def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
-    """Return what ``tensor_parallel.plan="infer"`` finds, where the model has to be run
-    before stages cut it."""
-    recipe = plan.knobs.tensor_parallel
-    if mesh.tensor_degree == 1 or recipe.plan != "infer":
-        return None
-    return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
 
 
 def balance_where_asked(
@@ -693,10 +685,8 @@ def store_masters(model: nn.Module, plan: Plan, units: Sequence[ShardedUnit]) ->
     # Replicated parameters keep a plain tensor, in another dtype.
     for name in plan.replicated:
         parameter = model.get_parameter(name)
-        if (
-            not is_absent(parameter)
-            and plan.dtypes.of_stepped(plan.shapes.of_name(name)) != parameter.dtype
-        ):
+        stepped = plan.dtypes.of_stepped(plan.shapes.of_name(name))
+        if not is_absent(parameter) and stepped != parameter.dtype:
             parameter.data = parameter.data.float()
 
 

@@ -114,6 +114,8 @@ class ModelDraft(Draft):
     @cached_property
     def groups(self) -> Cluster:
         """The same with the ranks on inner axes for one."""
+        if self.layout.size(Axis.PIPELINE, *INNER) == 1:
+            return self.cluster
         stage = self.cluster.of_stage(self.layout.size(Axis.PIPELINE))
         return stage.of_groups(self.layout.size(*INNER))
 

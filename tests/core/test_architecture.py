@@ -617,7 +617,7 @@ NO_CONVERSIONS = {
         "tuple",
     ),
     *("_keep_alike", "_veto_of", "_start_scales"),  # around the window
-    *("_inspected", "require_lengths"),  # look at the model
+    *("inspect", "require_lengths"),  # look at the model
     "played_of",  # copies of what stages leave out, before they do
 }
 

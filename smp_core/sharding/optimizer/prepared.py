@@ -182,6 +182,7 @@ class Homes:
 
     def __init__(self, models: Sequence[SteppedModel]) -> None:
         self._models = tuple(models)
+        self.windows = [model.window for model in models]
         self._own: dict[int, Tensor] = {}
         self._attached: dict[int, Tensor] = {}
         self.users = 0
@@ -189,10 +190,6 @@ class Homes:
         self.reads_loss = False
         """Whether the optimizer's step may depend on what its closure returns."""
         self._is_new = True
-
-    @property
-    def windows(self) -> list[Window]:
-        return [model.window for model in self._models]
 
     @property
     def worlds(self) -> list[WorldSharding]:
