@@ -33,6 +33,7 @@ from smp_core.checkpoint import (
     CheckpointError,
     OpenCheckpoint,
     Ranks,
+    config_files,
     load_checkpoint,
     load_named_optimizer_state,
     named_optimizer_state,
@@ -356,22 +357,6 @@ def load_optimizers(
             name_there,
             verify="sizes",
         )
-
-
-def config_files(model: nn.Module) -> dict[str, str]:
-    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so
-    that an export is complete."""
-    files = {}
-    for attribute, name in (
-        ("config", "config.json"),
-        ("generation_config", "generation_config.json"),
-    ):
-        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
-        if callable(to_json):
-            files[name] = (
-                to_json(use_diff=False) if attribute == "config" else to_json()
-            )
-    return files
 
 
 def _models(accelerator: BackgroundSavingAccelerator) -> list[nn.Module]:
