@@ -313,8 +313,7 @@ class Board:
         if not self.closed:
             self.closed = True
             # The connection belongs to the loop's thread.
-            loop = _loop_of(os.getpid())
-            loop.call_soon_threadsafe((self._kept or self._writer).close)
+            _loop().call_soon_threadsafe((self._kept or self._writer).close)
 
 
 def open_boards(host: str) -> list[Board]:
@@ -399,7 +398,7 @@ def _own_address(host: str) -> str:
 
 
 def _start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop_of(os.getpid()))
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
 
 
 def _await(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -410,6 +409,10 @@ def _await(coroutine: Coroutine[Any, Any, T]) -> T:
     except NoAnswer:
         started.cancel()
         raise TimeoutError(f"nothing came in {_START:g} s") from None
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return _loop_of(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)
