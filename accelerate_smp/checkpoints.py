@@ -162,8 +162,10 @@ def _whole_state(
     handle = handles[0] if handles else None
     if handle is not None:
         state.update(remainder_state(handle.traffic))
-    fp8 = [None if handle is None else handle.fp8 for handle in handles]
-    scales = [None if each is None else each.state_dict() for each in fp8]
+    scales: list[dict[str, Any] | None] = []
+    for each in handles:
+        has_scales = each is not None and each.fp8 is not None
+        scales.append(each.fp8.state_dict() if has_scales else None)
     if any(scales):
         state[FP8_STATE], *state["more_" + FP8_STATE] = scales
     return state, models

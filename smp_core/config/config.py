@@ -681,10 +681,9 @@ class SmpConfig:
         return config
 
 
-_FIELDS = {
-    knob: tuple(f"{knob}.{name}" for name in recipe.readers())
-    for knob, recipe in RECIPES.items()
-}
-"""The dotted names of the fields of each knob that always has a recipe."""
+# The dotted names of the fields of each knob that always has a recipe.
+_FIELDS: dict[str, tuple[str, ...]] = {}
+for _knob, _recipe in RECIPES.items():
+    _FIELDS[_knob] = tuple(f"{_knob}.{name}" for name in _recipe.readers())
 
 DEFAULTS = SmpConfig()
