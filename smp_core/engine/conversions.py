@@ -310,7 +310,7 @@ def _convert_layers(
         model.get_submodule(each.name) for each in plan.activations.checkpointed
     ]
     shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
-    if plan.replicated_casts:
+    if plan.replicated and plan.replicated_casts:
         shown = CastParameters(model, plan.replicated_casts, recomputed).shown
     saved = (
         save_activations(model, plan, mesh.device)

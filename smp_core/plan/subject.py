@@ -104,6 +104,8 @@ class ModelDraft(Draft):
     @property
     def of_groups(self) -> Layout:
         """The same with the ranks on inner axes for one."""
+        if self.layout.size(Axis.PIPELINE, *INNER) == 1:
+            return self.layout
         return self.layout.without(Axis.PIPELINE, *INNER)
 
     @cached_property

@@ -187,8 +187,6 @@ class Homes:
         self._attached: dict[int, Tensor] = {}
         self.users = 0
         """How many methods at work need masters in the groups."""
-        self.reads_loss = False
-        """Whether the optimizer's step may depend on what its closure returns."""
         self._is_new = True
 
     @property
@@ -519,7 +517,6 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
         optimizer.meter = models[0].meter
     # Phase 2: its groups get the parameters that the models have now.
     homes = Homes(models)
-    homes.reads_loss = may_read_loss(type(optimizer))
     homes.take_in(optimizer, together=True)
     if isinstance(optimizer, AdamW8bit):
         # Its scales are of blocks of a row, which no shard may cut.
@@ -647,7 +644,8 @@ def _before_step(
         result = closure()
         homes.close_windows(optimizer)
         _before_weights_change(optimizer)
-        return homes.mean_loss(result) if homes.reads_loss else result
+        reads_loss = may_read_loss(optimizer._smp_unprepared)
+        return homes.mean_loss(result) if reads_loss else result
 
     return (
         ((args[0], closed, *args[2:]), kwargs)
