@@ -164,8 +164,8 @@ def _whole_state(
         state.update(remainder_state(handle.traffic))
     scales: list[dict[str, Any] | None] = []
     for each in handles:
-        has_scales = each is not None and each.fp8 is not None
-        scales.append(each.fp8.state_dict() if has_scales else None)
+        fp8 = None if each is None else each.fp8
+        scales.append(None if fp8 is None else fp8.state_dict())
     if any(scales):
         state[FP8_STATE], *state["more_" + FP8_STATE] = scales
     return state, models

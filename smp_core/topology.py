@@ -129,11 +129,10 @@ class Topology:
         # A process by itself is a node with one rank.
         if not (dist.is_available() and dist.is_initialized()):
             return cls(((0,),), (socket.gethostname(),))
-        reports: list[RankReport] = [
-            RankReport.of_this_process()
-        ] * dist.get_world_size(group)
+        own = RankReport.of_this_process()
+        reports = [own] * dist.get_world_size(group)
         # All ranks judge the same reports, so that errors are raised on all of them.
-        dist.all_gather_object(reports, RankReport.of_this_process(), group=group)
+        dist.all_gather_object(reports, own, group=group)
         topology, warnings = topology_of_reports(reports)
         if dist.get_rank(group) == 0:
             for warning in warnings:
