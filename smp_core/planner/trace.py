@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.activations import selective_contexts
-from smp_core.config import Fp8Recipe, SmpConfig
+from smp_core.config import DEFAULTS, Fp8Recipe, SmpConfig
 from smp_core.fp8 import choose
 from smp_core.outside import ask_child
 from smp_core.plan import Entry, Shapes
@@ -71,7 +71,6 @@ Splitting = Callable[[Source, list[str], int, int, Sequence[Recomputation]], Spl
 """Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens,
 modes) -> what was seen."""
 
-_DEFAULTS = SmpConfig()
 _BLOCKS_OF_CHAIN = 3
 
 
@@ -178,7 +177,7 @@ def trace_built(
         is_whole = type(source.model) is type(model)
 
         found = _traced(
-            source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS
+            source, tokens, type(model).__name__, asked if is_whole else DEFAULTS
         )
     chain = found.shapes["none"].chain
     shapes = _shapes_by_mode(model, asked, entry)
@@ -235,7 +234,7 @@ def _traced(
     source: Source,
     tokens: int,
     words: str,
-    asked: SmpConfig = _DEFAULTS,
+    asked: SmpConfig = DEFAULTS,
     split: Splitting | None = None,
 ) -> ModelTrace:
     model = source.model
