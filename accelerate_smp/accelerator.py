@@ -75,7 +75,7 @@ from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
 from smp_core.cluster import DATA, LaunchEnvironment, SmpMesh, launch_environment
-from smp_core.config import SmpConfig
+from smp_core.config import DEFAULTS, SmpConfig
 from smp_core.context_parallel import BatchLayout
 from smp_core.engine import ParallelModel, missed, smallest_layout
 from smp_core.entry import build_mesh
@@ -260,7 +260,7 @@ class SmpAccelerator(
             else:
                 self.layout = smallest_layout(self._asked, self._topology)
         # One process shards nothing; what is lost by that is said.
-        elif self.smp_config != SmpConfig():
+        elif self.smp_config != DEFAULTS:
             lost = "nothing is sharded" + (
                 " or computed in FP8" if self.smp_config.fp8 is not None else ""
             )

@@ -33,6 +33,7 @@ from smp_core.checkpoint import (
     CheckpointError,
     OpenCheckpoint,
     Ranks,
+    config_files,
     load_checkpoint,
     load_named_optimizer_state,
     named_optimizer_state,
@@ -161,8 +162,10 @@ def _whole_state(
     handle = handles[0] if handles else None
     if handle is not None:
         state.update(remainder_state(handle.traffic))
-    fp8 = [None if handle is None else handle.fp8 for handle in handles]
-    scales = [None if each is None else each.state_dict() for each in fp8]
+    scales: list[dict[str, Any] | None] = []
+    for each in handles:
+        fp8 = None if each is None else each.fp8
+        scales.append(None if fp8 is None else fp8.state_dict())
     if any(scales):
         state[FP8_STATE], *state["more_" + FP8_STATE] = scales
     return state, models
@@ -356,22 +359,6 @@ def load_optimizers(
             name_there,
             verify="sizes",
         )
-
-
-def config_files(model: nn.Module) -> dict[str, str]:
-    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so
-    that an export is complete."""
-    files = {}
-    for attribute, name in (
-        ("config", "config.json"),
-        ("generation_config", "generation_config.json"),
-    ):
-        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
-        if callable(to_json):
-            files[name] = (
-                to_json(use_diff=False) if attribute == "config" else to_json()
-            )
-    return files
 
 
 def _models(accelerator: BackgroundSavingAccelerator) -> list[nn.Module]:

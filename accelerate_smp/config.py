@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from smp_core.config import SmpConfig, nested
+from smp_core.config import DEFAULTS, SmpConfig, nested
 
 logger = logging.getLogger("smp")
 
@@ -249,13 +249,14 @@ def _as_config(
 def _asked(config: SmpConfig, written: Iterable[str] = ()) -> dict[str, Any]:
     """Return the settings that differ from their defaults. A knob that was ``written``
     at its default counts too, with all its fields."""
-    default = SmpConfig()
-    at_default = [knob for knob in written if config.asked(knob) == default.asked(knob)]
+    at_default = [
+        knob for knob in written if config.asked(knob) == DEFAULTS.asked(knob)
+    ]
     plain = [name for knob in at_default for name in SmpConfig.settings_of(knob)]
     asked = [
         name
         for name in SmpConfig.settings()
-        if name in plain or config.asked(name) != default.asked(name)
+        if name in plain or config.asked(name) != DEFAULTS.asked(name)
     ]
     return {name: config.asked(name) for name in asked}
 

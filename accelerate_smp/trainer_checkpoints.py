@@ -328,13 +328,10 @@ class CheckpointingTrainerMixin(_Base):
         """Return whether a crash came before the optimizer states or the Trainer's own
         state were there."""
         # Any of the two: ours, or Trainer's of another program.
-        states = (
-            os.path.join(path, name)
-            for name in (STATE_FOLDER, trainer_module.OPTIMIZER_NAME)
-        )
-        lacking = (
-            [] if any(os.path.exists(state) for state in states) else [STATE_FOLDER]
-        )
+        states = (STATE_FOLDER, trainer_module.OPTIMIZER_NAME)
+        lacking = []
+        if not any(os.path.exists(os.path.join(path, state)) for state in states):
+            lacking.append(STATE_FOLDER)
         try:
             TrainerState.load_from_json(
                 os.path.join(path, trainer_module.TRAINER_STATE_NAME)

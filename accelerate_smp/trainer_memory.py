@@ -111,11 +111,12 @@ class KeepsInMemory(TrainerCallback):
 def _text_of(trainer: Any) -> str:
     """Return what Trainer would write to ``trainer_state.json`` now, callbacks' states
     included."""
-    callbacks = {
-        name: list(state) if isinstance(state, list) else state
-        for name, state in trainer.state.stateful_callbacks.items()
-    }
-    # Several callbacks of one class have a list of states, as Trainer writes them.
+    # Several callbacks of one class have a list of states, as Trainer writes them: copies
+    # of those that are there already.
+    callbacks = dict(trainer.state.stateful_callbacks)
+    for name, state in callbacks.items():
+        if isinstance(state, list):
+            callbacks[name] = list(state)
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             name = type(callback).__name__

@@ -98,11 +98,10 @@ def worker() -> dict[str, Any]:
     sys.setprofile(None)
     assert entered.calls[FlatAllGather.__call__.__code__], "there was no gather"
 
-    files: dict[str, list[str]] = {}
-    for code in entered.calls:
-        files.setdefault(os.path.relpath(code.co_filename, ROOT), []).append(
-            code.co_name
-        )
+    files: dict[str, list[tuple[str, int]]] = {}
+    for code, calls in entered.calls.items():
+        name = os.path.relpath(code.co_filename, ROOT)
+        files.setdefault(name, []).append((code.co_name, calls))
     return {"calls": entered.calls.total(), "files": dict(sorted(files.items()))}
 
 
@@ -123,7 +122,7 @@ def figures() -> dict[str, Any]:
     if done.returncode or not lines:
         raise SystemExit(f"the ranks failed:\n{done.stdout}\n{done.stderr}")
     found = json.loads(lines[0].removeprefix("ENTERED "))
-    files: dict[str, list[str]] = found["files"]
+    files: dict[str, list[tuple[str, int]]] = found["files"]
     return {
         "files": len(files),
         "functions": sum(map(len, files.values())),
@@ -145,7 +144,9 @@ def main() -> None:
         "--reset", action="store_true", help="compare with this count from now on"
     )
     parser.add_argument(
-        "--list", action="store_true", help="print every file with its functions"
+        "--list",
+        action="store_true",
+        help="print every file with its functions, and how often each was entered",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -170,8 +171,9 @@ def main() -> None:
         "functions_entered": per_file,
     }
     asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for name, names in entered.items() if asked.list else ():
-        print(f"{len(names):4} {name:55} {' '.join(names)}")
+    for name, functions in entered.items() if asked.list else ():
+        shown = " ".join(f"{function} {calls}" for function, calls in functions)
+        print(f"{len(functions):4} {name:55} {shown}")
     print(f"{'':10} {'now':>7} {'before':>7} {'goal':>5}")
     for name, now in after.items():
         print(f"{name:10} {now:7,} {before[name]:7,} {GOAL.get(name, ''):>5}")

@@ -401,6 +401,46 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="folder for checkpoint, log and plot (runs/gpt2, or runs/demo)",
     )
+    add_model_flags(parser)
+    add_rank_flags(parser)
+    add_training_flags(parser)
+    add_memory_flags(parser)
+    plan = parser.add_argument_group("plan")
+    plan.add_argument(
+        "--plan",
+        action=argparse.BooleanOptionalAction,
+        help="print the memory plan and end",
+    )
+    plan.add_argument(
+        "--device-memory-gib",
+        type=float,
+        default=80.0,
+        help="of one device, for --plan (%(default)s)",
+    )
+    flags = parser.parse_args(arguments)
+    if flags.plan is None:
+        flags.plan = flags.model_config == "gpt2-30b"
+    if not flags.plan and not is_there("matplotlib"):
+        parser.error(
+            f"matplotlib draws the plot and is not installed; {how_to_install('matplotlib')}"
+        )
+    if flags.demo:
+        flags.ranks, flags.nodes, flags.accelerator = 4, 2, "cpu"
+        flags.out = flags.out or Path("runs/demo")
+    flags.out = flags.out or Path("runs/gpt2")
+    for size, value in MODELS[flags.model_config].items():
+        if getattr(flags, size) is None:
+            setattr(flags, size, value)
+    if flags.n_embd % flags.n_head:
+        parser.error(
+            f"--n-embd {flags.n_embd} is not a multiple of --n-head {flags.n_head}"
+        )
+    flags.devices = layout(flags, parser)
+    return flags
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """What is trained, and on which text."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model-config",
@@ -433,6 +473,9 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="of tokenizer and tokens; default: the user's cache folder",
     )
+
+
+def add_rank_flags(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group(
         "ranks (torchrun, SLURM and mpirun say it themselves)"
     )
@@ -451,6 +494,9 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
         default="auto",
         help="a number, node, world or auto (%(default)s)",
     )
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
     steps = parser.add_argument_group("training")
     # So many that --demo takes about two minutes on two cores.
     steps.add_argument(
@@ -493,39 +539,6 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="checkpoint folder of an earlier run, of any number of ranks",
     )
-    add_memory_flags(parser)
-    plan = parser.add_argument_group("plan")
-    plan.add_argument(
-        "--plan",
-        action=argparse.BooleanOptionalAction,
-        help="print the memory plan and end",
-    )
-    plan.add_argument(
-        "--device-memory-gib",
-        type=float,
-        default=80.0,
-        help="of one device, for --plan (%(default)s)",
-    )
-    flags = parser.parse_args(arguments)
-    if flags.plan is None:
-        flags.plan = flags.model_config == "gpt2-30b"
-    if not flags.plan and not is_there("matplotlib"):
-        parser.error(
-            f"matplotlib draws the plot and is not installed; {how_to_install('matplotlib')}"
-        )
-    if flags.demo:
-        flags.ranks, flags.nodes, flags.accelerator = 4, 2, "cpu"
-        flags.out = flags.out or Path("runs/demo")
-    flags.out = flags.out or Path("runs/gpt2")
-    for size, value in MODELS[flags.model_config].items():
-        if getattr(flags, size) is None:
-            setattr(flags, size, value)
-    if flags.n_embd % flags.n_head:
-        parser.error(
-            f"--n-embd {flags.n_embd} is not a multiple of --n-head {flags.n_head}"
-        )
-    flags.devices = layout(flags, parser)
-    return flags
 
 
 def layout(

@@ -38,14 +38,15 @@ from smp_core.engine import ParallelModel, RankWeights, ShardedAverage, take_wri
 from smp_core.torch_facts import clean_name
 
 
-def take_over_callbacks(trainer: Trainer) -> None:
-    """Make the callbacks that average weights do it on shards. Call it before any
-    callback's ``setup``.
+def take_over_callbacks(trainer: Trainer) -> bool:
+    """Make the callbacks that average weights do it on shards; return whether there are
+    any. Call it before any callback's ``setup``.
 
     Raises:
         ValueError: a callback that cannot work on a sharded module.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ValueError(
                 f"{type(callback).__name__} masks whole weights, and parameters are shards under SmpShardedStrategy: "
@@ -61,6 +62,7 @@ def take_over_callbacks(trainer: Trainer) -> None:
             if isinstance(callback, stock) and not isinstance(callback, sharded):
                 kind: Any = type(callback)
                 callback.__class__ = _derived(kind, sharded)
+    return any(isinstance(callback, (_Weight, _Stochastic)) for callback in callbacks)
 
 
 def make_averages(

@@ -20,7 +20,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
-from torch import nn
 
 from lightning_smp.background import BackgroundSaves, in_lightning_words
 from lightning_smp.checkpoint_sources import CURRENT_MODEL, PER_RANK, main_module
@@ -29,6 +28,7 @@ from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
     CheckpointError,
     Ranks,
+    config_files,
     full_state_dict,
     is_checkpoint,
     numbered,
@@ -52,7 +52,7 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
     Raises:
         ValueError: it is one that only writes, and has none.
     """
-    if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
+    if config.checkpoint.full_state_dict:
         return
     name = type(plugin).__name__
     # It would be passed over in silence otherwise: a sharded save does not ask it.
@@ -133,7 +133,7 @@ def save(
         checkpoint = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
     options: dict[str, Any] = {
         "metadata": _facts(strategy, checkpoint),
-        "extra_files": _model_files(inner),
+        "extra_files": config_files(uncompiled(inner)),
         "per_rank": _own_part(strategy, checkpoint)
         if _can_resume(checkpoint)
         else None,
@@ -223,23 +223,6 @@ def _save_full(
         Strategy.save_checkpoint(strategy, whole, path, storage_options)
 
     Ranks().on_first(f"checkpoint {path} was not saved", write)
-
-
-def _model_files(module: nn.Module) -> dict[str, str]:
-    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so
-    that an export is complete."""
-    files = {}
-    inner = uncompiled(module)
-    for attribute, name in (
-        ("config", "config.json"),
-        ("generation_config", "generation_config.json"),
-    ):
-        to_json = getattr(getattr(inner, attribute, None), "to_json_string", None)
-        if callable(to_json):
-            files[name] = (
-                to_json(use_diff=False) if attribute == "config" else to_json()
-            )
-    return files
 
 
 def remove(

@@ -7,9 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
-from smp_core.config import SmpConfig
-
-_DEFAULTS = SmpConfig()
+from smp_core.config import DEFAULTS, SmpConfig
 
 
 def read_config(
@@ -34,9 +32,7 @@ def read_config(
         config = SmpConfig.from_dict(config)
     # LightningCLI gives every argument, most of them at their defaults.
     changed = {
-        knob: value
-        for knob, value in knobs.items()
-        if value != getattr(_DEFAULTS, knob)
+        knob: value for knob, value in knobs.items() if value != getattr(DEFAULTS, knob)
     }
     # All knobs are given by LightningCLI alone: those at their defaults are left to the
     # environment then.
@@ -74,7 +70,7 @@ def list_knobs(init: Callable[..., None]) -> list[str]:
         inspect.Parameter(
             knob,
             keyword,
-            default=getattr(_DEFAULTS, knob),
+            default=getattr(DEFAULTS, knob),
             annotation=types[knob] | str,
         )
         for knob in SmpConfig.knobs()

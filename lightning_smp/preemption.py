@@ -44,10 +44,16 @@ class LeavesWhenTold(Callback):
     # at any instant.
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._users = {number: signal.getsignal(number) for number in _signals(trainer)}
+        # The usual signals, and the one that SLURM was told to send.
+        environment: Any = cast(Any, trainer.strategy).cluster_environment
+        numbers = list(SIGNALS)
+        if _requeued_by_lightning(environment):
+            requeue = getattr(environment, "requeue_signal", None)
+            numbers += [] if requeue in (None, *SIGNALS) else [requeue]
+        self._users = {number: signal.getsignal(number) for number in numbers}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.preemption.install(_signals(trainer), self._users)
+        self.preemption.install(list(self._users), self._users)
         self.preemption.begin_phase()
 
     def restore(self) -> None:
@@ -101,7 +107,7 @@ class LeavesWhenTold(Callback):
         # SLURM's requeued job looks for Lightning's own name, which leads to the
         # checkpoint.
         if (
-            _requeued_by_lightning(trainer)
+            _requeued_by_lightning(environment)
             and trainer.is_global_zero
             and not is_address(path)
         ):
@@ -121,19 +127,7 @@ class LeavesWhenTold(Callback):
         )
 
 
-def _signals(trainer: Trainer) -> list[int]:
-    # The usual signals, and the one that SLURM was told to send.
-    environment: Any = cast(Any, trainer.strategy).cluster_environment
-    requeue = (
-        getattr(environment, "requeue_signal", None)
-        if _requeued_by_lightning(trainer)
-        else None
-    )
-    return [*SIGNALS, *([] if requeue in (None, *SIGNALS) else [requeue])]
-
-
-def _requeued_by_lightning(trainer: Trainer) -> bool:
-    environment = cast(Any, trainer.strategy).cluster_environment
+def _requeued_by_lightning(environment: Any) -> bool:
     return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 

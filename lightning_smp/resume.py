@@ -639,11 +639,9 @@ class KeepsPlace(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def tell_place_of_training(loader: Any) -> None:
-    """Let a loader that keeps its place tell that of training, in place; other loaders
-    stay as they are."""
-    if isinstance(loader, KeepsPlace):
-        _PlaceOfTraining(loader)
+def tell_place_of_training(loader: KeepsPlace) -> None:
+    """Let a loader that keeps its place tell that of training, in place."""
+    _PlaceOfTraining(loader)
 
 
 def begin_batch(loader: Any) -> None:

@@ -37,7 +37,7 @@ class SharedSequences:
     def __init__(self, layout: BatchLayout | None, full_outputs: bool) -> None:
         self._layout = layout
         self._full_outputs = full_outputs
-        self._context: ContextParallel | None = None
+        self.context: ContextParallel | None = None
         self._shifts = True
         self._in_stages = False
         self.split: SplitBatch | None = None
@@ -54,7 +54,7 @@ class SharedSequences:
             in_stages: whether pipeline stages cut batches into micro-batches, each of
                 which is split by itself.
         """
-        self._context = context
+        self.context = context
         self.split = None
         self._in_stages = in_stages
         if context is not None:
@@ -69,9 +69,10 @@ class SharedSequences:
                 training.
         """
         # Stages split each micro-batch for themselves.
-        if self._context is None or self._in_stages:
+        assert self.context is not None
+        if self._in_stages:
             return batch
-        self.split = self._context.split(
+        self.split = self.context.split(
             batch, self._layout, shifts=self._shifts, weight=weight
         )
         return self.split.batch
@@ -81,10 +82,10 @@ class SharedSequences:
     ) -> tuple[list[Any], list[SplitBatch | None]]:
         """Return this rank's parts of several batches, and what :meth:`during` takes
         for each. Collective over all ranks."""
-        if self._context is None:
+        if self.context is None:
             return list(batches), [None] * len(batches)
         splits = [
-            self._context.split(batch, self._layout, shifts=self._shifts)
+            self.context.split(batch, self._layout, shifts=self._shifts)
             for batch in batches
         ]
         return [split.batch for split in splits], list(splits)
@@ -111,13 +112,13 @@ class SharedSequences:
         """Gather the unsplit sequences of an evaluation or predict step's outputs, if
         asked for. Collective over context ranks.
         """
-        if self._context is None or self.split is None or not self._full_outputs:
+        if self.context is None or self.split is None or not self._full_outputs:
             return outputs
-        return self._context.gather_all(outputs, self.split)
+        return self.context.gather_all(outputs, self.split)
 
     def full(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return a tensor of the present batch's tokens over all context ranks.
         Collective over them."""
-        if self._context is None or self.split is None:
+        if self.context is None or self.split is None:
             return tensor
-        return self._context.gather(tensor, self.split, dim)
+        return self.context.gather(tensor, self.split, dim)

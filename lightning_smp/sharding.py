@@ -66,15 +66,13 @@ def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, No
 
 
 def with_recipe(
-    config: SmpConfig, plugin: Precision, device: torch.device
+    config: SmpConfig, plugin: Fp8Precision, device: torch.device
 ) -> SmpConfig:
     """Read ``plugins=[Fp8Precision(recipe)]`` as the knob ``fp8``.
 
     Raises:
         ValueError: both were given, and they differ.
     """
-    if not isinstance(plugin, Fp8Precision):
-        return config
     # Autocast asks for a device, which the plugin does not know when it is made.
     plugin.device_type = device.type
     if config.fp8 not in (None, plugin.recipe, Fp8Recipe()):
@@ -158,17 +156,6 @@ def _leave_inference_mode(module: nn.Module) -> None:
                 setattr(child, name, ordinary(tensor))
 
 
-def _autocast_dtype(plugin: Precision) -> torch.dtype | None:
-    """Return the dtype in which forward passes run under autocast; None: without it."""
-    if isinstance(plugin, Fp8Precision):
-        return None if plugin.compute_dtype == torch.float32 else plugin.compute_dtype
-    if isinstance(plugin, MixedPrecision):
-        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[
-            str(plugin.precision)
-        ]
-    return None
-
-
 def _meant_by(plugin: Precision, device: torch.device) -> CorePrecision:
     """Translate a precision plugin to the core's.
 
@@ -176,8 +163,15 @@ def _meant_by(plugin: Precision, device: torch.device) -> CorePrecision:
     CPU, whose autocast lets ``layer_norm`` meet a float32 input and a half precision
     weight, which it refuses.
     """
+    # The dtype in which forward passes run under autocast; None: without it.
+    gathered: torch.dtype | None = None
+    if isinstance(plugin, Fp8Precision) and plugin.compute_dtype != torch.float32:
+        gathered = plugin.compute_dtype
+    elif isinstance(plugin, MixedPrecision):
+        mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        gathered = mixed[str(plugin.precision)]
+    why = f"precision={plugin.precision!r}"
     # Without autocast inputs are cast to what parameters are gathered in.
-    gathered, why = _autocast_dtype(plugin), f"precision={plugin.precision!r}"
     casts_inputs = gathered is None
     if gathered is not None and device.type == "cpu":
         gathered = None

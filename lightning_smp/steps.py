@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
@@ -29,7 +30,12 @@ from lightning_smp.due_validation import BeforeValidation
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
-from lightning_smp.resume import WindowStart, place_sampler, tell_place_of_training
+from lightning_smp.resume import (
+    KeepsPlace,
+    WindowStart,
+    place_sampler,
+    tell_place_of_training,
+)
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.uneven import Evaluations, deal, require_equal_evaluation
 from smp_core.cluster import SmpMesh
@@ -213,7 +219,10 @@ class SteppingStrategy(ProcessGroupStrategy):
     ) -> Any:
         # As if it were forward: parameters that belong to no unit of their own are
         # gathered while the method runs.
-        with context, self._sequences.active():
+        shared: AbstractContextManager[None] = contextlib.nullcontext()
+        if self._sequences.split is not None:
+            shared = self._sequences.active()
+        with context, shared:
             return self.parallel.run_as_forward(method, *args, **kwargs)
 
     def _evaluate(
@@ -249,7 +258,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             and name is not None
             and name.endswith("_dataloader()")
         ):
-            self.evaluations.loaders_are_made()
+            self.evaluations.prepares = self.evaluations.sets_up
 
     @property
     def _reads_as(self) -> tuple[int, int]:
@@ -298,7 +307,8 @@ class SteppingStrategy(ProcessGroupStrategy):
         # Training loaders get samplers that can begin later, or tell the place of
         # training.
         place_sampler(dataloader)
-        tell_place_of_training(dataloader)
+        if isinstance(dataloader, KeepsPlace):
+            tell_place_of_training(dataloader)
         if isinstance(dataloader, JoinedLoader):
             dataloader.meet()
         return dataloader
@@ -345,13 +355,14 @@ class SteppingStrategy(ProcessGroupStrategy):
         """Move a batch as Lightning does; where sequences are shared, return this
         rank's part of the first context peer's batch.
         """
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._sequences.context is None:
+            return moved
         # In an evaluation the split counts targets, of which a repeated batch has none.
         weight = None
         if self.evaluations is not None and not self._trainer.training:
             weight = self.evaluations.weight
-        return self._sequences.part_of(
-            super().batch_to_device(batch, device, dataloader_idx), weight
-        )
+        return self._sequences.part_of(moved, weight)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

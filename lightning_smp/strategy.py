@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
@@ -42,6 +42,7 @@ from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
 from lightning_smp.pipeline import PipelinedSteps, check_module
+from lightning_smp.precision import Fp8Precision
 from lightning_smp.preemption import LeavesWhenTold
 from lightning_smp.processes import take_over_exception_saves
 from lightning_smp.resume import (
@@ -148,7 +149,7 @@ class SmpShardedStrategy(SteppingStrategy):
         # checkpoint itself until it is read.
         self.resume: Resume | None = None
         self.loading: Loading | None = None
-        self._is_set_up = False
+        self._is_set_up = self._has_averages = False
         self._run = contextlib.ExitStack()
         self.background_saves: BackgroundSaves | None = None
         self._leaves: LeavesWhenTold | None = None
@@ -199,8 +200,11 @@ class SmpShardedStrategy(SteppingStrategy):
     def setup_environment(self) -> None:
         # Before the setup of callbacks, in which Lightning's own would copy the
         # unsharded module.
-        take_over_callbacks(self._trainer)
-        take_over_exception_saves(self._trainer)
+        trainer = self._trainer
+        self._has_averages = False
+        if trainer.callbacks:  # type: ignore[attr-defined]
+            self._has_averages = take_over_callbacks(trainer)
+            take_over_exception_saves(trainer)
         super().setup_environment()
 
     @override
@@ -220,7 +224,8 @@ class SmpShardedStrategy(SteppingStrategy):
         # The sharded module.
         module = self._module
         precision = self.precision_plugin
-        self.config = with_recipe(self.config, precision, self.root_device)
+        if isinstance(precision, Fp8Precision):
+            self.config = with_recipe(self.config, precision, self.root_device)
         # Refused before anything is sharded: a module that is sharded stays it.
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
@@ -249,7 +254,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the
         # background.
-        checkpoints.check_plugin(self.checkpoint_io, self.config)
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            checkpoints.check_plugin(self.checkpoint_io, self.config)
         if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
             checkpoints.say_what_is_not_uploaded(trainer.loggers, self.config)
         # The watch learns which ranks make calls together: where one does not come, the
@@ -257,7 +263,9 @@ class SmpShardedStrategy(SteppingStrategy):
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
-        self._sequences.attach(self._parallel.context, module, in_stages)
+        context = self._parallel.context
+        if context is not None or self._sequences.context is not None:
+            self._sequences.attach(context, module, in_stages)
         self._pipelined = (
             PipelinedSteps(self._parallel, module, self._sequences)
             if in_stages
@@ -267,7 +275,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero, trainer)
-        if self.memory is not None:
+        if self.config.checkpoint.memory_every_n_steps and self.memory is not None:
             self.memory.begin_run(trainer)
         # The last of the callbacks: it saves behind all others' hooks of the batch.
         grace = self.config.checkpoint.preemption_grace_s
@@ -283,7 +291,8 @@ class SmpShardedStrategy(SteppingStrategy):
             give_shards(trainer, self.loading.content, self._parallel.module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            make_averages(trainer, self.parallel, self.loading)
+            if self._has_averages:
+                make_averages(trainer, self.parallel, self.loading)
         self.setup_precision_plugin()
         self._is_set_up = True
 

@@ -111,7 +111,7 @@ class Evaluations:
 
     def __init__(self, trainer: Trainer, after_repeated: Callable[[], None]) -> None:
         self._trainer, self._after_repeated = trainer, after_repeated
-        self.prepares = self._sets_up = False
+        self.prepares = self.sets_up = False
         self.weight = 1.0
         self._loaders: list[Any] = []
         # Each loop's own method is called inside, between a mark and a check.
@@ -124,11 +124,11 @@ class Evaluations:
             loop.setup_data = functools.partial(self._set_up, loop)  # type: ignore[method-assign]
 
     def _set_up(self, loop: Any) -> None:
-        self._sets_up, self._loaders = True, []
+        self.sets_up, self._loaders = True, []
         try:
             type(loop).setup_data(loop)
         finally:
-            self._sets_up = self.prepares = False
+            self.sets_up = self.prepares = False
         # Other modes read several loaders in one step, so that a repeated step of one
         # would be a step of all.
         uneven = any(isinstance(loader, UnevenLoader) for loader in self._loaders)
@@ -138,11 +138,6 @@ class Evaluations:
                 "numbers of batches: the others would wait for the ranks that run out. Give all ranks as many batches "
                 "(drop_last=True), or combine them with mode='sequential'"
             )
-
-    def loaders_are_made(self) -> None:
-        """Note that the user's hooks have made the loaders of the loop that is being
-        set up."""
-        self.prepares = self._sets_up
 
     def process(self, loader: Any) -> Any:
         """Return a loader of an evaluation as Lightning's loop iterates it. Collective

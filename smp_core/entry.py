@@ -12,12 +12,14 @@ in.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.memory import MemoryTier
 from smp_core.cluster import DEGREES, PARTITION, Layout, SmpMesh, agreed, of_rank_0
@@ -98,7 +100,8 @@ def parallelize(
     device = torch.device(device) if mesh is None else mesh.device
     topology = topology or (Topology.discover() if mesh is None else mesh.topology)
     require_internals()
-    given = given_sharding(model)
+    has_shards = any(isinstance(each, DTensor) for each in model.parameters())
+    given = given_sharding(model) if has_shards else None
     observe = Cluster.observer(topology, device)
     # A further model goes on with the first one's degrees; plan="auto" is for the
     # first.
@@ -112,17 +115,9 @@ def parallelize(
             RunningStep(device, entry, precision, accumulated, tuple(optimizers)),
         )
 
-    # Phase 2, decide, on every rank by itself, and agree on what came out.
-    def decided(asked: SmpConfig) -> Plan:
-        # What observing or deciding refuses is raised on all ranks: see agreed().
-        shapes = Shapes.of(model, asked, entry)
-        if asked.pipeline_parallel_degree > 1:
-            shapes = with_chain(shapes, model)
-        if asked.shard_degree == "auto":
-            return decide_with_smallest_degree(
-                shapes, asked, observe(), precision=precision, optimizers=optimizers
-            )
-        return decide(shapes, asked, observe(), precision=precision)
+    # Phase 2, decide, on every rank by itself, and agree on what came out. What
+    # observing or deciding refuses is raised on all ranks: see agreed().
+    decided = functools.partial(_decided, model, observe, entry, precision, optimizers)
 
     def settle() -> Plan:
         # A pre-sharded model has its own units and degrees.
@@ -154,7 +149,8 @@ def parallelize(
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:
         _require_layout(mesh, plan)
-    _warn(plan, mesh.rank)
+    for line in plan.warnings if mesh.rank == 0 else ():
+        logger.warning("%s", line)
     if changed and plan.knobs.pipeline.microbatches != 1 and mesh.rank == 0:
         logger.warning(
             "pipeline.microbatches=%s: forward changes what modules keep (%s), here once for each micro-batch; numbers "
@@ -223,9 +219,23 @@ def memory_tier(
     )
 
 
-def _warn(plan: Plan, rank: int) -> None:
-    for line in plan.warnings if rank == 0 else ():
-        logger.warning("%s", line)
+def _decided(
+    model: nn.Module,
+    observe: Callable[[], Cluster],
+    entry: Entry,
+    precision: Precision,
+    optimizers: Sequence[torch.optim.Optimizer],
+    asked: SmpConfig,
+) -> Plan:
+    """Decide everything about a model that is not sharded yet."""
+    shapes = Shapes.of(model, asked, entry)
+    if asked.pipeline_parallel_degree > 1:
+        shapes = with_chain(shapes, model)
+    if asked.shard_degree == "auto":
+        return decide_with_smallest_degree(
+            shapes, asked, observe(), precision=precision, optimizers=optimizers
+        )
+    return decide(shapes, asked, observe(), precision=precision)
 
 
 def _planned(

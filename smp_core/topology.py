@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +51,10 @@ class Topology:
 
     nodes: tuple[tuple[int, ...], ...]
     node_names: tuple[str, ...]
+    # Read a thousand times, and so counted once.
+    num_nodes: int = field(init=False, repr=False, compare=False)
+    ranks_per_node: int = field(init=False, repr=False, compare=False)
+    world_size: int = field(init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         # Fields are compared in full. A hash of all ranks would take long.
@@ -66,6 +70,13 @@ class Topology:
                 f"nodes={self.nodes} and node_names={self.node_names} do not describe a cluster; "
                 "give at least one node, one name for each node, and at least one rank on each"
             )
+        counted = {
+            "num_nodes": len(self.nodes),
+            "ranks_per_node": len(self.nodes[0]),
+            "world_size": len(self.nodes) * len(self.nodes[0]),
+        }
+        for name, count in counted.items():
+            object.__setattr__(self, name, count)
         # Every rank once, on nodes of one size, numbered node by node: groups are
         # consecutive ranks.
         ranks = [rank for node in self.nodes for rank in node]
@@ -118,28 +129,15 @@ class Topology:
         # A process by itself is a node with one rank.
         if not (dist.is_available() and dist.is_initialized()):
             return cls(((0,),), (socket.gethostname(),))
-        reports: list[RankReport] = [
-            RankReport.of_this_process()
-        ] * dist.get_world_size(group)
+        own = RankReport.of_this_process()
+        reports = [own] * dist.get_world_size(group)
         # All ranks judge the same reports, so that errors are raised on all of them.
-        dist.all_gather_object(reports, RankReport.of_this_process(), group=group)
+        dist.all_gather_object(reports, own, group=group)
         topology, warnings = topology_of_reports(reports)
         if dist.get_rank(group) == 0:
             for warning in warnings:
                 logger.warning("%s", warning)
         return topology
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.nodes)
-
-    @property
-    def ranks_per_node(self) -> int:
-        return len(self.nodes[0])
-
-    @property
-    def world_size(self) -> int:
-        return self.num_nodes * self.ranks_per_node
 
     def of_groups(self, size: int) -> Topology:
         """Return the topology in which every `size` neighbours count as one rank: those
@@ -201,7 +199,9 @@ class Topology:
     def spans_nodes(self, ranks: Iterable[int]) -> bool:
         """Return whether the ranks are on more than one node."""
         held = tuple(ranks)  # numbered node by node
-        return bool(held) and not self.same_node(min(held), max(held))
+        if self.num_nodes == 1 or not held:
+            return False
+        return not self.same_node(min(held), max(held))
 
     def allowed_shard_degrees(self) -> tuple[int, ...]:
         """List the degrees whose partition groups fill the world and cut it along
@@ -325,12 +325,15 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
     Raises:
         ValueError: as `Topology.discover`.
     """
-    found = _found_nodes(reports)
+    # In the order in which ranks appear, which the topology checks.
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, report in enumerate(reports):
+        found.setdefault((report.hostname, report.boot_id), []).append(rank)
     posed = _posed_ranks_per_node(reports)
     # Found nodes are used unless the variable poses as others.
     if posed is None:
-        names = _distinct_names([reports[ranks[0]] for ranks in found])
-        topology = Topology(tuple(map(tuple, found)), names)
+        names = _distinct_names([reports[ranks[0]] for ranks in found.values()])
+        topology = Topology(tuple(map(tuple, found.values())), names)
         return topology, _misfits(topology, reports)
     topology = Topology.uniform(len(reports), posed)
     # Posed nodes are not refused, but may be a mistake.
@@ -341,14 +344,6 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
                 f"{RANKS_PER_NODE_VARIABLE}={posed} counts {listed(sorted(hosts))} as one node"
             ]
     return topology, []
-
-
-def _found_nodes(reports: Sequence[RankReport]) -> list[list[int]]:
-    nodes: dict[tuple[str, str], list[int]] = {}
-    # In the order in which ranks appear, which the topology checks.
-    for rank, report in enumerate(reports):
-        nodes.setdefault((report.hostname, report.boot_id), []).append(rank)
-    return list(nodes.values())
 
 
 def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:

@@ -211,10 +211,10 @@ class Run:
 
     def in_stages(self, number: int, micro_batches: int) -> float:
         pipeline, window = self.parallel.pipeline, self.parallel.window
-        parts = [
-            torch.cat([batch(number, micro, rank) for rank in self.read])
-            for micro in range(micro_batches)
-        ]
+        parts = []
+        for micro in range(micro_batches):
+            rows = [batch(number, micro, rank) for rank in self.read]
+            parts.append(torch.cat(rows))
         calls = [functools.partial(self.model, part) for part in parts]
         losses = pipeline.train(
             calls, lambda loss: loss, 1 / micro_batches, torch.cat(parts)
@@ -266,16 +266,16 @@ def lower_bound(
         times = 1 if scheme != "hsdp" else micro_batches
         return 2 * across * m * times
     if scheme.startswith("ours-world") or scheme == "ours-tensor-world":
-        gather = code * (2 if half else 1) if "int8" in scheme else 1.0
+        gather = reduction = 1.0
+        if "int8" in scheme:
+            gather = code * (2 if half else 1)
+        if "both" in scheme:
+            reduction = code
         if "secondary" in scheme or "once" in scheme:
             gathered = m * (0.5 if half else 1.0)
         if "once" in scheme:
             micro_batches = 1
-        return (
-            micro_batches
-            * across
-            * (gathered * gather + m * (code if "both" in scheme else 1.0))
-        )
+        return micro_batches * across * (gathered * gather + m * reduction)
     share = 1.0
     if "bf16" in scheme:
         share = 0.5
@@ -418,12 +418,9 @@ def main() -> None:
             found[name]["node_bytes"].append(
                 max(float(rows[node * k][1]) for node in nodes)
             )
-            found[name]["metered"].append(
-                max(
-                    sum(float(rows[node * k + i][2]) for i in range(k))
-                    for node in nodes
-                )
-            )
+            metered = [float(row[2]) for row in rows]
+            of_nodes = [sum(metered[node * k : (node + 1) * k]) for node in nodes]
+            found[name]["metered"].append(max(of_nodes))
     if rank == 0:
         for name in names:
             bound = (

@@ -78,10 +78,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
     ]
     lines.append("|---" * (len(columns) + 4) + "|")
     for row in rows:
-        cells = [
-            f"{seconds_of(row, name):.2f}" if name in row["schemes"] else "-"
-            for name in columns.values()
-        ]
+        cells = []
+        for name in columns.values():
+            is_there = name in row["schemes"]
+            cells.append(f"{seconds_of(row, name):.2f}" if is_there else "-")
         where = f"{row['layout']} | {row['rate']} | {row['micro']} | {row['dtype']}"
         lines.append(f"| {where} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -89,6 +89,9 @@ if TYPE_CHECKING:
         open_checked as open_checked,
         verify_checkpoint as verify_checkpoint,
     )
-    from smp_core.checkpoint.writer import save_checkpoint as save_checkpoint
+    from smp_core.checkpoint.writer import (
+        config_files as config_files,
+        save_checkpoint as save_checkpoint,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

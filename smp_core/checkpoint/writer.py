@@ -128,6 +128,19 @@ def save_checkpoint(
     )
 
 
+def config_files(model: torch.nn.Module) -> dict[str, str]:
+    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, to
+    keep along with its weights so that an export is complete."""
+    files = {}
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "to_json_string", None)):
+        files["config.json"] = config.to_json_string(use_diff=False)
+    generation: Any = getattr(model, "generation_config", None)
+    if callable(getattr(generation, "to_json_string", None)):
+        files["generation_config.json"] = generation.to_json_string()
+    return files
+
+
 @dataclasses.dataclass(frozen=True)
 class SaveOptions:
     """The arguments of :func:`save_checkpoint` that concern the writing."""

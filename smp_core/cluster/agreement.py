@@ -107,7 +107,8 @@ def agreed(
     rule = asked.units.modules
     if callable(rule):  # the text of an object may have its address
         own["units.modules"] = getattr(rule, "__qualname__", type(rule).__qualname__)
-    own[LINKS_VARIABLE] = _links_file()
+    links = os.environ.get(LINKS_VARIABLE)
+    own[LINKS_VARIABLE] = _digest_of(links) if links else None
     refusal: Exception | None = None
     decided = None
     try:
@@ -175,10 +176,7 @@ def _first_difference(everyone: list[list[str]]) -> list[str]:
     return []
 
 
-def _links_file() -> str | None:
-    path = os.environ.get(LINKS_VARIABLE)
-    if not path:
-        return None
+def _digest_of(path: str) -> str:
     try:
         return f"a file with the digest {xxhash.xxh3_64_hexdigest(Path(path).read_bytes())}"
     except OSError as error:

@@ -171,25 +171,35 @@ class Layout:
         """Return the layout with one rank along these axes."""
         return replace(self, **{axis.value: 1 for axis in axes})
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (layouts are few, small and frozen)
     def size(self, *axes: Axis) -> int:
-        """Return the ranks along these axes together."""
-        return _size(self, axes)
+        """Return the ranks along these axes together; planners ask a million times."""
+        return math.prod(getattr(self, axis.value) for axis in axes)
 
     def coordinate(self, rank: int, *axes: Axis) -> int:
         """Return where the rank stands on an axis; on several axes together, the outer
         ones first."""
         # The rank's coordinates are the digits of its number, the innermost axis last.
         place = 0
-        for axis in _in_order(axes):
+        for axis in sorted(axes, key=_ORDER.index):
             place = place * self.size(axis) + rank // self._stride(axis) % self.size(
                 axis
             )
         return place
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (as above)
     def ranks(self, rank: int, *axes: Axis) -> Ranks:
         """Return the rank's group along these axes: all ranks that differ from it on
-        these axes only, in order."""
-        return _ranks(self, rank, axes)
+        these axes only, in order. Planners ask thousands of times."""
+        found = [rank]
+        # Axis by axis, the outer ones first, so that ranks come out in order.
+        for axis in sorted(axes, key=_ORDER.index):
+            stride = self._stride(axis)
+            # From this rank back to coordinate 0, then along the axis.
+            first = self.coordinate(rank, axis) * stride
+            along = range(-first, self.size(axis) * stride - first, stride)
+            found = [place + step for place in found for step in along]
+        return tuple(found)
 
     def groups(self, *axes: Axis) -> list[Ranks]:
         """Return all groups along these axes. They tile the world, and are ordered by
@@ -204,26 +214,6 @@ class Layout:
 
 
 _ORDER = tuple(Axis)
-
-
-@lru_cache(maxsize=1024)
-def _ranks(layout: Layout, rank: int, axes: Axes) -> Ranks:
-    """Return a rank's group; planners ask for the same ones thousands of times."""
-    found = [rank]
-    # Axis by axis, the outer ones first, so that ranks come out in order.
-    for axis in _in_order(axes):
-        stride = layout._stride(axis)
-        # From this rank back to coordinate 0, then along the axis.
-        first = layout.coordinate(rank, axis) * stride
-        along = range(-first, layout.size(axis) * stride - first, stride)
-        found = [place + step for place in found for step in along]
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _size(layout: Layout, axes: Axes) -> int:
-    """Return :meth:`Layout.size`, which planners ask for a million times."""
-    return math.prod(getattr(layout, axis.value) for axis in axes)
 
 
 def split(groups: Sequence[Ranks], inner: int) -> tuple[list[Ranks], list[Ranks]]:
@@ -254,7 +244,3 @@ def stages(
         return None
     across, inside = split(groups, on_first_node)
     return inside, across
-
-
-def _in_order(axes: Sequence[Axis]) -> list[Axis]:
-    return sorted(axes, key=_ORDER.index)

@@ -86,6 +86,19 @@ class SmpMesh:
         layout: the axes and their sizes.
         device_mesh: axes "replicate" and "shard", with tensor ranks "tensor" inside,
             with stages "pipeline" outside.
+        shard_degree: ranks of a partition group, context ranks included.
+        gradient_degree: ranks whose gradients are added up: what sums are divided by.
+        stage: the pipeline stage of this rank.
+        shard_ranks: global ranks of the partition group.
+        shard_group: the partition group.
+        replicate_group: ranks that hold the same shard. Nothing but sums of gradients
+            uses its communicator.
+        model_group: ranks that compute the same layers, tensor ranks included: they
+            begin with equal values.
+        gradient_group: ranks whose gradients are added up: they hold different tokens.
+            Counts of tokens are added up over them.
+        data_group: ranks that read different samples, in the order of
+            :attr:`data_rank`. Counts of samples are added up over them.
     """
 
     topology: Topology
@@ -93,6 +106,19 @@ class SmpMesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh
+    shard_degree: int
+    replicate_degree: int
+    context_degree: int
+    tensor_degree: int
+    pipeline_degree: int
+    gradient_degree: int
+    stage: int
+    shard_ranks: Ranks
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    gradient_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
     _groups: _Groups
     _by_axes: Mapping[Axes, dist.ProcessGroup]
     _column: Column | None
@@ -156,7 +182,29 @@ class SmpMesh:
             column = Column(
                 by_axes[Axis.PIPELINE,], groups.make(members), groups.of_hosts(members)
             )
-        mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, column)
+        mesh = cls(
+            topology,
+            layout,
+            rank,
+            device,
+            device_mesh,
+            shard_degree=layout.size(*PARTITION),
+            replicate_degree=layout.replicate,
+            context_degree=layout.context,
+            tensor_degree=layout.tensor,
+            pipeline_degree=layout.pipeline,
+            gradient_degree=layout.size(*GRADIENTS),
+            stage=layout.coordinate(rank, Axis.PIPELINE),
+            shard_ranks=layout.ranks(rank, *PARTITION),
+            shard_group=by_axes[PARTITION],
+            replicate_group=by_axes[Axis.REPLICATE,],
+            model_group=by_axes[SAME_MODEL],
+            gradient_group=by_axes[GRADIENTS],
+            data_group=by_axes[DATA],
+            _groups=groups,
+            _by_axes=by_axes,
+            _column=column,
+        )
         # All connections are made here, while all ranks are at the same place.
         groups.connect()
         if secondary is not None:
@@ -286,32 +334,6 @@ class SmpMesh:
         return sorted(filter(lambda ranks: ranks > 1, self._groups.sizes))
 
     @property
-    def shard_degree(self) -> int:
-        """Ranks of a partition group, context ranks included."""
-        return self.layout.size(*PARTITION)
-
-    @property
-    def replicate_degree(self) -> int:
-        return self.layout.replicate
-
-    @property
-    def context_degree(self) -> int:
-        return self.layout.context
-
-    @property
-    def tensor_degree(self) -> int:
-        return self.layout.tensor
-
-    @property
-    def pipeline_degree(self) -> int:
-        return self.layout.pipeline
-
-    @property
-    def stage(self) -> int:
-        """The pipeline stage of this rank."""
-        return self.layout.coordinate(self.rank, Axis.PIPELINE)
-
-    @property
     def shard_mesh(self) -> DeviceMesh:
         return self.device_mesh[Axis.SHARD.value]
 
@@ -321,47 +343,8 @@ class SmpMesh:
         return self.device_mesh[Axis.TENSOR.value]
 
     @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The partition group."""
-        return self.group(*PARTITION)
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same shard. Nothing but sums of gradients uses its
-        communicator."""
-        return self.group(Axis.REPLICATE)
-
-    @property
-    def model_group(self) -> dist.ProcessGroup:
-        """Ranks that compute the same layers, tensor ranks included: they begin with
-        equal values."""
-        return self.group(*SAME_MODEL)
-
-    @property
-    def gradient_group(self) -> dist.ProcessGroup:
-        """Ranks whose gradients are added up: they hold different tokens. Counts of
-        tokens are added up over them."""
-        return self.group(*GRADIENTS)
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """Ranks that read different samples, in the order of :attr:`data_rank`. Counts
-        of samples are added up over them."""
-        return self.group(*DATA)
-
-    @property
-    def shard_ranks(self) -> Ranks:
-        """Global ranks of the partition group."""
-        return self.layout.ranks(self.rank, *PARTITION)
-
-    @property
     def world_group(self) -> dist.ProcessGroup:
         return _world_group()
-
-    @property
-    def gradient_degree(self) -> int:
-        """Ranks whose gradients are added up: what sums are divided by."""
-        return self.layout.size(*GRADIENTS)
 
     @property
     def model_degree(self) -> int:
@@ -437,7 +420,7 @@ class _Groups:
     def connect(self) -> None:
         """Use each group that was made since the last call. Collective."""
         # For large tensors NCCL takes other ways, which it connects apart.
-        sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
+        sizes = (1,) if self._device.type == "cpu" else (1, 2**22)
         for group in self._unused:
             if dist.get_world_size(group) == 1:
                 # No collective runs in it, and NCCL may take half a GiB for its

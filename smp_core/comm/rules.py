@@ -81,7 +81,8 @@ class Communication(Subject):
         """
         # First what is sent, because the size of messages decides what comes after.
         draft.replica_payload = _settle_compression(draft)
-        settle_stages(draft)
+        if draft.cluster.links is not None:
+            settle_stages(draft)
         settle_prefetch(draft)
         # Options of axes that this layout does not have take no effect.
         if draft.layout.context == 1:
@@ -120,8 +121,14 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
     Returns:
         the payload of sums across replicas, None where they are sent as they are.
     """
-    # The partition and replicas are counted in groups of ranks that count as one.
     asked = draft.knobs.compression
+    # Off: everything is sent as it is, and there is no error to feed back.
+    if asked.gather is None and asked.reduce is None:
+        if asked.error_feedback:
+            why = "no gradients travel in codes"
+            draft.settle("compression.error_feedback", False, why)
+        return None
+    # The partition and replicas are counted in groups of ranks that count as one.
     layout = draft.of_groups
     topology = draft.groups.topology
     degree = layout.size(*PARTITION)
@@ -174,7 +181,10 @@ def settle_stages(draft: ModelDraft) -> None:
     knobs = draft.knobs
     shapes = draft.shapes
     cluster = draft.groups
-    links, degree = cluster.links, draft.of_groups.size(*PARTITION)
+    links = cluster.links
+    if links is None or links.flat is None:
+        return
+    degree = draft.of_groups.size(*PARTITION)
     of_partition = cluster.topology.has_two_stages(degree)
     several = of_partition or cluster.topology.replicas_share_nodes(degree)
     # Only "auto" is decided here, and only where there are two stages to choose.
@@ -183,8 +193,6 @@ def settle_stages(draft: ModelDraft) -> None:
         or not several
         or not shapes.unit_elements
     ):
-        return
-    if links is None or links.flat is None:
         return
     # Seconds of all units, in one stage and in two.
     gathered = dtype_of(knobs.param_dtype) or shapes.dtype
@@ -280,9 +288,9 @@ def _by_links(
         return _OWN[knob], "shard_degree=1: nothing is gathered"
     between = topology.spans_nodes(layout.ranks(0, *PARTITION))
     # Without units there is no message to compare with.
-    measured = (
-        _link_of(knobs, between, degree, cluster) if shapes.unit_elements else None
-    )
+    measured = None
+    if cluster.links is not None and shapes.unit_elements:
+        measured = _link_of(knobs, between, degree, cluster, cluster.links)
     if measured is None:
         nodes, k = topology.num_nodes, topology.ranks_per_node
         return _OWN[
@@ -317,13 +325,10 @@ def _by_links(
 
 
 def _link_of(
-    knobs: SmpConfig, between: bool, degree: int, cluster: Cluster
+    knobs: SmpConfig, between: bool, degree: int, cluster: Cluster, links: Links
 ) -> tuple[Place, Collectives] | None:
     """Return the slowest link that a gather over the partition group uses, where it was
     measured."""
-    links = cluster.links
-    if links is None:
-        return None
     # Two stages use the links inside and between nodes, of which the latter is slower.
     in_stages = knobs.collectives.hierarchical and cluster.topology.has_two_stages(
         degree

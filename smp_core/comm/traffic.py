@@ -184,28 +184,36 @@ class Traffic:
 
     def all_gather(self, unit: Unit) -> NotedCollective:
         """Return the object that gathers this unit's parameters."""
-        return self.issued.noting(self._all_gather(unit), "all_gather", unit.name)
+        made: CommObject | SecondaryGather
+        if unit.name in self._experts:
+            # Experts that are dealt go over their own groups, in one stage.
+            deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
+            made = FlatAllGather(self._meter, deferred=deferred)
+        else:
+            made = primary = self._primary_all_gather(unit)
+            # Roots stay unsharded after forward.
+            if self._holders is not None and not unit.is_root:
+                made = SecondaryGather(primary, self._holders, unit)
+                self._secondary.append(made)
+        return self.issued.noting(made, "all_gather", unit.name)
 
     def reduce_scatter(self, unit: Unit) -> NotedCollective:
         """Return the object that reduces this unit's gradients inside the partition
         group."""
-        return self.issued.noting(
-            self._reduce_scatter(unit), "reduce_scatter", unit.name
-        )
-
-    def _all_gather(self, unit: Unit) -> CommObject | SecondaryGather:
-        # Experts that are dealt go over their own groups, in one stage.
-        if unit.name in self._experts:
-            return FlatAllGather(
+        made: CommObject = FlatReduceScatter(self._meter)
+        is_dealt = unit.name in self._experts
+        # Codes pay only between nodes.
+        if self._gathers_cross and self._form.reduce_codes and not is_dealt:
+            made = self._reductions[unit.name] = QuantizedReduceScatter(
                 self._meter,
-                deferred=prefers_messages(self.mesh.shard_group, self.mesh.device),
+                codec(self._form.reduce_codes),
+                self.mesh.shard_group,
+                self._stages,
+                error_feedback=bool(self._form.error_feedback),
             )
-        made = self._primary_all_gather(unit)
-        if self._holders is None or unit.is_root:  # roots stay unsharded after forward
-            return made
-        secondary = SecondaryGather(made, self._holders, unit)
-        self._secondary.append(secondary)
-        return secondary
+        elif self._stages is not None and not is_dealt:
+            made = HierarchicalReduceScatter(self._meter, *self._stages)
+        return self.issued.noting(made, "reduce_scatter", unit.name)
 
     def _primary_all_gather(self, unit: Unit) -> CommObject:
         # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
@@ -227,24 +235,6 @@ class Traffic:
             everywhere=self._form.gather_inside_nodes,
             deferred=deferred,
         )
-
-    def _reduce_scatter(self, unit: Unit) -> CommObject:
-        if unit.name in self._experts:
-            return FlatReduceScatter(self._meter)
-        # Codes pay only between nodes.
-        if self._form.reduce_codes and self._gathers_cross:
-            made = QuantizedReduceScatter(
-                self._meter,
-                codec(self._form.reduce_codes),
-                self.mesh.shard_group,
-                self._stages,
-                error_feedback=bool(self._form.error_feedback),
-            )
-            self._reductions[unit.name] = made
-            return made
-        if self._stages is not None:
-            return HierarchicalReduceScatter(self._meter, *self._stages)
-        return FlatReduceScatter(self._meter)
 
     def parts(self) -> list[Tensor]:
         """List the parts of unsharded parameters that this rank holds between forward

@@ -372,7 +372,7 @@ class SmpConfig:
     def settings(cls) -> tuple[str, ...]:
         """Return the dotted names of everything that can be set: the knobs, and in the
         place of a recipe its fields."""
-        return tuple(name for knob in cls.knobs() for name in cls.settings_of(knob))
+        return tuple(name for knob in cls.readers() for name in cls.settings_of(knob))
 
     @classmethod
     def settings_of(cls, name: str) -> tuple[str, ...]:
@@ -383,9 +383,10 @@ class SmpConfig:
         """
         # A field of a recipe counts only if the knob always has one.
         knob, _, inner = name.partition(".")
-        if knob not in cls.readers() or (inner and name not in _fields_of(knob)):
+        fields = _FIELDS.get(knob, ())
+        if knob not in cls.readers() or (inner and name not in fields):
             raise unknown_knob(name, cls.knobs())
-        return _fields_of(knob) if knob in RECIPES and not inner else (name,)
+        return fields if fields and not inner else (name,)
 
     @classmethod
     def require_known(
@@ -680,12 +681,9 @@ class SmpConfig:
         return config
 
 
-def _fields_of(knob: str) -> tuple[str, ...]:
-    return (
-        tuple(f"{knob}.{name}" for name in RECIPES[knob].readers())
-        if knob in RECIPES
-        else ()
-    )
-
+# The dotted names of the fields of each knob that always has a recipe.
+_FIELDS: dict[str, tuple[str, ...]] = {}
+for _knob, _recipe in RECIPES.items():
+    _FIELDS[_knob] = tuple(f"{_knob}.{name}" for name in _recipe.readers())
 
 DEFAULTS = SmpConfig()

@@ -66,11 +66,11 @@ def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
     lines = []
     for knob in knobs.settings():
         asked = knobs.asked(knob)
-        value = attrgetter(knob)(knobs)
-        why = knobs.why(knob)
         # What is at its default was not asked for.
         if asked == attrgetter(knob)(defaults):
             continue
+        value = attrgetter(knob)(knobs)
+        why = knobs.why(knob)
         line = f"{knob}={shown(asked)}"
         # Compared as it is shown, since a resolved value may have another type.
         if shown(value) != shown(asked):

@@ -173,49 +173,27 @@ def parallelize_model(
     # Hooks and parameters are noted before anything replaces them.
     change_this_process(mesh)
     require_plain_lookups(model, mesh)
-    sync_over_samples(model, mesh)
+    if mesh.tensor_degree > 1 or mesh.pipeline_degree > 1:
+        sync_over_samples(model, mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)
-    _require_methods(model, plan)
+    # Methods that there are not are refused, also where nothing is gathered.
+    for method in knobs.forward_methods:
+        units_with(model, plan.units, method)
     meter = CommMeter(
         mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter
     )
     # Descriptions are of the whole model; what is done here is of this rank's stage.
-    whole_plan, plan = plan, plan.of_stage(mesh.stage)
+    whole_plan = plan
+    if plan.stages is not None:
+        plan = plan.of_stage(mesh.stage)
     traffic = Traffic(mesh, meter, plan)
 
     # Phase 1: what its layers compute.
     layers = _convert_layers(model, mesh, plan, whole_plan, meter, traffic)
 
-    # Phase 2: where its parameters live. Rank 0's weights for what stays whole; a unit
-    # gets them just before it is sharded.
-    if plan.gathers or knobs.optimizer_shard == "world":
-        lay_out_contiguously(model)
-    broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
-    meshes = (
-        {}
-        if knobs.expert_parallel_degree == 1
-        else _deal_experts(model, mesh, plan, meter)
-    )
-    gather_of = None if layers.fp8 is None else layers.fp8.gather_of
-    units = shard_units(
-        model, plan, mesh, traffic, layers.saved.recomputed_units, gather_of, meshes
-    )
-    apply_fsdp_options(model, knobs, mesh.device)
-    explain_uncalled(units)
-    if plan.shapes.on_meta:
-        states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
-        materialize(
-            model,
-            states_on,
-            seed=(knobs.delayed_init or DelayedInit()).seed,
-            init_fn=init_fn,
-        )
-        for unit in units:
-            unit.store_coded(plan)
-    if plan.dtypes.masters:
-        store_masters(model, plan, units)
-    move_plain_tensors(model, mesh.device)
+    # Phase 2: where its parameters live.
+    units = _place_parameters(model, mesh, plan, meter, traffic, layers, init_fn)
     replaced.settle(model)
 
     # Phase 3: calls into it, and its gradients from here on. Some parts need the window,
@@ -223,12 +201,16 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units, layers.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(
-        model, mesh, plan, meter, layers, units, lambda: window
-    )
-    alike = _keep_alike(
-        model, mesh, plan, layers.tensor, finishing, lambda: window.world
-    )
+    pipeline: Pipeline | None = None
+    alike: Callable[[], AbstractContextManager[None]] = nullcontext
+    if plan.stages is not None:
+        pipeline, alike = _join_stages(
+            model, mesh, plan, plan.stages, meter, layers, units, lambda: window
+        )
+    if layers.tensor is not None:
+        alike = _keep_alike(
+            model, mesh, plan, layers.tensor, alike, lambda: window.world
+        )
     # A gradient that FP8 overflowed drops the whole window.
     veto = None if layers.fp8 is None else layers.fp8.state.nonfinite
     window = AccumulationWindow(
@@ -242,7 +224,8 @@ def parallelize_model(
         hooked and mesh.pipeline_degree > 1,
     )
     follow_window(model, window)
-    _start_scales(layers.fp8, mesh, meter)
+    if layers.fp8 is not None:
+        _start_scales(layers.fp8, mesh, meter)
     return ParallelModel(
         model,
         tuple(units),
@@ -289,9 +272,15 @@ def _convert_layers(
     losses in chunks, again in backward."""
     knobs = plan.knobs
     played: dict[str, Played] = {}
-    # What has to see the whole model runs before stages leave parts of it out.
-    inspected = _inspected(model, mesh, whole_plan)
+    inspected: Inspected | None = None
     if plan.stages is not None:
+        # What has to see the whole model runs before parts of it are left out.
+        recipe = knobs.tensor_parallel
+        if mesh.tensor_degree > 1 and recipe.plan == "infer":
+            whole = whole_plan.replicated
+            inspected = inspect(
+                model, mesh.tensor_degree, recipe.sequence_parallel, whole
+            )
         played = played_of(model, plan.stages.chain)
         _leave_out(model, mesh, plan.stages)
     fp8, fp8_region = (
@@ -302,7 +291,9 @@ def _convert_layers(
         if mesh.tensor_degree == 1
         else _split_layers(model, traffic, plan, meter, inspected)
     )
-    learned = require_lengths(model)
+    # Only a model with tables of something may have one of positions.
+    has_tables = any(isinstance(module, nn.Embedding) for module in model.modules())
+    learned = require_lengths(model) if has_tables else None
     context = (
         None
         if mesh.context_degree == 1
@@ -320,7 +311,7 @@ def _convert_layers(
         model.get_submodule(each.name) for each in plan.activations.checkpointed
     ]
     shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
-    if plan.replicated_casts:
+    if plan.replicated and plan.replicated_casts:
         shown = CastParameters(model, plan.replicated_casts, recomputed).shown
     saved = (
         save_activations(model, plan, mesh.device)
@@ -329,15 +320,49 @@ def _convert_layers(
     )
     if knobs.compile is not None:
         compile_blocks(model, plan)
-    _stand_around_blocks(tensor, plan)
+    if tensor is not None:
+        _stand_around_blocks(tensor, plan)
     return _Layers(fp8, fp8_region, tensor, context, routers, saved, shown, played)
 
 
-def _require_methods(model: nn.Module, plan: Plan) -> None:
-    """Refuse methods that there are not, also where nothing is gathered and none has to
-    be registered."""
-    for method in plan.knobs.forward_methods:
-        units_with(model, plan.units, method)
+def _place_parameters(
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    meter: CommMeter,
+    traffic: Traffic,
+    layers: _Layers,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> list[ShardedUnit]:
+    """Shard, initialise and move what the model holds; return its units."""
+    knobs = plan.knobs
+    if plan.gathers or knobs.optimizer_shard == "world":
+        lay_out_contiguously(model)
+    # Rank 0's weights for what stays whole, and all buffers; a unit gets them just
+    # before it is sharded.
+    by_name = dict(model.named_parameters())
+    whole = [by_name[name] for names in plan.replicated_parameters for name in names]
+    broadcast_from_rank_0([*whole, *model.buffers()], mesh.device, mesh.model_group)
+    meshes: dict[str, DeviceMesh] = {}
+    if knobs.expert_parallel_degree != 1:
+        meshes = _deal_experts(model, mesh, plan, meter)
+    gather_of = None if layers.fp8 is None else layers.fp8.gather_of
+    units = shard_units(
+        model, plan, mesh, traffic, layers.saved.recomputed_units, gather_of, meshes
+    )
+    apply_fsdp_options(model, knobs, mesh.device)
+    explain_uncalled(units)
+    # What has no values yet gets those of this rank's shards alone.
+    if plan.shapes.on_meta:
+        states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
+        seed = (knobs.delayed_init or DelayedInit()).seed
+        materialize(model, states_on, seed=seed, init_fn=init_fn)
+        for unit in units:
+            unit.store_coded(plan)
+    if plan.dtypes.masters:
+        store_masters(model, plan, units)
+    move_plain_tensors(model, mesh.device)
+    return units
 
 
 def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
@@ -391,21 +416,20 @@ def _join_stages(
     model: nn.Module,
     mesh: SmpMesh,
     plan: Plan,
+    stages: Stages,
     meter: CommMeter,
     layers: _Layers,
     units: Sequence[ShardedUnit],
     window: Callable[[], AccumulationWindow],
-) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
+) -> tuple[Pipeline, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline, with what travels beside
     activations; return what adds up gradients of parameters on two stages."""
-    if plan.stages is None:
-        return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if layers.tensor is None else layers.tensor.axis.begin
     pipeline = Pipeline(
         model,
         mesh,
-        plan.stages,
+        stages,
         layers.played,
         plan.knobs.pipeline,
         meter,
@@ -417,14 +441,14 @@ def _join_stages(
         try_output,
         None if layers.routers is None else layers.routers.stages,
     )
-    if not plan.stages.tied:
+    if not stages.tied:
         return pipeline, nullcontext
-    ends = mesh.between_stages((0, plan.stages.count - 1))
+    ends = mesh.between_stages((0, stages.count - 1))
     if ends is None:
         return pipeline, nullcontext
     # Only the two ends of the pipeline get here.
     by_name = dict(model.named_parameters())
-    tied = [by_name[name] for name in plan.stages.tied]
+    tied = [by_name[name] for name in stages.tied]
     return pipeline, TiedGradients(
         tied, ends, mesh.group(Axis.REPLICATE), lambda: window().world
     ).added_up
@@ -441,15 +465,13 @@ def _keep_alike(
     model: nn.Module,
     mesh: SmpMesh,
     plan: Plan,
-    tensor: SplitModel | None,
+    tensor: SplitModel,
     finishing: Callable[[], AbstractContextManager[None]],
     world: Callable[[], WorldSharding | None],
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return what is entered around setting gradients: it keeps those of parameters
     that tensor ranks hold whole equal on all of them, where sums travel in codes, and
     has tensor ranks learn between which blocks tokens stay split."""
-    if tensor is None:
-        return finishing
     whole = [model.get_parameter(name) for name in tensor.whole]
 
     # Masters have the gradients, once an optimizer was prepared.
@@ -470,15 +492,6 @@ def _keep_alike(
         tensor.learn()
 
     return alike
-
-
-def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
-    """Return what ``tensor_parallel.plan="infer"`` finds, where the model has to be run
-    before stages cut it."""
-    recipe = plan.knobs.tensor_parallel
-    if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
-        return None
-    return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
 
 
 def balance_where_asked(
@@ -545,9 +558,8 @@ def _split_layers(
     return split
 
 
-def _stand_around_blocks(tensor: SplitModel | None, plan: Plan) -> None:
-    if tensor is not None:
-        tensor.stand_around_blocks(in_stages=plan.stages is not None)
+def _stand_around_blocks(tensor: SplitModel, plan: Plan) -> None:
+    tensor.stand_around_blocks(in_stages=plan.stages is not None)
 
 
 def _to_fp8(
@@ -580,11 +592,9 @@ def _converted_on_every_stage(
     return fp8
 
 
-def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None:
+def _start_scales(fp8: Fp8Model, mesh: SmpMesh, meter: CommMeter) -> None:
     """Find scales over all ranks, every one of which holds a part of the weights or
     sees a part of the tokens or features."""
-    if fp8 is None:
-        return
 
     def maximum_by(metered: CommMeter) -> Callable[[Tensor], None]:
         reduce = FlatMaxReduce(metered)
@@ -652,14 +662,6 @@ def _as_forward(
     return as_forward
 
 
-def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[Tensor]:
-    """Yield the replicated parameters, and all buffers."""
-    by_name = dict(model.named_parameters())
-    for names in plan.replicated_parameters:
-        yield from (by_name[name] for name in names)
-    yield from model.buffers()
-
-
 @torch.no_grad()
 def lay_out_contiguously(model: nn.Module) -> None:
     """Make parameters contiguous that are transposed or in ``channels_last``: shards
@@ -685,10 +687,8 @@ def store_masters(model: nn.Module, plan: Plan, units: Sequence[ShardedUnit]) ->
     # Replicated parameters keep a plain tensor, in another dtype.
     for name in plan.replicated:
         parameter = model.get_parameter(name)
-        if (
-            not is_absent(parameter)
-            and plan.dtypes.of_stepped(plan.shapes.of_name(name)) != parameter.dtype
-        ):
+        stepped = plan.dtypes.of_stepped(plan.shapes.of_name(name))
+        if not is_absent(parameter) and stepped != parameter.dtype:
             parameter.data = parameter.data.float()
 
 

@@ -153,11 +153,13 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     asked, inner = draft.knobs.shard_degree, inner_degree(draft.knobs)
     stages = draft.knobs.pipeline_parallel_degree
     # Stages have the same layout, so one of them is looked at.
-    world, topology = topology.world_size, topology.of_stage(stages)
+    world = topology.world_size
+    if stages > 1:
+        topology = topology.of_stage(stages)
     if draft.knobs.tensor_parallel_degree > 1:
         require_tensor_degree(draft.knobs, topology)
     # The degree of the partition group, in groups of ranks that count as one.
-    groups = topology.of_groups(inner)
+    groups = topology if inner == 1 else topology.of_groups(inner)
     try:
         degree = groups.resolve_shard_degree(asked)
     except ValueError as error:

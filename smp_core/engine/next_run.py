@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from operator import attrgetter
 
-from smp_core.config import SmpConfig, contradictions
+from smp_core.config import DEFAULTS, SmpConfig, contradictions
 from smp_core.plan import Plan
 
 # Settings that do not depend on how a model was sharded.
@@ -24,13 +24,12 @@ def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
         ValueError: a knob asks for something else than the model has.
     """
     config = kept = plan.knobs
-    defaults = SmpConfig()
     for name in SmpConfig.settings():
         # The default, the value in effect and what was asked then all mean "as it is".
         value, has = asked.asked(name), attrgetter(name)(kept)
         if name in _OF_EACH_RUN:
             config = config.with_resolved(name, value, "asked by this run")
-        elif value not in (attrgetter(name)(defaults), has, kept.asked(name)):
+        elif value not in (attrgetter(name)(DEFAULTS), has, kept.asked(name)):
             raise ValueError(
                 f"{name}={value!r}: this {model} was sharded before with {name}={has!r} and keeps "
                 "that; use the same value, or a new module and trainer.fit(..., ckpt_path=...)"

@@ -18,7 +18,7 @@ from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.checkpoint import named_optimizer_state
 from smp_core.cluster import DEGREES, SmpMesh, degrees_of
 from smp_core.comm import CommMeter, Traffic
-from smp_core.config import SmpConfig, lines_about_asked, table_as_text
+from smp_core.config import DEFAULTS, SmpConfig, lines_about_asked, table_as_text
 from smp_core.context_parallel import ContextParallel
 from smp_core.engine.decide import lines_of_subjects
 from smp_core.expert_parallel import BalancedRouters
@@ -408,7 +408,7 @@ class ParallelModel:
         became of the knobs that were asked for. All knobs, with reasons, go to the
         logger "smp" at DEBUG."""
         lines = self.describe().splitlines()
-        asked = lines_about_asked(self.config, SmpConfig())
+        asked = lines_about_asked(self.config, DEFAULTS)
         # The layout comes first; what was asked gets the lines that are left.
         room = max(REPORT_LINES - len(lines) - 1, 1)
         if len(asked) > room:

@@ -44,9 +44,8 @@ def long_wait(
     if not here:
         yield
         return
-    wait = _LongWait(what, say or _to_stderr, clock, pause)
     # The line comes from a thread: the work inside knows nothing of it.
-    wait.start()
+    wait = _LongWait(what, say or _to_stderr, clock, pause)
     try:
         yield
     finally:
@@ -54,7 +53,7 @@ def long_wait(
 
 
 class _LongWait:
-    """The thread that looks at the clock, and what it has said."""
+    """The thread that looks at the clock from now on, and what it has said."""
 
     def __init__(
         self,
@@ -74,8 +73,6 @@ class _LongWait:
         self._thread = threading.Thread(
             target=self._run, name="smp-long-wait", daemon=True
         )
-
-    def start(self) -> None:
         self._thread.start()
 
     def end(self) -> None:

@@ -61,7 +61,10 @@ class Cluster:
         comes back reads local files only, and may raise `ValueError` (a file of links
         that is none)."""
         # Asked once, when all ranks are here; decisions then need no collective.
-        sizes = of_all_ranks(_device_memory(device))
+        own: int | None = None
+        if device.type == "cuda":
+            own = torch.cuda.get_device_properties(device).total_memory
+        sizes = of_all_ranks(own)
         smallest = min((size for size in sizes if size is not None), default=None)
 
         def observe() -> Cluster:
@@ -75,14 +78,6 @@ class Cluster:
             )
 
         return observe
-
-
-def _device_memory(device: torch.device) -> int | None:
-    return (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else None
-    )
 
 
 def available_host_bytes() -> int:

@@ -254,12 +254,12 @@ class Plan:
     @cached_property
     def hierarchical(self) -> bool:
         """Return whether collectives over the partition group run in two stages."""
+        if not self.knobs.collectives.hierarchical:
+            return False
         # Two stages need several nodes with the same number of the group's ranks on
         # each.
         groups = self.cluster.topology.of_groups(self.layout.size(*INNER))
-        return bool(self.knobs.collectives.hierarchical) and groups.has_two_stages(
-            self.shard_degree
-        )
+        return groups.has_two_stages(self.shard_degree)
 
     @property
     def experts_in_stages(self) -> bool:

@@ -159,7 +159,14 @@ class Shapes:
         """
         # Refused before anything is decided about them.
         for name, parameter in model.named_parameters():
-            _refuse_quantized(name, parameter)
+            kind = type(parameter)
+            # A tensor of several tensors, which cannot be sharded or sent to other ranks.
+            if kind.__module__.split(".")[0] == "torchao":
+                raise ValueError(
+                    f"{name} is a {kind.__name__} of torchao, and quantised weights can be neither sharded nor sent "
+                    "between ranks; prepare the model with its weights in bfloat16 and write frozen_storage='int4' (or "
+                    "'int8'), which stores and gathers frozen ones as codes, or quantise what was trained"
+                )
         # Tied parameters count once, by their first name.
         first = first_names(model)
         aliases = {
@@ -305,15 +312,3 @@ class Shapes:
 
     def of_name(self, name: str) -> ParameterShape:
         return self.by_name[self.aliases.get(name, name)]
-
-
-def _refuse_quantized(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a weight of torchao's, a tensor of several tensors, which cannot be
-    sharded or sent to other ranks."""
-    kind = type(parameter)
-    if kind.__module__.split(".")[0] == "torchao":
-        raise ValueError(
-            f"{name} is a {kind.__name__} of torchao, and quantised weights can be neither sharded nor sent between "
-            "ranks; prepare the model with its weights in bfloat16 and write frozen_storage='int4' (or 'int8'), which "
-            "stores and gathers frozen ones as codes, or quantise what was trained"
-        )

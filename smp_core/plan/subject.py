@@ -104,7 +104,9 @@ class ModelDraft(Draft):
     @property
     def of_groups(self) -> Layout:
         """The same with the ranks on inner axes for one."""
-        return self.of_stage.without(*INNER)
+        if self.layout.size(Axis.PIPELINE, *INNER) == 1:
+            return self.layout
+        return self.layout.without(Axis.PIPELINE, *INNER)
 
     @cached_property
     def stage(self) -> Cluster:
@@ -114,7 +116,10 @@ class ModelDraft(Draft):
     @cached_property
     def groups(self) -> Cluster:
         """The same with the ranks on inner axes for one."""
-        return self.stage.of_groups(self.layout.size(*INNER))
+        if self.layout.size(Axis.PIPELINE, *INNER) == 1:
+            return self.cluster
+        stage = self.cluster.of_stage(self.layout.size(Axis.PIPELINE))
+        return stage.of_groups(self.layout.size(*INNER))
 
     def plan(self) -> Plan:
         """Return the plan that all subjects have written."""

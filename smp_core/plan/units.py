@@ -77,10 +77,6 @@ class WrapPlan:
     optional: tuple[str, ...] = ()
 
 
-_Owner = dict[nn.Parameter, dict[nn.Module, None]]
-"""The units of each parameter."""
-
-
 def plan_units(
     model: nn.Module, config: SmpConfig, *, entry: Entry = "forward"
 ) -> WrapPlan:
@@ -102,7 +98,7 @@ def plan_units(
     # What is chosen by rule or by the user, before what else a unit needs is looked at.
     blocks, why = _blocks(model, config)
     blocks = _compiled_whole(model, blocks)
-    left_out = _optional(model, config)
+    left_out = _optional(model, config) if config.units.optional else []
     optional = {inner for module in left_out for inner in module.modules()}
     children: list[nn.Module] = []
     roots = [model]
@@ -110,7 +106,9 @@ def plan_units(
     # owns parameters.
     if entry != "forward":
         children = [each for each in _callable_children(model) if each not in optional]
-        if entry != "steps" or not _outside(model, children):
+        inside = {parameter for child in children for parameter in child.parameters()}
+        owns = any(p.ndim > 0 and p not in inside for p in model.parameters())
+        if entry != "steps" or not owns:
             roots = children
     chosen = {
         module
@@ -129,7 +127,9 @@ def plan_units(
         chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
     chosen -= optional
 
-    chosen, owner, replicated, tied = _as_fsdp_takes(model, chosen, roots, optional)
+    # From here on: what FSDP2 would refuse becomes a unit of its own, or is replicated.
+    owner, replicated, tied = _divided(model, chosen, set(roots), optional)
+
     # Every parameter belongs to its unit, or stays plain.
     members: dict[nn.Module, list[str]] = defaultdict(list)
     plain: list[str] = []
@@ -144,7 +144,9 @@ def plan_units(
         )
     # Roots that share a unit cannot be sharded apart: the model is the root of all of
     # them.
-    if _overlap(roots, chosen):
+    # Counted once for each root: more than there are means that two have one in common.
+    held = [chosen.intersection(root.modules()) for root in roots]
+    if sum(map(len, held)) > len(set().union(*held)):
         roots = [model]
         chosen.add(model)
     ordered = _children_first(
@@ -168,28 +170,6 @@ def plan_units(
     )
 
 
-def _as_fsdp_takes(
-    model: nn.Module,
-    chosen: set[nn.Module],
-    roots: list[nn.Module],
-    optional: set[nn.Module],
-) -> tuple[set[nn.Module], _Owner, set[nn.Parameter], set[nn.Parameter]]:
-    """Return the modules that are units, the units of each parameter, the parameters
-    that stay replicated, and those of them that several units tie: what FSDP2 would
-    refuse becomes a unit of its own, or is replicated."""
-    replicated = _indivisible(model)
-    chosen = chosen - _leaves_tied_elsewhere(model, chosen, keep=set(roots))
-    owner = _owners(model, chosen)
-    tied = _tied_across_units(model, owner)
-    replicated |= tied
-    chosen |= _other_dtype_leaves(model, owner, replicated) - optional
-    owner = _owners(model, chosen)
-    # The new units may have cut a tie inside of one.
-    tied |= _tied_across_units(model, owner)
-    replicated |= tied
-    return chosen, owner, replicated | _second_dtypes(owner, replicated), tied
-
-
 def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
     """Return the chosen modules, the last of the model first, and each behind all
     chosen ones inside it, as FSDP2 wants it: a layer that several units share comes
@@ -207,14 +187,6 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
         if module in chosen and module not in ordered:
             add(module)
     return list(ordered)
-
-
-def _overlap(roots: list[nn.Module], chosen: set[nn.Module]) -> bool:
-    """Return whether a unit lies in two of the roots, or is one of them inside of
-    another."""
-    # Counted once for each root: more than there are means that two have one in common.
-    inside = [chosen.intersection(root.modules()) for root in roots]
-    return sum(map(len, inside)) > len(set().union(*inside))
 
 
 def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
@@ -256,13 +228,6 @@ def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _callable_children(child)
-
-
-def _outside(model: nn.Module, modules: list[nn.Module]) -> set[nn.Parameter]:
-    inside = {parameter for module in modules for parameter in module.parameters()}
-    return {
-        parameter for parameter in model.parameters() if parameter.ndim > 0
-    } - inside
 
 
 def _class_name(module: nn.Module) -> str:
@@ -398,19 +363,49 @@ def _by_size(
     return added
 
 
-def _indivisible(model: nn.Module) -> set[nn.Parameter]:
-    """Return the 0-d parameters and those without elements."""
-    return {
-        parameter
-        for parameter in model.parameters()
-        if parameter.ndim == 0 or parameter.numel() == 0
+Owners = dict[nn.Parameter, dict[nn.Module, None]]
+
+
+def _divided(
+    model: nn.Module,
+    chosen: set[nn.Module],
+    roots: set[nn.Module],
+    optional: set[nn.Module],
+) -> tuple[Owners, set[nn.Parameter], set[nn.Parameter]]:
+    """Divide the parameters among the chosen modules, which become those that FSDP2
+    takes as units.
+
+    Returns:
+        the units of each parameter, those that stay whole, and of these the tied ones.
+    """
+    owner = _owners(model, chosen)
+    tied = _tied_across_units(owner)
+    # A unit with nothing of its own would only gather what its neighbour has: the unit
+    # around it can own that.
+    needless = {
+        module for module in chosen - roots if tied.issuperset(module.parameters())
     }
+    if needless:
+        chosen -= needless
+        owner = _owners(model, chosen)
+        tied = _tied_across_units(owner)
+    # There is nothing to divide of 0-d parameters and those without elements.
+    replicated = {p for p in owner if p.ndim == 0 or p.numel() == 0} | tied
+    # FSDP2 wants one trainable dtype in a unit.
+    if len({p.dtype for p in owner if p.requires_grad}) > 1:
+        chosen |= _other_dtype_leaves(model, owner, replicated) - optional
+        owner = _owners(model, chosen)
+        # The new units may have cut a tie inside of one.
+        tied |= _tied_across_units(owner)
+        replicated |= tied
+        replicated |= _second_dtypes(owner, replicated)
+    return owner, replicated, tied
 
 
-def _owners(model: nn.Module, chosen: set[nn.Module]) -> _Owner:
+def _owners(model: nn.Module, chosen: set[nn.Module]) -> Owners:
     """Map each parameter to the innermost chosen modules that hold it (several only if
     it is tied across units)."""
-    owner: _Owner = {parameter: {} for parameter in model.parameters()}
+    owner: Owners = {parameter: {} for parameter in model.parameters()}
 
     def visit(module: nn.Module, unit: nn.Module | None) -> None:
         # The innermost chosen module around a parameter gathers it.
@@ -425,24 +420,13 @@ def _owners(model: nn.Module, chosen: set[nn.Module]) -> _Owner:
     return owner
 
 
-def _leaves_tied_elsewhere(
-    model: nn.Module, chosen: set[nn.Module], keep: set[nn.Module]
-) -> set[nn.Module]:
-    """Return the chosen modules that hold nothing but parameters tied with another
-    unit: the unit around them can own those."""
-    # A unit with nothing of its own would only gather what its neighbour has.
-    owner = _owners(model, chosen)
-    tied = {parameter for parameter, units in owner.items() if len(units) > 1}
-    return {module for module in chosen - keep if tied.issuperset(module.parameters())}
-
-
-def _tied_across_units(model: nn.Module, owner: _Owner) -> set[nn.Parameter]:
+def _tied_across_units(owner: Owners) -> set[nn.Parameter]:
     return {parameter for parameter, units in owner.items() if len(units) > 1}
 
 
 def _other_dtype_leaves(
     model: nn.Module,
-    owner: _Owner,
+    owner: Owners,
     replicated: set[nn.Parameter],
 ) -> set[nn.Module]:
     """Return the leaves whose trainable dtype is not the most common one of their
@@ -473,7 +457,7 @@ def _other_dtype_leaves(
     return leaves
 
 
-def _second_dtypes(owner: _Owner, replicated: set[nn.Parameter]) -> set[nn.Parameter]:
+def _second_dtypes(owner: Owners, replicated: set[nn.Parameter]) -> set[nn.Parameter]:
     """Return what is left of two trainable dtypes in one module."""
     dtype_of = _main_dtypes(owner, replicated)
     left = set()
@@ -486,7 +470,7 @@ def _second_dtypes(owner: _Owner, replicated: set[nn.Parameter]) -> set[nn.Param
 
 
 def _main_dtypes(
-    owner: _Owner, replicated: set[nn.Parameter]
+    owner: Owners, replicated: set[nn.Parameter]
 ) -> dict[nn.Module, torch.dtype]:
     # By elements: the most common dtype is that of most memory.
     counts: dict[nn.Module, dict[torch.dtype, int]] = defaultdict(

@@ -8,14 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from smp_core.cluster import DEGREES
-from smp_core.config import SmpConfig, as_asked
+from smp_core.config import DEFAULTS, SmpConfig, as_asked
 from smp_core.plan import Plan
 from smp_core.planner.fitted import Band
 from smp_core.planner.step_memory import PeakMemory
 from smp_core.planner.time import StepTime
 
-_DEFAULT = SmpConfig()
-_DEFAULTS = _DEFAULT.to_dict()
+_DEFAULTS = DEFAULTS.to_dict()
 
 
 def spread_of(
@@ -33,7 +32,7 @@ def changed_knobs(asked: SmpConfig) -> dict[str, Any]:
     for knob in SmpConfig.knobs():
         # Compared as they were asked for: "auto" that came to a value is still a
         # default.
-        if asked.asked(knob) == _DEFAULT.asked(knob):
+        if asked.asked(knob) == DEFAULTS.asked(knob):
             continue
         value, default = as_asked(asked.asked(knob)), _DEFAULTS[knob]
         if value == default:

@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.activations import selective_contexts
-from smp_core.config import Fp8Recipe, SmpConfig
+from smp_core.config import DEFAULTS, Fp8Recipe, SmpConfig
 from smp_core.fp8 import choose
 from smp_core.outside import ask_child
 from smp_core.plan import Entry, Shapes
@@ -71,7 +71,6 @@ Splitting = Callable[[Source, list[str], int, int, Sequence[Recomputation]], Spl
 """Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens,
 modes) -> what was seen."""
 
-_DEFAULTS = SmpConfig()
 _BLOCKS_OF_CHAIN = 3
 
 
@@ -178,7 +177,7 @@ def trace_built(
         is_whole = type(source.model) is type(model)
 
         found = _traced(
-            source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS
+            source, tokens, type(model).__name__, asked if is_whole else DEFAULTS
         )
     chain = found.shapes["none"].chain
     shapes = _shapes_by_mode(model, asked, entry)
@@ -235,7 +234,7 @@ def _traced(
     source: Source,
     tokens: int,
     words: str,
-    asked: SmpConfig = _DEFAULTS,
+    asked: SmpConfig = DEFAULTS,
     split: Splitting | None = None,
 ) -> ModelTrace:
     model = source.model
@@ -269,20 +268,7 @@ def _traced(
 
     # Two blocks with each mode of recomputation, also with split layers; then one
     # block.
-    untraced: dict[str, str] = {}
-    two: dict[Recomputation, list[TraceMeter]] = {}
-    _keep_first(model, lists, 2)
-    for mode in MODES:
-        try:
-            two[mode] = _run(source, lists, mode, tokens, words)
-        except ValueError as error:
-            if mode != "selective":
-                raise
-            # What it keeps must not be changed in place, which some models do.
-            cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
-            untraced[mode] = (
-                f"activations.checkpoint='selective': {words} does not train with it ({cause}); write none or full"
-            )
+    two, untraced = _run_two(source, lists, tokens, words)
     # The highest instants of memory are those of two blocks: a backward pass meets both
     # while the first still keeps something.
     instants: dict[str, Instants] = {}
@@ -295,21 +281,7 @@ def _traced(
     _keep_first(model, lists, 1)
     one = {mode: _run(source, lists, mode, tokens, words) for mode in two}
 
-    # A block is the difference, and the rest is what is left.
-    block: dict[str, Curve] = {}
-    rest: dict[str, Curve] = {}
-    for mode, runs in two.items():
-        pairs = [
-            (less.finish(), more.finish())
-            for less, more in zip(one[mode], runs, strict=True)
-        ]
-        block[mode] = Curve(
-            tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs)
-        )
-        rest[mode] = Curve(
-            tokens,
-            *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs),
-        )
+    block, rest = _block_and_rest(tokens, one, two)
     # Experts are what grouped products read, in any order of dims.
     stacks = {stack for runs in two.values() for stack in runs[0].stacks}
     experts = frozenset(
@@ -338,6 +310,52 @@ def _traced(
         untraced=untraced,
         product_inputs=product_inputs,
     )
+
+
+def _run_two(
+    source: Source, lists: list[str], tokens: int, words: str
+) -> tuple[dict[Recomputation, list[TraceMeter]], dict[str, str]]:
+    """Run two blocks with each mode of recomputation.
+
+    Returns:
+        the meters by mode, and why a mode has none.
+    """
+    untraced: dict[str, str] = {}
+    two: dict[Recomputation, list[TraceMeter]] = {}
+    _keep_first(source.model, lists, 2)
+    for mode in MODES:
+        try:
+            two[mode] = _run(source, lists, mode, tokens, words)
+        except ValueError as error:
+            if mode != "selective":
+                raise
+            # What it keeps must not be changed in place, which some models do.
+            cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
+            untraced[mode] = (
+                f"activations.checkpoint='selective': {words} does not train with it ({cause}); write none or full"
+            )
+    return two, untraced
+
+
+def _block_and_rest(
+    tokens: int,
+    one: Mapping[Recomputation, list[TraceMeter]],
+    two: Mapping[Recomputation, list[TraceMeter]],
+) -> tuple[dict[str, Curve], dict[str, Curve]]:
+    """Return the figures of a block and of the rest by mode, from runs of one block and
+    of two."""
+    block: dict[str, Curve] = {}
+    rest: dict[str, Curve] = {}
+    # A block is the difference, and the rest is what is left.
+    for mode, runs in two.items():
+        blocks, rests = [], []
+        for less, more in zip(one[mode], runs, strict=True):
+            first, both = less.finish(), more.finish()
+            blocks.append(first.combined(both, lambda a, b: b - a))
+            rests.append(first.combined(both, lambda a, b: 2 * a - b))
+        block[mode] = Curve(tokens, *blocks)
+        rest[mode] = Curve(tokens, *rests)
+    return block, rest
 
 
 def _keep_first(model: nn.Module, lists: list[str], count: int) -> None:

@@ -145,8 +145,6 @@ def sync_over_samples(model: nn.Module, mesh: SmpMesh) -> None:
     Tensor ranks have the same ones, which would count several times in the unbiased
     variance; other pipeline stages do not run this layer.
     """
-    if mesh.tensor_degree == mesh.pipeline_degree == 1:
-        return
     for module in model.modules():
         if isinstance(module, CpuSyncBatchNorm) and module.group is None:
             module.group = mesh.gradient_group

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp_core.config import Clash, SmpConfig
+from smp_core.config import DEFAULTS, Clash
 from smp_core.plan import GivenSharding, ModelDraft, Shapes, came_sharded, name_of
 
 _WHY = "as the model came"
@@ -47,7 +47,7 @@ def _too_late(knob: str, other: str) -> Clash[ModelDraft]:
     def found(draft: ModelDraft) -> str | None:
         # Only a knob that differs from its default was asked for.
         asked = attrgetter(knob)(draft.knobs)
-        if draft.given is None or asked == attrgetter(knob)(SmpConfig()):
+        if draft.given is None or asked == attrgetter(knob)(DEFAULTS):
             return None
         return f"{knob}={asked!r} has to be applied before a model is sharded, and this one came sharded"
 
@@ -84,7 +84,6 @@ def settle_given(draft: ModelDraft) -> None:
     """
     knobs = draft.knobs
     given = draft.given
-    defaults = SmpConfig()
     assert given is not None
     # Phase 1: what comes too late, or does not go together with it.
     for clash in apart_from_given():
@@ -102,7 +101,7 @@ def settle_given(draft: ModelDraft) -> None:
     if given.experts > 1:
         _settle_experts(draft, given)
     for knob, value in _PINNED.items():
-        asked_for = attrgetter(knob)(knobs) not in (attrgetter(knob)(defaults), value)
+        asked_for = attrgetter(knob)(knobs) not in (attrgetter(knob)(DEFAULTS), value)
         (draft.drop if asked_for else draft.settle)(knob, value, _WHY)
     if knobs.keep_between_micro_batches == "parameters":
         draft.drop("keep_between_micro_batches", "shards", _WHY)

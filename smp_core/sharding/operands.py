@@ -74,25 +74,22 @@ _followed = WeakIdKeyDictionary()
 def compute_with_unsharded_tensors() -> None:
     """Let DTensors of sharded models and plain tensors be operands of one operation, in
     this process."""
+    rules: dict[str, Callable[..., Any]] = {}
     for name in _ELEMENTWISE.split():
         for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
-            _register(variant, _compute)
+            rules[variant] = _compute
     # torch.nn.utils.clip_grad_norm_ takes all gradients of a dtype in one list.
-    for name in ("_foreach_norm", *_LARGEST.split()):
-        _register(name, _compute_with_empty_parts)
-    for name in _PRODUCTS.split():
-        _register(name, _compute_outside_of_forward)
-
-
-def _register(name: str, rule: Callable[..., Any]) -> None:
-    packet = getattr(torch.ops.aten, name, None)
-    for overload in [] if packet is None else packet.overloads():
-        # Variants with out= write into a tensor of the caller's, which torch checks
-        # first.
-        if "out" not in overload:
-            torch.library.register_torch_dispatch(
-                getattr(packet, overload), DTensor, rule
-            )
+    rules |= dict.fromkeys(("_foreach_norm", *_LARGEST.split()), _compute_with_empty_parts)
+    rules |= dict.fromkeys(_PRODUCTS.split(), _compute_outside_of_forward)
+    for name, rule in rules.items():
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in [] if packet is None else packet.overloads():
+            # Variants with out= write into a tensor of the caller's, which torch checks
+            # first.
+            if "out" not in overload:
+                torch.library.register_torch_dispatch(
+                    getattr(packet, overload), DTensor, rule
+                )
 
 
 def _compute_outside_of_forward(

@@ -58,13 +58,22 @@ class Sharding(Subject):
                 have.
         """
         # In this order: each of them reads what the ones before have resolved.
-        _refuse_casts_of_complex(draft)
+        parameters = draft.shapes.parameters
+        if any(parameter.dtype.is_complex for parameter in parameters):
+            _refuse_casts_of_complex(draft)
         draft.masters = _settle_masters(draft)
         draft.gathers = _settle_gathering(draft)
         _settle_reduce_dtype(draft)
-        _settle_optimizer_shard(draft)
-        _settle_by_model(draft)
-        draft.stored_as_gathered = _settle_stored_dtype(draft)
+        if draft.knobs.optimizer_shard == "world" and draft.layout.replicate == 1:
+            why = "there is one replica: optimizer states are sharded over all ranks already"
+            draft.settle("optimizer_shard", "shard", why)
+        if draft.knobs.units.optional == "auto":
+            _settle_optional(draft)
+        if draft.knobs.delayed_init and not draft.shapes.on_meta:
+            why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
+            draft.drop("delayed_init", None, why)
+        if draft.knobs.optimizer_shard == "world":
+            draft.stored_as_gathered = _settle_stored_dtype(draft)
 
     def machine(self) -> Iterator[Finding]:
         """Look whether the device computes in bfloat16."""
@@ -136,31 +145,18 @@ def _settle_gathering(draft: ModelDraft) -> bool:
     return False
 
 
-def _settle_optimizer_shard(draft: ModelDraft) -> None:
-    """Resolve ``optimizer_shard="world"`` where there is one replica."""
-    if draft.knobs.optimizer_shard == "world" and draft.layout.replicate == 1:
-        why = (
-            "there is one replica: optimizer states are sharded over all ranks already"
-        )
-        draft.settle("optimizer_shard", "shard", why)
-
-
-def _settle_by_model(draft: ModelDraft) -> None:
-    """Settle what the model alone decides: which modules ranks may leave out, and
-    whether anything is to be initialised."""
-    # "auto" is what the model's shapes tell.
-    shapes = draft.shapes
-    if draft.knobs.units.optional == "auto":
-        names = shapes.units.optional
-        inside = tuple(f"{name}." for name in names)
-        elements = sum(
-            each.elements for each in shapes.parameters if each.name.startswith(inside)
-        )
-        why = f"no token goes through them: {elements:,} parameters, gathered with the unit around them"
-        draft.settle("units.optional", names, why)
-    if draft.knobs.delayed_init and not shapes.on_meta:
-        why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
-        draft.drop("delayed_init", None, why)
+def _settle_optional(draft: ModelDraft) -> None:
+    """Resolve ``units.optional="auto"``: the model alone decides which modules ranks may
+    leave out."""
+    names = draft.shapes.units.optional
+    inside = tuple(f"{name}." for name in names)
+    elements = sum(
+        each.elements
+        for each in draft.shapes.parameters
+        if each.name.startswith(inside)
+    )
+    why = f"no token goes through them: {elements:,} parameters, gathered with the unit around them"
+    draft.settle("units.optional", names, why)
 
 
 def settle_precision(draft: ModelDraft) -> None:
@@ -227,14 +223,14 @@ def _refuse_casts_of_complex(draft: ModelDraft) -> None:
             "reduce_dtype=None, or float32 weights",
         ),
     }
-    if names and knobs.state_offload == "optimizer":
+    if knobs.state_offload == "optimizer":
         raise ValueError(
             f"state_offload='optimizer' steps by torch's fused kernels, which take no complex parameters ({names[0]}); "
             "write state_offload='all', or leave it out"
         )
     # Phase 3: the first of them is refused.
     for what, (is_there, instead) in casts.items():
-        if names and is_there:
+        if is_there:
             raise ValueError(
                 f"{what} would cast complex numbers to real ones, and {names[0]} ({len(names)} of the parameters) is "
                 f"complex: its imaginary part would be lost; write {instead}"
@@ -337,13 +333,11 @@ def _settle_stored_dtype(draft: ModelDraft) -> bool:
     """Decide whether parameters with masters over the world are stored in what they
     compute in. Not where that would lose digits: FP8 weights are quantised from stored
     ones, host masters are read from them."""
-    # Phase 1: are there masters over the world, and does nothing else read the weights?
+    # Phase 1: does nothing but masters over the world read the weights?
     knobs, shapes = draft.knobs, draft.shapes
     dtype = dtype_of(knobs.param_dtype)
-    over_world = (
-        knobs.optimizer_shard == "world" and draft.gathers and draft.given is None
-    )
-    if not over_world or _quantises_stored(knobs) or knobs.state_offload == "optimizer":
+    is_ours = draft.gathers and draft.given is None
+    if not is_ours or _quantises_stored(knobs) or knobs.state_offload == "optimizer":
         return False
     # Phase 2: is there a float32 weight in a unit that is stepped by a master?
     of_units = [

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import full_state_dict
 from smp_core.cluster import DATA
-from smp_core.config import SmpConfig
+from smp_core.config import DEFAULTS
 from smp_core.engine import ParallelModel
 from smp_core.sharding import CpuSyncBatchNorm
 from smp_core.torch_facts import clean_name, is_absent
@@ -184,7 +184,7 @@ class Recorder:
             facts["lossy"] = [
                 name
                 for name in ("compression", "fp8")
-                if knobs.asked(name) != getattr(_PLAIN, name)
+                if knobs.asked(name) != getattr(DEFAULTS, name)
             ]
             # Computing in fewer bits widens the tolerance.
             facts["dtypes"] += [
@@ -434,7 +434,6 @@ class Recorder:
                 self.record.buffers[clean_name(name)] = _digest(buffer)
 
 
-_PLAIN = SmpConfig()
 _DROPOUTS = (
     nn.Dropout,
     nn.Dropout1d,

@@ -456,7 +456,8 @@ class RankWatch:
             state["failed"] = self._failure
         if self._left:
             state["left"] = True
-        elif (at := self._waits.shown(self.boards)) is not None:
+        # A main thread that gives a sign by itself stands still nowhere.
+        elif not waits and (at := self._waits.shown(self.boards)) is not None:
             state["at"] = at
         for board in list(self.boards):
             key = f"beat/{self.rank}"
@@ -578,7 +579,8 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
         if _watched is None:
             sys.excepthook = _Reporting(sys.excepthook)
             atexit.register(stop_watching)
-        stop_watching()
+        if _watch is not None:
+            stop_watching()
         _warn_of_shared_store()
         limit = limit or collective_timeout()
         _watch = RankWatch.start()

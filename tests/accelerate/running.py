@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
+from tests.core.equivalence import full_weights as full_weights
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of
 
 STEPS, SAMPLES, MAX_NORM = 4, 8, 0.1
@@ -23,15 +24,6 @@ def fresh_accelerator(**arguments: Any) -> SmpAccelerator:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     return SmpAccelerator(**arguments)
-
-
-def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value)
-        .detach()
-        .clone()
-        for name, value in model.state_dict().items()
-    }
 
 
 def make_optimizer(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:

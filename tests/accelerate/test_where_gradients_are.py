@@ -3,7 +3,6 @@ under Trainer is told."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import TrainerCallback, TrainingArguments
 from accelerate_smp.trainer import SmpTrainer
 from tests.accelerate import program_parts, program_runs
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 
 class Drops(TrainerCallback):
@@ -68,9 +68,6 @@ def words(
 ) -> list[str]:
     """What is said about gradients in a training."""
     program_runs.reset()
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=1,
@@ -90,12 +87,9 @@ def words(
     for callback in callbacks:
         if isinstance(callback, Knows):
             callback.trainer = trainer
-    logging.getLogger("smp").addHandler(handler)
-    try:
+    with warnings_said() as said:
         trainer.train()
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
-    return [line for line in lines if "leaves no gradients" in line]
+    return [line for line in said if "leaves no gradients" in line]
 
 
 def all_words(folder: Path) -> list[list[str]]:

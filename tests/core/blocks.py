@@ -38,6 +38,26 @@ class Blocks(nn.Module):
         return x
 
 
+class OwnExperts(nn.Module):
+    """Experts of one matrix each, in a module that ranks may divide."""
+
+    smp_experts = True
+
+    def __init__(self, experts: int, width: int, spread: float) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.matrices = nn.Parameter(torch.randn(experts, width, width) * spread)
+
+    def forward(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            share = (weights * (chosen == expert)).sum(-1, keepdim=True)
+            total = total + share * torch.tanh(hidden @ self.matrices[expert])
+        return total
+
+
 def rows(samples: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(samples, TOKENS, WIDTH, generator=generator, dtype=torch.float64)

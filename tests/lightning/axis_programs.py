@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from smp_core.context_parallel import positions, weighted_mean
-from tests.core.blocks import WIDTH
+from tests.core.blocks import WIDTH, OwnExperts
 from tests.lightning.program_parts import METHODS
-from tests.lightning.programs import KNOBS, Drawn, Program, draw, is_alone, world
+from tests.lightning.programs import KNOBS, Drawn, Other, Program, draw, is_alone, world
 
 BATCH, VOCABULARY, HEADS, EXPERTS = 8, 24, 4, 4  # samples are over all ranks
 LAYERS = {
@@ -145,33 +145,14 @@ class Attention(nn.Module):
         )
 
 
-class Experts(nn.Module):
-    """Experts of one matrix each."""
-
-    smp_experts = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.matrices = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
-
-    def forward(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        total = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            share = (weights * (chosen == expert)).sum(-1, keepdim=True)
-            total = total + share * torch.tanh(hidden @ self.matrices[expert])
-        return total
-
-
 class Block(nn.Module):
     def __init__(self, with_experts: bool) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
         self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
         if with_experts:
-            self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
+            self.router = nn.Linear(WIDTH, EXPERTS)
+            self.experts = OwnExperts(EXPERTS, WIDTH, spread=1.0)
         self.with_experts = with_experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,19 +189,6 @@ class Words(nn.Module):
         return self.back(self.norm(x)) * self.scale
 
 
-class Judge(nn.Module):
-    """The second network, which sees the first one's scores of each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(VOCABULARY, 6), nn.Tanh(), nn.Linear(6, 1)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).squeeze(-1)
-
-
 def mean_over(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The mean over the targets that there are, of all ranks that share sequences."""
     mask = (targets != -100).to(values)
@@ -239,7 +207,7 @@ class OverAxes(Drawn):
 
     def build_networks(self) -> tuple[nn.Module, nn.Module | None]:
         net = Words(self.program["layers"], self.program["experts"])
-        return net, Judge() if self.program["judged"] else None
+        return net, Other(VOCABULARY) if self.program["judged"] else None
 
     @property
     def shares(self) -> int:

@@ -211,9 +211,9 @@ class Net(nn.Module):
 class Other(nn.Module):
     """The second network, which tells the first one's outputs from data."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.layers = nn.Sequential(nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).squeeze(-1)

@@ -30,6 +30,7 @@ from tests.lightning.running import (
     together,
     worst,
 )
+from tests.logged import warnings_said
 
 LENGTH, VOCABULARY = 8, 29
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -337,24 +338,10 @@ def own_streams() -> tuple[str, int, list[str]]:
     tensor = {"shard_degree": 1, "tensor_parallel_degree": 2, "tensor_parallel": "auto"}
     with pytest.raises(ValueError) as refused:
         make_trainer(tensor, **flags).fit(OwnStreams(case))
-    module, said = OwnStreams(case), Said()
-    logging.getLogger("smp").addHandler(said)
-    try:
+    module = OwnStreams(case)
+    with warnings_said() as said:
         make_trainer({"shard_degree": 2}, **flags).fit(module)
-    finally:
-        logging.getLogger("smp").removeHandler(said)
-    return str(refused.value), module.seen, said.lines
-
-
-class Said(logging.Handler):
-    """The warnings of torch-smp."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    return str(refused.value), module.seen, said
 
 
 class Counted(IterableDataset[torch.Tensor]):

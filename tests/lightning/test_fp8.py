@@ -3,7 +3,6 @@ several optimizers, checkpoints."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.lightning.running import (
     report,
     together,
 )
+from tests.logged import warnings_said
 
 RECIPE = Fp8Recipe(amax_history_len=4)
 BATCHES = 4
@@ -53,19 +53,12 @@ def train(
 ) -> Run:
     if recipe is not None:
         flags["plugins"] = [Fp8Precision(recipe, compute)]
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("smp")
-    logger.addHandler(handler)
-    try:
+    with warnings_said() as said:
         module = Gpt(batches=BATCHES)
         trainer = make_trainer(knobs, max_epochs=epochs, **flags)
         trainer.fit(module, ckpt_path=load)
         if save is not None:
             trainer.save_checkpoint(save)
-    finally:
-        logger.removeHandler(handler)
     fp8 = trainer.strategy.parallel.fp8
     state = (
         None

@@ -3,7 +3,6 @@ last bit."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from smp_core.observe.memory_log import KINDS, read_log
 from tests.core.activations.models import DroppingGpt, tokens
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer, whole
+from tests.logged import warnings_said
 
 
 class Module(LightningModule):
@@ -177,27 +177,23 @@ class Plain(Module):
 def plan_with_sgd(gib: float) -> dict[str, Any]:
     """Degrees and warnings when configure_optimizers makes SGD, by
     planner.optimizer."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    found = {}
-    for planned in ("auto", "sgd"):
-        said.clear()
-        knobs = {
-            "planner": {
-                "device_memory_gib": gib,
-                "memory_headroom": 0.0,
-                "optimizer": planned,
+    with warnings_said() as said:
+        found = {}
+        for planned in ("auto", "sgd"):
+            said.clear()
+            knobs = {
+                "planner": {
+                    "device_memory_gib": gib,
+                    "memory_headroom": 0.0,
+                    "optimizer": planned,
+                }
             }
-        }
-        trainer = make_trainer(knobs, max_steps=1)
-        trainer.fit(Plain(), DataLoader(tokens(3, samples=4)))
-        found[planned] = (
-            trainer.strategy.mesh.shard_degree,
-            [line for line in said if "planned for" in line],
-        )
-    logging.getLogger("smp").removeHandler(handler)
+            trainer = make_trainer(knobs, max_steps=1)
+            trainer.fit(Plain(), DataLoader(tokens(3, samples=4)))
+            found[planned] = (
+                trainer.strategy.mesh.shard_degree,
+                [line for line in said if "planned for" in line],
+            )
     return found
 
 

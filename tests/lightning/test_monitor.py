@@ -3,7 +3,6 @@ Trainers."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from smp_core.comm.meter import LINK_CLASSES
 from smp_core.run_log.read import Run
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer
+from tests.logged import warnings_said
 from tests.older_transformers import needs_routers
 
 WIDTH, CLASSES, LENGTH, BATCH = 8, 16, 5, 2
@@ -252,19 +252,10 @@ class SharedSamples(DDPStrategy):
 def train_elsewhere(
     shared: bool, **options: Any
 ) -> tuple[dict[int, dict[str, float]], list[str]]:
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    said: list[str] = []
-    handler = Kept()
-    logging.getLogger("smp").addHandler(handler)
     kind = SharedSamples if shared else DDPStrategy
-    try:
+    with warnings_said() as said:
         strategy = kind(cluster_environment=TorchElasticEnvironment())
         reports, _ = train(strategy=strategy, use_distributed_sampler=False, **options)
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
     return reports, [text for text in said if "SmpMonitor" in text]
 
 

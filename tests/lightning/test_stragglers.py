@@ -3,7 +3,6 @@ monitor's report."""
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_smp import SmpMonitor
 from smp_core.observe.step_times import PARTS, Part
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer
+from tests.logged import warnings_said
 
 STEPS, BATCH, WIDTH = 6, 2, 16
 # Seconds of each step. The step itself takes a few milliseconds.
@@ -81,29 +81,17 @@ class Slow(LightningModule):
         return DataLoader(SlowRows(self.seconds["data"]), BATCH)
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "straggler" in record.getMessage():
-            self.lines.append(record.getMessage())
-
-
 def lines(
     cases: list[tuple[Part, int]], knobs: dict[str, Any]
 ) -> list[tuple[list[str], dict[str, float]]]:
     """Of each run, what rank 0 logged about stragglers, and the last report."""
     found = []
     for part, rank in cases:
-        handler, monitor = Lines(), SmpMonitor(every_n_steps=STEPS)
-        logging.getLogger("smp").addHandler(handler)
-        make_trainer(knobs, callbacks=[monitor], gradient_clip_val=1.0).fit(
-            Slow(part, rank)
-        )
-        logging.getLogger("smp").removeHandler(handler)
-        found.append((handler.lines, monitor.latest))
+        monitor = SmpMonitor(every_n_steps=STEPS)
+        trainer = make_trainer(knobs, callbacks=[monitor], gradient_clip_val=1.0)
+        with warnings_said() as said:
+            trainer.fit(Slow(part, rank))
+        found.append(([line for line in said if "straggler" in line], monitor.latest))
     return found
 
 

@@ -3,7 +3,6 @@ SmpMonitor's figures."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests import trackers
 from tests.harness import run_ranks
 from tests.lightning.modules import GLOBAL_BATCH, LanguageModule
 from tests.lightning.running import make_trainer
+from tests.logged import warnings_said
 
 BATCHES, EPOCHS, EVERY = 4, 2, 3
 # TensorBoard keeps float32, the others float64 of float64 values: sums over ranks in
@@ -172,11 +172,7 @@ class Uploading(CSVLogger):
 
 
 def fit_uploading(folder: str, checkpoint: str) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    try:
+    with warnings_said() as said:
         flags: dict[str, Any] = {
             "logger": Uploading(folder),
             "enable_checkpointing": True,
@@ -185,8 +181,6 @@ def fit_uploading(folder: str, checkpoint: str) -> list[str]:
         make_trainer({"checkpoint": checkpoint}, default_root_dir=folder, **flags).fit(
             Logged(1)
         )
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
     return [text for text in said if "log_model" in text]
 
 

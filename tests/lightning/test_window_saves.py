@@ -4,7 +4,6 @@ lost or counted twice."""
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.lightning.running import (
     report,
     together,
 )
+from tests.logged import warnings_said
 
 # Windows of 3: batches 0-2, 3-5 and, because the epoch ends there, 6-7.
 BATCHES, WINDOW = 8, 3
@@ -258,15 +258,11 @@ class AcrossEpochs(ByHand):
 
 
 def said_of_saving(path: str) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
     # Lightning zeroes gradients before a validation.
     flags = {**flags_of(ByHand), "limit_val_batches": 0}
     trainer = make_trainer({"shard_degree": 2}, callbacks=[SaveAt(path, 1, 1)], **flags)
-    trainer.fit(AcrossEpochs(batches=BATCHES))
-    logging.getLogger("smp").removeHandler(handler)
+    with warnings_said() as said:
+        trainer.fit(AcrossEpochs(batches=BATCHES))
     return said
 
 

@@ -214,23 +214,9 @@ def bring_back(
 
     # The small files of each distinct part, to all ranks.
     layouts = manifest.metadata[LAYOUTS]
-    first = {digest: layouts.index(digest) for digest in layouts}
-
-    # Indexes of all layouts go to every rank, the rest of the state from rank 0's part.
-    def small() -> dict[tuple[str, str], bytes]:
-        files: dict[tuple[str, str], bytes] = {}
-        for digest, owner in first.items():
-            if found.readers[owner] == rank:
-                opened = open_checkpoint(folder.at(found.places[owner][1]))
-                names = (
-                    set(opened.manifest.files) - {TENSORS} if owner == 0 else {INDEX}
-                )
-                for name in names:
-                    of_layout = digest if name == INDEX else ""
-                    files[of_layout, name] = opened.checked(name)
-        return files
-
-    _, parts = ranks.together(what, small, lambda it: it)
+    _, parts = ranks.together(
+        what, lambda: _small_files(found, folder, layouts, rank), lambda it: it
+    )
     files = {place: content for part in parts for place, content in part.items()}
 
     # Tensors, from rank to rank or from part to part.
@@ -238,17 +224,7 @@ def bring_back(
         return None if is_there else folder.allocate(own, manifest.files[TENSORS].bytes)
 
     room, _ = ranks.together(what, make_room)
-    # The same order on all ranks, and one transfer at a time: no two ranks wait for
-    # each other.
-    for receiver in found.sent:
-        reader = found.readers[receiver]
-        if reader == rank:
-            for piece in pieces([folder.map(found.places[receiver][1])]):
-                dist.send(piece, receiver, group=ranks.group)
-        elif receiver == rank:
-            assert room is not None
-            for piece in pieces([room]):
-                dist.recv(piece, reader, group=ranks.group)
+    _send_parts(found, folder, ranks, room)
 
     def commit() -> None:
         if room is None:
@@ -281,6 +257,44 @@ def bring_back(
         name = here.get(owner) or f"{part_name(owner, number)}-on-another-node"
         indexes[name] = found.manifests[owner], files[digest, INDEX]
     return MemoryCheckpoint(folder.path, indexes), number
+
+
+def _small_files(
+    found: Found, folder: NodeMemory, layouts: list[str], rank: int
+) -> dict[tuple[str, str], bytes]:
+    """Return the small files that this rank reads for all: the indexes of layouts, and
+    of rank 0's part the rest of the state; by digest of the layout ("" for the rest)
+    and name."""
+    files: dict[tuple[str, str], bytes] = {}
+    # Of each layout the first part that has it.
+    for digest in dict.fromkeys(layouts):
+        owner = layouts.index(digest)
+        if found.readers[owner] != rank:
+            continue
+        opened = open_checkpoint(folder.at(found.places[owner][1]))
+        names = set(opened.manifest.files) - {TENSORS} if owner == 0 else {INDEX}
+        for name in names:
+            of_layout = digest if name == INDEX else ""
+            files[of_layout, name] = opened.checked(name)
+    return files
+
+
+def _send_parts(
+    found: Found, folder: NodeMemory, ranks: Ranks, room: torch.Tensor | None
+) -> None:
+    """Send the tensors of parts to the ranks on whose nodes they are not;
+    ``room``: for those that this rank receives. Collective."""
+    # The same order on all ranks, and one transfer at a time: no two ranks wait for
+    # each other.
+    for receiver in found.sent:
+        reader = found.readers[receiver]
+        if reader == ranks.rank:
+            for piece in pieces([folder.map(found.places[receiver][1])]):
+                dist.send(piece, receiver, group=ranks.group)
+        elif receiver == ranks.rank:
+            assert room is not None
+            for piece in pieces([room]):
+                dist.recv(piece, reader, group=ranks.group)
 
 
 class MemoryCheckpoint(OpenCheckpoint):

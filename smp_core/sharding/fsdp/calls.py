@@ -263,9 +263,6 @@ class Calls:
         shown = self._of_module.get(id(module))
         if shown is not None:
             shown.begin((args, kwargs))
-            # A mode that records operations would take FSDP2's gather for one of the
-            # model.
-            shown.hide_from_modes()
 
     @torch.compiler.disable
     def _behind_gather(self, module: nn.Module, *_: Any) -> None:
@@ -449,6 +446,10 @@ class _ShownUnit:
             # they could not be trained with.
             with torch.inference_mode(False), torch.no_grad():
                 self._group.module.unshard()
+        # Selective checkpointing: a mode that records operations would take FSDP2's
+        # gather for one of the model.
+        if self.unit is not None and self.unit.is_recomputed:
+            self._hidden.enter_context(_disable_current_modes())
 
     def gathered(self) -> None:
         """Take note that FSDP2 has gathered, and shows copies."""
@@ -526,13 +527,6 @@ class _ShownUnit:
         self._left_by_a_call = True
         self._show(self._group.parameters())
         self._kept_versions = self._shard_versions() if kept else None
-
-    # Selective checkpointing: what FSDP2 does inside of a checkpointed module is no
-    # operation of the model.
-
-    def hide_from_modes(self) -> None:
-        if self.unit is not None and self.unit.is_recomputed:
-            self._hidden.enter_context(_disable_current_modes())
 
     def show_to_modes(self) -> None:
         self._hidden.close()

@@ -404,7 +404,7 @@ def state_of(module: nn.Module | FSDPModule) -> Any:
 def group_of(module: Any) -> ParamGroup | None:
     """Return the parameters of a module that ``fully_shard`` was called on; None: it
     has none of its own."""
-    group = state_of(module)._fsdp_param_group
+    group = module._get_fsdp_state()._fsdp_param_group
     return None if group is None else _kind()(module, group)
 
 

@@ -38,25 +38,20 @@ class ParamGroup:
         module: the unit; ``fully_shard`` was called on it, perhaps together with
             others.
         group: FSDP2's own object.
+
+    Attributes:
+        members: FSDP2's own objects, one for each parameter, in order; for the files of
+            this room.
+        key: a number that is equal for two of these of the same group.
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
         self.module: Any = module
+        self.members: list[Any] = group.fsdp_params
+        self.key = id(group)
         self._group = group
 
-    @property
-    def key(self) -> int:
-        """A number that is equal for two of these of the same group."""
-        return id(self._group)
-
     # Parameters
-
-    @property
-    def members(self) -> list[Any]:
-        """FSDP2's own objects, one for each parameter, in order; for the files of this
-        room."""
-        members: list[Any] = self._group.fsdp_params
-        return members
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters (DTensors), trainable or not."""

@@ -216,7 +216,10 @@ class ReductionOrder:
         """
         # Taken out and put in again, as the last: a unit goes by its latest forward.
         self._left.pop(unit, None)
-        if not _want_gradient(inputs):
+        # FSDP2 reduces units with an input that wants a gradient as backward goes.
+        leaves = (leaf for leaf, _ in leaves_of(inputs, hidden=False))
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if not any(tensor.requires_grad for tensor in tensors):
             self._left[unit] = reduce
 
     def reduce_left(self, unit: object) -> bool:
@@ -277,14 +280,3 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return getattr(value, "__dict__", {}).values()
-
-
-def _want_gradient(inputs: Any) -> bool:
-    """Return whether FSDP2 finds a tensor among a forward's inputs that wants a
-    gradient."""
-    seen = (
-        leaf
-        for leaf, _ in leaves_of(inputs, hidden=False)
-        if isinstance(leaf, torch.Tensor)
-    )
-    return any(tensor.requires_grad for tensor in seen)

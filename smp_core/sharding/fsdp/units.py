@@ -141,10 +141,8 @@ class ShardedUnit:
         if in_order:
             self.names = list(parameter_names)
         else:
-            names = {
-                id(p): f"{name}.{local}" if name else local
-                for local, p in module.named_parameters()
-            }
+            named = module.named_parameters(prefix=name)
+            names = {id(parameter): full for full, parameter in named}
             self.names = [names[id(parameter)] for parameter in self.parameters()]
         # Each reduction is preceded by our account of which gradients there are.
         if self.group is not None:

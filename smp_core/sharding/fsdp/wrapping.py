@@ -84,7 +84,7 @@ def shard_units(
     # All units of the model share one order of reductions and one account of passes.
     reductions = ReductionOrder()
     passes = Passes()
-    for planned in plan.sharded_units:
+    for planned in plan.units if plan.gathers else ():
         unit_module: nn.Module = modules[planned.name]
         # Rank 0's values first: afterwards each rank has a slice alone.
         broadcast_from_rank_0(
@@ -138,7 +138,7 @@ def shard_units(
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
             travel(unit.group, gather_of)
-        if not plan.shapes.on_meta:
+        if knobs.frozen_storage is not None and not plan.shapes.on_meta:
             unit.store_coded(plan)
         units.append(unit)
     return units
@@ -161,15 +161,19 @@ def apply_fsdp_options(
     forward, backward = options.forward_prefetch, options.backward_prefetch
     assert isinstance(forward, int) and isinstance(backward, int)
     # How many units ahead of use gathers begin.
-    prefetch(model, forward=forward, backward=backward)
-    for root in _roots(model):
-        # The root holds what all its units share: the group and the buffers of
-        # reductions.
-        if options.separate_reduce_scatter_group:
+    if forward or backward > 1:
+        prefetch(model, forward=forward, backward=backward)
+    apart, buffers = (
+        options.separate_reduce_scatter_group,
+        options.reduce_scatter_buffers,
+    )
+    # The root holds what all its units share: the group and the buffers of reductions.
+    for root in _roots(model) if apart or buffers != 1 else ():
+        if apart:
             with _groups_of_the_run(device):
                 root.set_separate_reduce_scatter_group(True)
-        if options.reduce_scatter_buffers != 1:
-            root.set_reduce_scatter_max_input_buffers(options.reduce_scatter_buffers)  # type: ignore[arg-type]
+        if buffers != 1:
+            root.set_reduce_scatter_max_input_buffers(buffers)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.comm import Traffic
-from smp_core.plan import Plan
+from smp_core.plan import Plan, keeps_parameters
 from smp_core.sharding.fsdp import (
     FAILED_PASS,
     Calls,
@@ -140,8 +140,8 @@ class AccumulationWindow:
         self._on_close = traffic.step_done
         self._calls = calls
         self._kept = knobs.keep_between_micro_batches
-        self._keep_gathered = plan.keeps_parameters
-        self._hold_gradients = plan.keeps_gradients
+        self._keep_gathered = keeps_parameters(knobs)
+        self._hold_gradients = self._kept == "gradients"
         self._first_window = True
         self._stored_as_gathered = plan.dtypes.stored_as_gathered
         self._over_world = knobs.optimizer_shard == "world"

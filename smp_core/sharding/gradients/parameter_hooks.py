@@ -186,14 +186,8 @@ def shows_hooks(copy: Tensor) -> bool:
 
 def registered_hooks(parameter: Tensor) -> list[Hook]:
     """Return the hooks of a parameter, of both kinds, kept here or by autograd."""
-    return list(
-        _each(
-            map(
-                _store,
-                (parameter._backward_hooks, _post_accumulate_grad_hooks(parameter)),
-            )
-        )
-    )
+    both = (parameter._backward_hooks, _post_accumulate_grad_hooks(parameter))
+    return [hook for hooks in both for hook in _store(hooks).values()]
 
 
 def reached_by_hooks(parameter: Tensor) -> Iterator[Tensor]:

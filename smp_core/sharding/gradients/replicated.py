@@ -56,13 +56,11 @@ class ReplicatedGradients:
         # .grad of earlier closed passes, of parameters with hooks.
         self._closed: dict[str, torch.Tensor | None] = {}
         self._mesh = mesh
-        for group in groups:
+        for group in filter(None, groups):
             self.add(group)
 
     def add(self, group: Mapping[str, nn.Parameter]) -> None:
         """Add parameters by name, to be reduced together."""
-        if not group:
-            return
         self._groups.append(list(group))
         self.parameters.update(group)
         for name, parameter in group.items():

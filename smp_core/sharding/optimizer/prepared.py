@@ -185,17 +185,12 @@ class Homes:
 
     def __init__(self, models: Sequence[SteppedModel]) -> None:
         self._models = tuple(models)
+        self.windows = [model.window for model in models]
         self._own: dict[int, Tensor] = {}
         self._attached: dict[int, Tensor] = {}
         self.users = 0
         """How many methods at work need masters in the groups."""
-        self.reads_loss = False
-        """Whether the optimizer's step may depend on what its closure returns."""
         self._is_new = True
-
-    @property
-    def windows(self) -> list[Window]:
-        return [model.window for model in self._models]
 
     @property
     def worlds(self) -> list[WorldSharding]:
@@ -246,22 +241,6 @@ class Homes:
         for model in self._models:
             model.reshard()
 
-    def find_parameters(self) -> None:
-        """Note the models' parameters as they are, sharded, and which of them were
-        attached and not taken in yet."""
-        self.reshard()
-        self._own = {
-            id(parameter): parameter
-            for model in self._models
-            for parameter in model.module.parameters()
-        }
-        # Attached ones do not count yet: ranks may hold other values of them.
-        self._attached = {
-            id(p): self._own.pop(id(p))
-            for window in self.windows
-            for p in window.attached().values()
-        }
-
     def owns(self, parameter: Tensor) -> bool:
         return id(model_parameter(parameter)) in self._own
 
@@ -297,14 +276,23 @@ class Homes:
             ValueError: it has parameters of no model; ranks attached other parameters
                 or step other ones.
         """
-        # What was attached since can be taken in only where all ranks are in the call.
-        if together:
-            for model in self._models:
-                model.reshard()
-                take_in_attached(model)
-        elif self._owns_all(optimizer):
+        if not together and self._owns_all(optimizer):
             return
-        self.find_parameters()
+        self.reshard()
+        # What was attached since can be taken in only where all ranks are in the call.
+        for model in self._models if together else ():
+            take_in_attached(model)
+        self._own = {
+            id(parameter): parameter
+            for model in self._models
+            for parameter in model.module.parameters()
+        }
+        # Attached ones do not count yet: ranks may hold other values of them.
+        self._attached = {
+            id(p): self._own.pop(id(p))
+            for window in self.windows
+            for p in window.attached().values()
+        }
         for model in self._models:
             replaced = model.replaced
             old = [
@@ -531,7 +519,6 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
         optimizer.meter = models[0].meter
     # Phase 2: its groups get the parameters that the models have now.
     homes = Homes(models)
-    homes.reads_loss = may_read_loss(type(optimizer))
     homes.take_in(optimizer, together=True)
     if isinstance(optimizer, AdamW8bit):
         # Its scales are of blocks of a row, which no shard may cut.
@@ -547,11 +534,13 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
             if first:
                 _follow_flags_in_calls(model, model.window.world)
     # Phase 4: groups hold what is stepped, and kernels that take it.
-    homes.give_masters(optimizer)
+    if homes.worlds:
+        homes.give_masters(optimizer)
     homes.choose_kernels(optimizer, stepped_there=host)
-    homes.show_parameters(optimizer)
     # Masters are plain tensors, of which any elementwise optimizer can step parts.
-    if not homes.worlds:
+    if homes.worlds:
+        homes.show_parameters(optimizer)
+    else:
         require_steps_shards(optimizer)
     if host:
         homes.keep_gradients_fine(optimizer)
@@ -657,7 +646,8 @@ def _before_step(
         result = closure()
         homes.close_windows(optimizer)
         _before_weights_change(optimizer)
-        return homes.mean_loss(result) if homes.reads_loss else result
+        reads_loss = may_read_loss(optimizer._smp_unprepared)
+        return homes.mean_loss(result) if reads_loss else result
 
     return (
         ((args[0], closed, *args[2:]), kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from smp_core.topology import Topology
 from smp_core.torch_facts.compat import caches_in
 from tests.core.activations.models import tokens
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 
@@ -149,45 +149,34 @@ class Llama(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train_llamas() -> dict[str, Any]:
     """On ranks: gradients of a Llama under each setting, the knob in effect, and what
     was said."""
     found: dict[str, Any] = {}
-    heard = Messages()
-    logging.getLogger("smp").addHandler(heard)
-    for name, own, setting in (
-        ("plain", False, "none"),
-        ("no cache", False, "none"),
-        ("own", True, "none"),
-        ("full", False, "full"),
-        ("selective", False, "selective"),
-        ("both", True, "full"),
-    ):
-        torch.manual_seed(0)
-        mesh, config = build_mesh(
-            SmpConfig(shard_degree=2, activations={"checkpoint": setting}),
-            Topology.discover(),
-            "cpu",
-        )
-        heard.lines.clear()
-        parallel = parallelize(
-            Llama(own, use_cache=name != "no cache"), config, mesh=mesh
-        )
-        parallel.module.train()
-        parallel.module(tokens(mesh.rank)).backward()
-        gradients = [p.grad.full_tensor() for p in parallel.module.parameters()]
-        said = [line for line in heard.lines if "checkpointing" in line]
-        found[name] = (gradients, parallel.config.activations.checkpoint, said)
-    logging.getLogger("smp").removeHandler(heard)
+    with warnings_said() as heard:
+        for name, own, setting in (
+            ("plain", False, "none"),
+            ("no cache", False, "none"),
+            ("own", True, "none"),
+            ("full", False, "full"),
+            ("selective", False, "selective"),
+            ("both", True, "full"),
+        ):
+            torch.manual_seed(0)
+            mesh, config = build_mesh(
+                SmpConfig(shard_degree=2, activations={"checkpoint": setting}),
+                Topology.discover(),
+                "cpu",
+            )
+            heard.clear()
+            parallel = parallelize(
+                Llama(own, use_cache=name != "no cache"), config, mesh=mesh
+            )
+            parallel.module.train()
+            parallel.module(tokens(mesh.rank)).backward()
+            gradients = [p.grad.full_tensor() for p in parallel.module.parameters()]
+            said = [line for line in heard if "checkpointing" in line]
+            found[name] = (gradients, parallel.config.activations.checkpoint, said)
     return found
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 
 from smp_core.topology import RankReport, Topology, topology_of_reports
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 
 def reports(hosts: str, **variables: str) -> list[RankReport]:
@@ -173,6 +174,9 @@ def test_discovery_logs_its_warnings_on_the_first_rank_only() -> None:
 
 
 def warnings_logged() -> str:
+    with warnings_said() as said, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="7"):
+        Topology.discover()
+    return "\n".join(said)
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

@@ -8,7 +8,6 @@ values) it is compared with one process to 1e-12.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, global_batches, train_alone
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 STEPS_ALONE = {"steps": STEPS, "samples": SAMPLES}
 
@@ -296,13 +296,9 @@ def gather_with_a_bad_weight(bad_rank: int | None, knobs: dict[str, Any]) -> Gat
                 }
             )
         )
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    with torch.no_grad():
-        parallel.module(torch.zeros(1, 9, dtype=torch.long))
-    logging.getLogger("smp").removeHandler(handler)
+    with warnings_said() as said:
+        with torch.no_grad():
+            parallel.module(torch.zeros(1, 9, dtype=torch.long))
     parallel.reshard()
     kept = all(
         torch.equal(p.to_local(), b)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from tests.core.blocks import OwnExperts
 from tests.core.tensor_parallel.models import _COMMON, MODELS, VOCABULARY
 from tests.older_transformers import EAGER_EXPERTS
 
@@ -100,32 +101,12 @@ def _choose(
     return hidden, torch.tensor(few[: chosen.shape[-1]]).expand(chosen.shape), weights
 
 
-class OwnExperts(nn.Module):
-    """Experts of one matrix each."""
-
-    smp_experts = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.matrices = nn.Parameter(torch.randn(EXPERTS, 16, 16) / 4)
-
-    def forward(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        total = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            share = (weights * (chosen == expert)).sum(-1, keepdim=True)
-            total = total + share * torch.tanh(hidden @ self.matrices[expert])
-        return total
-
-
 class OwnBlock(nn.Module):
     def __init__(self, to_one: bool) -> None:
         super().__init__()
         self.router, self.experts, self.to_one = (
             nn.Linear(16, EXPERTS),
-            OwnExperts(),
+            OwnExperts(EXPERTS, 16, spread=0.25),
             to_one,
         )
 

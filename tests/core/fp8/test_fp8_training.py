@@ -9,7 +9,6 @@ same operations again.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 
 import pytest
@@ -35,6 +34,7 @@ from tests.core.fp8.fp8_runs import (
 )
 from tests.core.gpt import SmallGpt
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 
 def same(ours: Run, theirs: Run) -> list[str]:
@@ -226,11 +226,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_also_on_another_mesh() -
 
 
 def recalibrating() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    try:
+    with warnings_said() as said:
         parallel = build(shard_degree=2, fp8=RECIPE)
         train(parallel, batches(2))
         state = parallel.fp8.state_dict()
@@ -242,8 +238,6 @@ def recalibrating() -> list[str]:
         run = train(parallel, batches(2))
         assert all(math.isfinite(loss) for loss in run.losses)
         assert all(all(flags) for flags in parallel.fp8.state.calibrated)
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
     return said
 
 
@@ -257,11 +251,7 @@ def test_missing_state_recalibrates_with_a_warning() -> None:
 
 def poisoned(micro_batches: int = 1, **knobs) -> tuple[bool, bool, list[str], bool]:
     """One rank's activations hold an infinity in the second of three steps."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    try:
+    with warnings_said() as said:
         parallel = build(fp8=RECIPE, **knobs)
         train(parallel, batches(2), micro_batches)
         before, scales = whole(parallel.module), parallel.fp8.state.scale
@@ -288,8 +278,6 @@ def poisoned(micro_batches: int = 1, **knobs) -> tuple[bool, bool, list[str], bo
             handle.remove()
         after = train(parallel, batches(2), micro_batches)
         return unchanged, kept, said, all(math.isfinite(loss) for loss in after.losses)
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
 
 
 @pytest.mark.parametrize(

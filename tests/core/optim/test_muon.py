@@ -4,7 +4,6 @@ multiplies what sums in another order differ by)."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from smp_core.topology import Topology
 from tests.core.expert_parallel.cases import beside_experts
 from tests.core.sharding.prepared_runs import difference, weights
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 WIDTH = 12
 LAYOUTS: list[dict[str, Any]] = [
@@ -340,17 +340,15 @@ def test_states_that_are_not_in_shards_on_the_device_are_refused() -> None:
 def torchs_on_shards() -> list[str]:
     """What is said of torch.optim.Muon, and why it is refused where a matrix has fewer
     rows than ranks."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    for narrow in (4, 3):
-        parallel = parallel_model(net(32, narrow).float(), shard_degree=4)
-        try:
-            parallel.prepare_optimizer(torch.optim.Muon(matrices_of(parallel.module)))
-        except ValueError as error:
-            said.append(str(error))
-    logging.getLogger("smp").removeHandler(handler)
+    with warnings_said() as said:
+        for narrow in (4, 3):
+            parallel = parallel_model(net(32, narrow).float(), shard_degree=4)
+            try:
+                parallel.prepare_optimizer(
+                    torch.optim.Muon(matrices_of(parallel.module))
+                )
+            except ValueError as error:
+                said.append(str(error))
     return [text for text in said if "Muon" in text]
 
 

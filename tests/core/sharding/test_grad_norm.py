@@ -6,7 +6,6 @@ float64 to 1e-12, relative: sums of a few hundred terms in another order.
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.core.scenarios import Gradients, gradients, parallel_model
 from tests.core.sharding import prepared_runs
 from tests.core.zoo import Mlp
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 NORMS = [1.0, 2.0, 3.0, math.inf]
 
@@ -212,16 +212,11 @@ def meet_nonfinite(
         ]
 
     before = weights()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    try:
-        norm, raised = parallel.clip_grad_norm_(1.0, norm_type).item(), ""
-    except NonfiniteGradNormError as error:
-        norm, raised = math.nan, str(error)
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
+    with warnings_said() as said:
+        try:
+            norm, raised = parallel.clip_grad_norm_(1.0, norm_type).item(), ""
+        except NonfiniteGradNormError as error:
+            norm, raised = math.nan, str(error)
     left = [
         name
         for name, parameter in parallel.module.named_parameters()
