@@ -79,7 +79,9 @@ def compute_with_unsharded_tensors() -> None:
         for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
             rules[variant] = _compute
     # torch.nn.utils.clip_grad_norm_ takes all gradients of a dtype in one list.
-    rules |= dict.fromkeys(("_foreach_norm", *_LARGEST.split()), _compute_with_empty_parts)
+    rules |= dict.fromkeys(
+        ("_foreach_norm", *_LARGEST.split()), _compute_with_empty_parts
+    )
     rules |= dict.fromkeys(_PRODUCTS.split(), _compute_outside_of_forward)
     for name, rule in rules.items():
         packet = getattr(torch.ops.aten, name, None)

@@ -7,9 +7,10 @@ they name (named_gradients.py), errors of others are explained (error_notes.py);
 here:
 
 ``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of
-whole tensors, and ``p.tolist()`` has all of them: torch's ``DTensor.item()`` gives this rank's part of a result that is not
-added up yet; here it adds up first, over the ranks that hold the parameter together, as
-every other operation on such a result does; so they all have to ask.
+whole tensors, and ``p.tolist()`` has all of them: torch's ``DTensor.item()`` gives this
+rank's part of a result that is not added up yet; here it adds up first, over the ranks
+that hold the parameter together, as every other operation on such a result does; so
+they all have to ask.
 
 No shard is pickled in silence: `torch.save(model.state_dict())` on one rank would write
 that rank's part. Gathering it would need all ranks, and a script that saves calls
