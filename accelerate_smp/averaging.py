@@ -94,6 +94,12 @@ class SmpAveragingCallback(TrainerCallback):
                 "SmpAveragingCallback averages the weights of a model that SmpTrainer has sharded; use SmpTrainer, or "
                 "torch.optim.swa_utils.AveragedModel with a model that is not sharded"
             )
+        # Trainer loads the best model first, which the average would write over.
+        if args.load_best_model_at_end and self.take_at_end:
+            raise ValueError(
+                "SmpAveragingCallback(take_at_end=True) would put the average in the place of the best model, which "
+                "load_best_model_at_end=True loads; write take_at_end=False, or load_best_model_at_end=False"
+            )
         # Made when the model is sharded: the average has the same shards.
         device = None if self.device is None else torch.device(self.device)
         self.average = ShardedAverage(

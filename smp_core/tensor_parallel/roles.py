@@ -175,8 +175,16 @@ def splits_of(
 
     Raises:
         ValueError: no plan for this model, an unknown role, a glob without a match, a
-            layer that no role fits.
+            layer that no role fits, PEFT's prefix tuning.
     """
+    # PEFT's models say of which type their adapter is.
+    if any(
+        getattr(each, "peft_type", "") == "PREFIX_TUNING" for each in model.modules()
+    ):
+        raise ValueError(
+            f"tensor_parallel_degree={degree}: PEFT's prefix tuning gives attention keys and values of all heads, of "
+            f"which a rank has 1/{degree}; use prompt tuning or LoRA, or write tensor_parallel_degree=1"
+        )
     if isinstance(plan, str):
         found = list(_of_known_model(model, degree, whole))
     else:

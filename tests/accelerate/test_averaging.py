@@ -132,6 +132,10 @@ def taken_at_end(folder: Path) -> float:
     seen = whole_weights(trainer.model)
     with callback.averaged():
         average = whole_weights(trainer.model)
+    # The best model would be loaded, and written over at once.
+    trainer.args.load_best_model_at_end = True
+    with pytest.raises(ValueError, match="write take_at_end=False"):
+        trainer.train()
     return apart(seen, average)
 
 

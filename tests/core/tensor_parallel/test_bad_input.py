@@ -42,6 +42,15 @@ def falcon(**changes: Any) -> nn.Module:
     )
 
 
+def prefixed() -> nn.Module:
+    import peft
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes)
+    prefix = peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), prefix)
+
+
 @pytest.mark.parametrize(
     ("model", "plan", "said"),
     [
@@ -90,6 +99,11 @@ def falcon(**changes: Any) -> nn.Module:
             lambda: falcon(alibi=True),
             "auto",
             "FalconForCausalLM with config.alibi=True is not built yet; write globs",
+        ),
+        (
+            prefixed,
+            "auto",
+            "PEFT's prefix tuning gives attention keys and values of all heads",
         ),
         (
             lambda: falcon(multi_query=True),
