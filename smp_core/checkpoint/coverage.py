@@ -41,13 +41,7 @@ def check_index(index: Index, manifest: Manifest, where: str) -> None:
             _check_place(name, record, chunk, manifest, where)
             if chunk.begin < chunk.end:
                 ranges.setdefault(chunk.file, []).append((chunk.begin, chunk.end))
-        # Empty slices of uneven sharding cover nothing.
-        boxes = [
-            (chunk.offset, chunk.shape)
-            for chunk in record.chunks
-            if math.prod(chunk.shape)
-        ]
-        if record.numel and not tiles(boxes, record.shape):
+        if not is_covered(record):
             raise CheckpointError(
                 f"{where} is damaged: the slices of {name} do not cover it, or overlap"
             )
@@ -68,6 +62,15 @@ def check_index(index: Index, manifest: Manifest, where: str) -> None:
             raise CheckpointError(
                 f"{where} is damaged: two slices have the same bytes of {file}"
             )
+
+
+def is_covered(record: TensorRecord) -> bool:
+    """Return whether the slices of a tensor make all of it, each element once."""
+    # Empty slices of uneven sharding cover nothing.
+    boxes = [
+        (chunk.offset, chunk.shape) for chunk in record.chunks if math.prod(chunk.shape)
+    ]
+    return not record.numel or tiles(boxes, record.shape)
 
 
 def _check_place(

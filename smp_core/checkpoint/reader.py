@@ -57,7 +57,7 @@ from smp_core.checkpoint.tree import (
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import open_checked
 from smp_core.outside import long_wait
-from smp_core.torch_facts import CodedTensor
+from smp_core.torch_facts import CodedTensor, local_part
 
 logger = logging.getLogger("smp")
 
@@ -231,8 +231,16 @@ def _match(
         for name, tensor in found.items()
         if tensor.dtype != index.record(name).dtype
     ]
+    # DCP would load into memory of its own in their place.
+    without_memory = [
+        name for name, tensor in found.items() if local_part(tensor).is_meta
+    ]
     # Which of that is an error.
     problems = []
+    if without_memory:
+        problems.append(
+            _listing("on the meta device (call to_empty first)", without_memory)
+        )
     if strict and missing:
         problems.append(_listing("not in the checkpoint", missing))
     if strict and unexpected:

@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.torch_facts import local_part
 
+_SMALL_BYTES = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedTensor:
@@ -126,7 +128,7 @@ class SmpSavePlanner(DefaultSavePlanner):
             items = [item for item in plan.items if item.index.fqn not in aliases]
             kept.append(dataclasses.replace(plan, items=items))
         # DCP's own plan now deals out the slices that several ranks hold.
-        plans, metadata = super().create_global_plan(_one_chunk_when_empty(kept))
+        plans, metadata = super().create_global_plan(_small_ones_of_one_rank(kept))
         self.metadata = dataclasses.replace(metadata, planner_data=aliases)
         return plans, self.metadata
 
@@ -139,15 +141,23 @@ def _carries_data(item: WriteItem) -> bool:
     return data.chunk.sizes.numel() > 0 or data.size.numel() == 0
 
 
-def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
-    """Keep one write item for each tensor without elements."""
+def _small_ones_of_one_rank(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave unsharded tensors that are small, and those without elements, to the first
+    rank that has them.
+
+    Where ranks differ in what should be the same (counters, sums of a metric), values
+    that belong together are then of one rank, as all that is no tensor. Writing them
+    takes no time that sharing would save.
+    """
     seen: set[str] = set()
     result = []
     for plan in plans:
         items = []
         for item in plan.items:
-            assert item.tensor_data is not None
-            if item.tensor_data.size.numel() == 0:
+            data = item.tensor_data
+            assert data is not None and data.chunk is not None
+            size = data.size.numel() * data.properties.dtype.itemsize
+            if size == 0 or (size < _SMALL_BYTES and data.chunk.sizes == data.size):
                 if item.index.fqn in seen:
                     continue
                 seen.add(item.index.fqn)

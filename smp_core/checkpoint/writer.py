@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from smp_core.checkpoint.coverage import is_covered
 from smp_core.checkpoint.folders.addresses import open_transaction
 from smp_core.checkpoint.folders.file_system import new_save_id
 from smp_core.checkpoint.folders.storage import BLOCK_BYTES, Transaction
@@ -86,9 +87,10 @@ def save_checkpoint(
     Args:
         path: the folder to make: a local path or an fsspec address (``s3://...``).
         state: nested dicts, lists and tuples. Tensors may be DTensors (sharded over any
-            mesh, replicas included), or plain tensors that are the same on every rank;
-            the rest may be anything that ``torch.load(weights_only=True)`` would read,
-            and is taken from rank 0.
+            mesh, replicas included), or plain tensors that are the same on every rank
+            (where they differ, those below 1 MiB are rank 0's); the rest may be
+            anything that ``torch.load(weights_only=True)`` would read, and is taken
+            from rank 0.
         process_group: the ranks that save together; None: all. It needs a CPU or CUDA
             backend.
         metadata: JSON-able facts for the manifest; ``step`` (int) and ``module_prefix``
@@ -347,6 +349,12 @@ class SmpStorageWriter(StorageWriter):
             files[chunk.file], blocks[chunk.file] = record, digests
             chunks.setdefault(result.index.fqn, []).append(chunk)
         index = _index(metadata, chunks, self.staged.paths)
+        for name, record in index.tensors.items():
+            if not is_covered(record):
+                raise CheckpointError(
+                    f"{name} of shape {list(record.shape)} is not all on the ranks that save it: save over all ranks "
+                    "of its mesh (process_group=None), and bring it on each of them"
+                )
         self._commit(
             dataclasses.replace(index, blocks=blocks, block_bytes=BLOCK_BYTES), files
         )

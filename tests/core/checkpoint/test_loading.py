@@ -440,3 +440,17 @@ def test_groups_of_other_parameters_do_not_take_each_other_s_values(
     ):
         load_named_optimizer_state(tmp_path / "a", ("optimizer",), model, swapped)
     assert [group["weight_decay"] for group in swapped.param_groups] == [0.0, 0.1]
+
+
+def load_into_meta(path: str) -> str:
+    weights = {name: tensor.to("meta") for name, tensor in zeros().items()}
+    try:
+        load_checkpoint(path, {"state_dict": weights})
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_tensors_without_memory_are_not_taken_for_loaded(saved: Path) -> None:
+    for message in (load_into_meta(str(saved)), *run_ranks(load_into_meta, 2, saved)):
+        assert "on the meta device (call to_empty first): state_dict." in message

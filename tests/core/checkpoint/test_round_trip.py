@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from smp_core.checkpoint import (
+    CheckpointError,
     full_state_dict,
     load_checkpoint,
     read_index,
@@ -99,3 +101,39 @@ def test_conjugate_and_negative_views_keep_their_values(tmp_path: Path) -> None:
         assert torch.equal(found[f"state_dict.{name}"], view), name
         assert torch.equal(whole[name], view), name
         assert torch.equal(loaded[name], view), name
+
+
+def save_what_differs(path: str) -> Any:
+    """Ranks with values of their own in plain tensors, as sums of a metric."""
+    rank = float(dist.get_rank())
+    sizes = range(1, 40)
+    state = {f"sum {size}": torch.full((size,), rank) for size in sizes}
+    state["other shape"] = torch.full((2 + dist.get_rank(),), rank)
+    save_checkpoint(path, {"metrics": state, "rank": rank})
+    return None
+
+
+def test_values_that_differ_by_rank_are_all_of_rank_0(tmp_path: Path) -> None:
+    run_ranks(save_what_differs, 2, str(tmp_path / "a"))
+    assert read_rest(tmp_path / "a")["rank"] == 0.0
+    for name, value in read_tensors(tmp_path / "a").items():
+        assert torch.equal(value, torch.zeros_like(value)), name
+
+
+def save_a_part(path: str) -> str:
+    state = sharded_state(2, seed=1)
+    alone = dist.new_group([0])
+    try:
+        if dist.get_rank() == 0:
+            save_checkpoint(path, state, process_group=alone)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def test_a_tensor_that_is_not_all_there_is_not_saved(tmp_path: Path) -> None:
+    message, _ = run_ranks(save_a_part, 2, str(tmp_path / "a"))
+    assert "is not all on the ranks that save it: save over all ranks" in message
+    assert list(tmp_path.iterdir()) == []
