@@ -35,7 +35,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -43,11 +42,9 @@ import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import PartialState
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,9 +69,15 @@ from accelerate_smp.gradients import GradientsAccelerator
 from accelerate_smp.handle import attach, parallel_of
 from accelerate_smp.memory import StatesInMemoryAccelerator
 from accelerate_smp.parallelism import SmpParallelism
+from accelerate_smp.processes import (
+    check_backend,
+    must_say_cpu,
+    other_launch,
+    require_all_ranks,
+)
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
-from smp_core.cluster import DATA, LaunchEnvironment, SmpMesh, launch_environment
+from smp_core.cluster import DATA, SmpMesh
 from smp_core.config import DEFAULTS, SmpConfig
 from smp_core.context_parallel import BatchLayout
 from smp_core.engine import ParallelModel, missed, smallest_layout
@@ -199,12 +202,12 @@ class SmpAccelerator(
         self._prepared_together: list[Optimizer] = []
         self._watch: RankWatch | None = None
         # Before Accelerate's own state is made, which every later accelerator shares.
-        launch = _other_launch()
-        if _must_say_cpu():
+        launch = other_launch()
+        if must_say_cpu():
             arguments["cpu"] = True
         if not smp:
             super().__init__(**arguments)
-            _require_all_ranks(launch, self.num_processes)
+            require_all_ranks(launch, self.num_processes)
             return
 
         # The knobs; Accelerate's own options for sharding become knobs.
@@ -229,7 +232,7 @@ class SmpAccelerator(
         with engines_off():
             super().__init__(**arguments)
         refuse_engine_in_effect(self.distributed_type)
-        _require_all_ranks(launch, self.num_processes)
+        require_all_ranks(launch, self.num_processes)
         check_world(parallelism, self.num_processes)
 
         self._sizes = parallelism
@@ -247,7 +250,7 @@ class SmpAccelerator(
         """Discover the topology, watch the ranks, and make the mesh unless its degrees
         wait for the model."""
         if self.use_distributed and dist.is_initialized():
-            _check_backend(self.device, self.init_handler)
+            check_backend(self.device, self.init_handler)
             self._topology = Topology.discover()
             self._watch = watch_ranks()
             # A degree or a plan that depends on the model's size waits for the first
@@ -559,59 +562,6 @@ class SmpAccelerator(
         super().end_training()
 
 
-def _other_launch() -> LaunchEnvironment | None:
-    """Return the launch by srun, mpirun or SageMaker that this process is of, and tell
-    Accelerate of it, which reads torchrun's variables; None: there is none.
-
-    Accelerate would take each of the processes for one by itself.
-    """
-    if "RANK" in os.environ or dist.is_initialized():
-        return None
-    launch = launch_environment()
-    if launch.world_size == 1:
-        return None
-    # Afterwards it is too late: Accelerate reads them once (see `_require_all_ranks`).
-    if PartialState._shared_state == {}:
-        os.environ.update(
-            RANK=str(launch.rank),
-            WORLD_SIZE=str(launch.world_size),
-            LOCAL_RANK=str(launch.local_rank),
-            MASTER_ADDR=launch.master_addr,
-            MASTER_PORT=str(launch.master_port),
-        )
-        if launch.local_world_size is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = str(launch.local_world_size)
-    return launch
-
-
-def _require_all_ranks(launch: LaunchEnvironment | None, ranks: int) -> None:
-    """Refuse to train alone in a process of several.
-
-    Raises:
-        ValueError: with the launcher, and what to type.
-    """
-    if launch is not None and launch.world_size != ranks:
-        raise ValueError(
-            f"{launch.kind} has started {launch.world_size} processes, and Accelerate has taken this one for {ranks}: "
-            "it knows torchrun's variables, and has read them before (TrainingArguments does). Start with torchrun or "
-            "accelerate-smp launch, or write SmpAccelerator() in front of what reads them"
-        )
-
-
-def _must_say_cpu() -> bool:
-    """Return whether Accelerate has to be told ``cpu=True``.
-
-    Accelerate takes a CPU process for a single one unless it is told, even under
-    torchrun. Its ``_shared_state`` is the only sign that no state has been made yet.
-    """
-    launched = int(os.environ.get("LOCAL_RANK", -1)) != -1
-    return (
-        launched
-        and not torch.accelerator.is_available()
-        and PartialState._shared_state == {}
-    )
-
-
 def _refuse_hook(asked: DistributedDataParallelKwargs) -> None:
     """Refuse a hook of DDP that would send gradients in fewer bits."""
     for name in ("comm_hook", "comm_wrapper"):
@@ -621,23 +571,6 @@ def _refuse_hook(asked: DistributedDataParallelKwargs) -> None:
                 f"DistributedDataParallelKwargs({name}={hook}): nothing is wrapped in DDP; leave it out, and write "
                 "compression={'reduce': 'bf16'} or {'reduce': 'int8'}"
             )
-
-
-def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -> None:
-    """Refuse a process group that cannot send from the device."""
-    backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
-    if f"{device.type}:" not in backends:
-        raise ValueError(
-            f"the process group's backend {backends!r} sends nothing from {device.type}; allowed there: 'gloo', 'mpi'; "
-            "write init_process_group('gloo'), or leave it to SmpAccelerator"
-        )
-    # InitProcessGroupKwargs says nccl also where only a timeout was asked.
-    if asked is not None and asked.backend == "nccl" and "nccl" not in backends:
-        logger.info(
-            "InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s",
-            device.type,
-            backends,
-        )
 
 
 _prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()

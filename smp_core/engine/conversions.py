@@ -17,7 +17,7 @@ knows the order of all conversions, but for pre-sharded models
     hooks
 9.  compile_blocks: what a block computes by now, so that gathers stay outside of its
     graph
-10. _stand_around_blocks: tokens that tensor ranks share, split and joined outside of
+10. stand_around_blocks: tokens that tensor ranks share, split and joined outside of
     what is recomputed
 11. lay_out_contiguously: shards are stretches of a parameter's rows
 12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just
@@ -321,7 +321,7 @@ def _convert_layers(
     if knobs.compile is not None:
         compile_blocks(model, plan)
     if tensor is not None:
-        _stand_around_blocks(tensor, plan)
+        tensor.stand_around_blocks(in_stages=plan.stages is not None)
     return _Layers(fp8, fp8_region, tensor, context, routers, saved, shown, played)
 
 
@@ -556,10 +556,6 @@ def _split_layers(
     # with weights that differ.
     traffic.gather_exactly(split.whole)
     return split
-
-
-def _stand_around_blocks(tensor: SplitModel, plan: Plan) -> None:
-    tensor.stand_around_blocks(in_stages=plan.stages is not None)
 
 
 def _to_fp8(
