@@ -35,6 +35,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
