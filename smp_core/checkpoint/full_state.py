@@ -163,6 +163,11 @@ def _write(
 def check_free(target: Path, overwrite: bool, source: str | os.PathLike[str]) -> None:
     """Refuse a path that holds something, unless it may be overwritten, and one around
     the source, which would go with it. An empty folder is free."""
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if os.path.lexists(target) and not is_empty_folder and not overwrite:
+        raise CheckpointError(
+            f"{target} exists already; choose another path or pass overwrite=True (--overwrite)"
+        )
     if not is_address(source):
         inside = Path(local_path(source)).resolve()
         if target.resolve() in (inside, *inside.parents):
@@ -170,11 +175,6 @@ def check_free(target: Path, overwrite: bool, source: str | os.PathLike[str]) ->
                 f"{target} is or holds the checkpoint that is read, {os.fspath(source)}, which would be lost; choose "
                 "another path"
             )
-    is_empty_folder = target.is_dir() and not any(target.iterdir())
-    if os.path.lexists(target) and not is_empty_folder and not overwrite:
-        raise CheckpointError(
-            f"{target} exists already; choose another path or pass overwrite=True (--overwrite)"
-        )
 
 
 def _format(output_format: str, target: Path) -> str:
