@@ -330,8 +330,8 @@ class Trial:
         """Warn of losses that modules keep where their mean over ranks is another: a
         step may add them to its loss, or only look at them. Collective."""
         for place in sorted(part.kept.keys() & whole.kept.keys() & off.kept.keys()):
-            numbers = [ran.kept[place] for ran in (part, whole, off)]
-            text = self._of_numbers(*numbers, rounding, active)
+            mine, theirs, near = (ran.kept[place] for ran in (part, whole, off))
+            text = self._of_numbers(mine, theirs, near, rounding, active)
             if text is not None:
                 logger.warning(
                     "context_parallel_degree=%d: %s, which forward keeps, %s; a loss that it is added to is not that "

@@ -20,7 +20,12 @@ from smp_core.engine.conversions import (
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.expert_parallel import deal_experts
 from smp_core.plan import GivenSharding, Plan
-from smp_core.sharding import NativeWindow, ReplacedParameters, change_this_process
+from smp_core.sharding import (
+    NativeWindow,
+    ReplacedParameters,
+    change_this_process,
+    require_plain_lookups,
+)
 from smp_core.sharding.fsdp import (
     Calls,
     adopt_units,
@@ -57,6 +62,7 @@ def adopt_sharded_model(
     knobs = plan.knobs
     # Phase 1: what the model computes, in the order of parallelize_model().
     change_this_process(mesh)
+    require_plain_lookups(model, mesh)
     replaced = ReplacedParameters(model)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)

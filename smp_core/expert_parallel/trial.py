@@ -41,13 +41,12 @@ _FORM = (
 
 
 @torch.no_grad()
-def try_experts(module: Any, name: str, degree: int, with_experts: WithExperts) -> None:
-    """Compare the forward of a module that holds all experts with that of its parts.
-    Random states, buffers and attributes stay as they were.
-
-    Raises:
-        ValueError: they differ, or the forward writes into buffers.
-    """
+def try_experts(
+    module: Any, name: str, degree: int, with_experts: WithExperts
+) -> str | None:
+    """Compare the forward of a module that holds all experts with that of its parts;
+    say how they differ, or that the forward writes into buffers. Random states, buffers
+    and attributes stay as they were."""
     example = next(module.parameters())
     forward = type(module).forward
     local = module.num_experts // degree

@@ -60,7 +60,13 @@ class TiedGradients:
         before = [each.grad for each in stepped]
         for each in stepped:
             each.grad = None
-        yield
+        try:
+            yield
+        except BaseException:
+            # Nothing is added up, and what was there before is not lost.
+            for each, earlier in zip(stepped, before, strict=True):
+                each.grad = earlier
+            raise
         # Added up and put in place, then what was there before is added again.
         for parameter, each, earlier in zip(
             self._parameters, stepped, before, strict=True

@@ -112,7 +112,8 @@ def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
         ValueError: as of :func:`require_plain_batch_norms`.
     """
     require_plain_batch_norms(module)
-    for each in module.modules():
+    for found in module.modules():
+        each: Any = found
         if isinstance(each, _BatchNorm):
             # The ranks that a user chose for torch's own stay the ones.
             if isinstance(each, nn.SyncBatchNorm):

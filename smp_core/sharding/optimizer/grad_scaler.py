@@ -108,7 +108,7 @@ def _become_sharded(scaler: Any, homes: Homes) -> None:
     Raises:
         ValueError: it unscales in a way of its own, which cannot find the gradients.
     """
-    kind = type(scaler)
+    kind: Any = type(scaler)
     if not isinstance(scaler, ShardedGradScaler):
         # FSDP's own scaler, say, goes through the groups by itself.
         if kind._unscale_grads_ is not torch.amp.GradScaler._unscale_grads_:

@@ -72,7 +72,7 @@ def say_of_callers(frame: FrameType | None, *, in_stages: bool = False) -> None:
 
 
 @functools.cache
-def say_states_are_parts() -> None:
+def say_of_states() -> None:
     """Warn, once, of code that takes a parameter's state from an optimizer, where that
     is of this rank's part."""
     if is_rank_0():

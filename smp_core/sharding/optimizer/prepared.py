@@ -41,10 +41,7 @@ from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.gradient_readers import (
-    say_of_callers,
-    say_states_are_parts,
-)
+from smp_core.sharding.optimizer.gradient_readers import say_of_callers, say_of_states
 from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
 from smp_core.sharding.optimizer.kinds import (
     derive,
@@ -478,7 +475,7 @@ class _States(defaultdict[Any, Any]):
         if isinstance(parameter, Tensor):
             (stepped,) = self._stepped([parameter])
             if stepped is not parameter:
-                say_states_are_parts()
+                say_of_states()
                 return self[stepped]
         return super().__missing__(parameter)
 
@@ -552,8 +549,11 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     # apart.
     kind: Any = type(optimizer)
     optimizer.__class__ = _prepared(kind)
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
+    before = optimizer.register_step_pre_hook(_before_step)
+    after = optimizer.register_step_post_hook(_after_step)
+    # Hooks that the user registered before see complete gradients, and new weights.
+    for handle in (before, after):
+        handle.hooks_dict_ref().move_to_end(handle.id, last=False)
     return True
 
 

@@ -18,6 +18,7 @@ from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
+from smp_core.pipeline import TiedGradients
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.gradients.divergence import RanksDiverged
 from smp_core.sharding.optimizer.kinds import register_tensorwise
@@ -253,3 +254,13 @@ def test_ranks_of_one_stage_that_go_apart_stop_all_stages() -> None:
         in last
     )
     assert "rank 2: all_gather of 'blocks.6'" in evaluated and "rank 0" not in evaluated
+
+
+def test_an_end_of_a_window_that_fails_loses_no_earlier_gradients() -> None:
+    tied = nn.Parameter(torch.ones(2))
+    tied.grad = torch.full((2,), 3.0)
+    earlier: Any = TiedGradients([tied], None, None, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="lost"), earlier.added_up():
+        tied.grad = torch.zeros(2)
+        raise RuntimeError("a rank was lost")
+    assert torch.equal(tied.grad, torch.full((2,), 3.0))

@@ -321,3 +321,47 @@ def test_a_line_search_decides_by_the_loss_of_all_ranks() -> None:
     for returned, found in run_ranks(sharded_line_search, WORLD):
         assert returned == pytest.approx(expected, rel=0, abs=1e-9)
         assert difference(found, weights(model)) <= 1e-9
+
+
+def hooks_of_before() -> list[str]:
+    """Of an optimizer that has hooks when it is prepared: gradients are edited before
+    its step, weights are averaged behind it. No micro-batch is announced as the last
+    one."""
+
+    def averaged(knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        shown: dict[str, Any] = {"model": model}
+        average = {name: torch.zeros_like(w) for name, w in weights(model).items()}
+
+        def halve(stepped: torch.optim.Optimizer, *_: Any) -> None:
+            for parameter in stepped.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+        def follow(*_: Any) -> None:
+            for name, value in weights(shown["model"]).items():
+                average[name].lerp_(value, 0.5)
+
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(follow)
+        if knobs is None:
+            train(model, optimizer, range(WORLD))
+            return {**average, "model": model.head.weight.detach()}
+        parallel = parallel_model(model, units=["Sequential"], **knobs)
+        parallel.prepare_optimizer(optimizer)
+        shown["model"] = parallel.module
+        with parallel.window.accumulate():
+            train(parallel.module, optimizer, own_batch(parallel))
+        return {**average, "model": weights(parallel.module)["head.weight"]}
+
+    expected, wrong = averaged(None), []
+    for knobs in LAYOUTS:
+        apart = difference(averaged(knobs), expected)
+        if not apart <= 1e-12:
+            wrong.append(f"{knobs}: {apart}")
+    return wrong
+
+
+def test_hooks_that_an_optimizer_had_before_see_what_they_see_in_one_process() -> None:
+    assert run_ranks(hooks_of_before, WORLD) == [[]] * WORLD
