@@ -112,13 +112,13 @@ def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
         ValueError: as of :func:`require_plain_batch_norms`.
     """
     require_plain_batch_norms(module)
-    for found in module.modules():
-        each: Any = found
+    for each in module.modules():
         if isinstance(each, _BatchNorm):
+            becoming: Any = each
             # The ranks that a user chose for torch's own stay the ones.
             if isinstance(each, nn.SyncBatchNorm):
-                each.group = each.process_group
-            each.__class__ = CpuSyncBatchNorm
+                becoming.group = each.process_group
+            becoming.__class__ = CpuSyncBatchNorm
     return module
 
 
