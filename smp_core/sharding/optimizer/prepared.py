@@ -552,9 +552,9 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     before = optimizer.register_step_pre_hook(_before_step)
     after = optimizer.register_step_post_hook(_after_step)
     # Hooks that the user registered before see complete gradients, and new weights.
-    for hook in (before, after):
-        hooks: Any = hook.hooks_dict_ref()
-        hooks.move_to_end(hook.id, last=False)
+    for registered in (before, after):
+        hooks: Any = registered.hooks_dict_ref()
+        hooks.move_to_end(registered.id, last=False)
     return True
 
 
