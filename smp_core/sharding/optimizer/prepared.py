@@ -549,10 +549,12 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     # apart.
     kind: Any = type(optimizer)
     optimizer.__class__ = _prepared(kind)
-    before = optimizer.register_step_pre_hook(_before_step)
-    after = optimizer.register_step_post_hook(_after_step)
+    own = [
+        optimizer.register_step_pre_hook(_before_step),
+        optimizer.register_step_post_hook(_after_step),
+    ]
     # Hooks that the user registered before see complete gradients, and new weights.
-    for registered in (before, after):
+    for registered in own:
         hooks: Any = registered.hooks_dict_ref()
         hooks.move_to_end(registered.id, last=False)
     return True
