@@ -116,7 +116,7 @@ def sync_batch_norm_on_cpu(module: nn.Module) -> nn.Module:
         if isinstance(each, _BatchNorm):
             # The ranks that a user chose for torch's own stay the ones.
             if isinstance(each, nn.SyncBatchNorm):
-                each.group = each.process_group
+                vars(each)["group"] = each.process_group
             each.__class__ = CpuSyncBatchNorm
     return module
 
