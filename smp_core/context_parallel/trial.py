@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
 from smp_core.context_parallel.key_value_exchange import ContextGroup
@@ -303,6 +304,12 @@ class Trial:
             getattr(getattr(each, "config", 0), "output_router_logits", False)
             for each in names
         )
+        # Numbers for samples or for a whole layer have to be the same on all ranks.
+        for_samples = [
+            a for a, b in zip(part.drawn, whole.drawn, strict=False) if a == b
+        ]
+        if other := self._other_states(for_samples):
+            return other
         if not counts_alone:
             self._warn_of_kept(part, whole, off, rounding, active)
         found = None
@@ -323,6 +330,26 @@ class Trial:
                 and f"{name} {text}{_first_seen(part, whole, sample, rounding, names)}"
             )
         return found
+
+    def _other_states(self, shapes: list[tuple[int, ...]]) -> str | None:
+        """Return in words that ranks would draw other numbers where they share samples.
+        Collective."""
+        states = [torch.get_rng_state()]
+        if torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator()
+            assert device is not None
+            states.append(torch.get_device_module(device).get_rng_state())
+        own = [xxhash.xxh3_64_hexdigest(state.numpy().tobytes()) for state in states]
+        told = self._of_all(
+            " ".join(own) if shapes else None, self._group.process_group
+        )
+        if len(set(filter(None, told))) < 2:
+            return None
+        return (
+            f"it draws random numbers of {list(shapes[0]) if shapes else 'one shape'} for samples or layers that ranks "
+            "share, whose random states differ: seed them alike, with torch.manual_seed(seed + mesh.data_rank) or one "
+            "seed for all"
+        )
 
     def _warn_of_kept(
         self, part: Ran, whole: Ran, off: Ran, rounding: float, active: SplitBatch

@@ -62,12 +62,14 @@ class Ran:
         seen: (module, [tokens, 2]) of each call of a module inside: mean and deviation
             of what it gave for a token.
         kept: numbers that modules keep in attributes and lists, by their places.
+        drawn: the shapes of random tensors, in their order.
         rounding: the largest rounding error of a dtype that any of them returned.
     """
 
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)
     seen: list[tuple[nn.Module, Tensor | None]] = field(default_factory=list)
     kept: dict[str, Tensor] = field(default_factory=dict)
+    drawn: list[tuple[int, ...]] = field(default_factory=list)
     rounding: float = 0.0
 
 
@@ -120,7 +122,11 @@ def run(
     state, devices = random.getstate(), _accelerators()
     try:
         random.seed(0)
-        with torch.random.fork_rng(devices), enabled(active), _WithoutRandomness():
+        with (
+            torch.random.fork_rng(devices),
+            enabled(active),
+            _WithoutRandomness(ran.drawn),
+        ):
             ran.outputs = list(tensors_of(forward(*args, **kwargs)))
         for place, _, tensor in kept.found():
             if tensor.numel() == 1 and tensor.is_floating_point():
@@ -183,7 +189,15 @@ def _accelerators() -> list[int]:
 
 class _WithoutRandomness(TorchFunctionMode):
     """Drops nothing, and draws constants: tensors of other sizes would get other
-    numbers."""
+    numbers.
+
+    Args:
+        drawn: is given the shapes of what is drawn.
+    """
+
+    def __init__(self, drawn: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._drawn = drawn
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -193,6 +207,7 @@ class _WithoutRandomness(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         result = func(*args, **kwargs)
         if name in _GENERATORS and isinstance(result, Tensor):
+            self._drawn.append(tuple(result.shape))
             result.fill_(0.5 if result.is_floating_point() else 0)
         return result
 

@@ -182,6 +182,36 @@ def test_what_stands_behind_a_gate_of_zeros_is_tried() -> None:
         assert not is_open
 
 
+class Skips(OwnModel):
+    """Leaves out samples at random."""
+
+    def forward(self, *args: Any) -> Any:
+        logits = super().forward(*args)
+        return logits * (torch.rand(len(logits), 1, 1) < 0.5)
+
+
+def skipping(alike: bool) -> str:
+    parallel = parallelize(
+        Skips(Case(("causal",), "logits")).double(), SmpConfig(**LAYOUTS[0])
+    )
+    assert parallel.context is not None
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    torch.manual_seed(0 if alike else dist.get_rank())
+    try:
+        split = parallel.context.split((tokens, tokens))
+        with enabled(split):
+            parallel.module(*split.batch)
+    except ValueError as error:
+        return str(error)
+    return "exact"
+
+
+def test_draws_for_samples_need_ranks_that_are_seeded_alike() -> None:
+    assert run_ranks(skipping, 4, True, ranks_per_node=2) == ["exact"] * 4
+    for text in run_ranks(skipping, 4, False, ranks_per_node=2):
+        assert "it draws random numbers of [2, 1, 1] for samples" in text
+
+
 @contextlib.contextmanager
 def warnings_of_smp() -> Iterator[list[str]]:
     said: list[str] = []
