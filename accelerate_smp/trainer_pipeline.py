@@ -55,7 +55,8 @@ class PipelinedTrainerMixin(_Base):
             scaled = counted or self.compute_loss_func is not None
         divisor = 1 if scaled else self.current_gradient_accumulation_steps
         compiles = self.args.torch_compile or bool(handle.config.compile)
-        can_see = scaled and not compiles and isinstance(num_items_in_batch, Tensor)
+        count = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
+        can_see = scaled and not compiles and count is not None
         # Trainer's training_step calls compute_loss once, and divides and goes backward
         # behind it: it gets a loss whose backward is over.
         own, shadowed = self.compute_loss, vars(self).get("compute_loss")
@@ -64,8 +65,8 @@ class PipelinedTrainerMixin(_Base):
             model: torch.nn.Module, inputs: dict[str, Any], **options: Any
         ) -> Any:
             of = functools.partial(own, model, **options)
-            if can_see and self._averages is None:
-                of = functools.partial(self._seeing_means, of, num_items_in_batch)
+            if can_see and self._averages is None and count is not None:
+                of = functools.partial(self._seeing_means, of, count)
             return self.accelerator.train_in_stages(
                 handle,
                 of,

@@ -6,9 +6,10 @@ are those of whole tensors (random_values.py), errors of others are explained
 (error_notes.py); and here:
 
 ``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of
-whole tensors, and ``p.tolist()`` has all of them: torch's ``DTensor.item()`` gives this rank's part of a result that is not
-added up yet; here it adds up first, over the ranks that hold the parameter together, as
-every other operation on such a result does; so they all have to ask.
+whole tensors, and ``p.tolist()`` has all of them: torch's ``DTensor.item()`` gives this
+rank's part of a result that is not added up yet; here it adds up first, over the ranks
+that hold the parameter together, as every other operation on such a result does; so
+they all have to ask.
 
 No shard is pickled in silence: `torch.save(model.state_dict())` on one rank would write
 that rank's part. Gathering it would need all ranks, and a script that saves calls
@@ -52,7 +53,7 @@ def _change_once() -> None:
     # What calls item() follows it: float, bool, int; lists of numbers are read
     # elsewhere.
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
-    DTensor.tolist = _tolist  # type: ignore[method-assign]
+    DTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
     # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part,
     # without messages.
     torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _is_any_true)
