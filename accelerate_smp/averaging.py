@@ -58,7 +58,7 @@ class SmpAveragingCallback(TrainerCallback):
 
     Raises:
         ValueError: an option is out of range; when training starts, a model that is not
-            sharded by SmpTrainer.
+            sharded by SmpTrainer, or ``take_at_end`` with ``load_best_model_at_end``.
     """
 
     def __init__(

@@ -173,7 +173,7 @@ class PipelinedAccelerator(Accelerator):
         batch: Any,
         divisor: float,
         *,
-        adds_up: bool = False,
+        adds_up: Callable[[], bool] = lambda: False,
         name: str = _NAME,
     ) -> Any:
         """Take a batch forward and backward. Collective over the stages.
@@ -181,8 +181,8 @@ class PipelinedAccelerator(Accelerator):
         Args:
             of: computes what a micro-batch returns.
             divisor: of the loss, in ``backward`` or before it.
-            adds_up: losses of micro-batches are parts of the batch's; False: it is
-                their mean.
+            adds_up: whether losses of micro-batches are parts of the batch's; it is
+                their mean otherwise. Asked on the last stage, behind ``of``.
 
         Returns:
             what the whole batch returned, on all ranks.
@@ -192,32 +192,36 @@ class PipelinedAccelerator(Accelerator):
         # Parts of the batch, each of which is split again where ranks share sequences.
         count = pipeline.micro_batches
         parts, within = self.split_micro_batches(split_batch(batch, count))
-        # Losses that Trainer has divided by all targets are added up; means are
-        # averaged.
-        weight = 1.0 if adds_up else 1.0 / count
-
         scaled = scale_in_stages(self.scaler)
 
         def loss_in(result: Any) -> Tensor:
             return loss_of(result, name)
 
+        # Losses that Trainer has divided by all targets are added up; means are
+        # averaged.
+        def weighted(result: Any) -> Tensor:
+            loss: Tensor = scaled(part_of_mean(loss_in(result)))
+            return loss if adds_up() else loss / count
+
+        def returned_by_all() -> Any:
+            mean = mean_of(results, name)
+            if adds_up():
+                loss_in(mean).mul_(count)
+            return mean
+
         with self._inside_step():
             calls = [functools.partial(of, part) for part in parts]
             results = pipeline.train(
                 calls,
-                lambda result: scaled(part_of_mean(loss_in(result))),
-                weight / divisor,
+                weighted,
+                1.0 / divisor,
                 batch,
                 within,
             )
         # What the last stage has comes to all: the mean over micro-batches, and over
         # ranks that share sequences.
-        returned = self.over_shared_sequences(
-            pipeline.share_made(lambda: mean_of(results, name))
-        )
+        returned = self.over_shared_sequences(pipeline.share_made(returned_by_all))
         loss = loss_in(returned)
-        if adds_up:
-            loss *= count
         # Backward will scale it, too.
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         # The gradient that arrives says by what the user has multiplied the loss, which

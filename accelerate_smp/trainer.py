@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -37,10 +36,10 @@ from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.callbacks import Fp8MonitorCallback, SmpMonitorCallback
 from accelerate_smp.full_weights import full_state
 from accelerate_smp.handle import parallel_of
+from accelerate_smp.loss_counts import ReadsValue
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
-from smp_core.checkpoint import iterate_tensors
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.engine import ParallelModel
@@ -68,9 +67,6 @@ class SmpTrainerMixin(
 
     accelerator: SmpAccelerator
     _came_sharded = False
-    _ignores_count: bool | None = None
-    """Whether the loss takes the count of targets and does not divide by it; None: not
-    seen yet."""
 
     def __init__(
         self,
@@ -250,19 +246,19 @@ class SmpTrainerMixin(
         if parallel is None or not self._can_see_use(parallel):
             yield
             return
-        with _ReadsValue(count) as reads:
+        with ReadsValue(count) as reads:
             yield
-        self._ignores_count = not reads.seen
+        ignores = not reads.seen
+        # The last stage computes the loss; a step tells the others behind it.
+        if parallel.pipeline is not None and not self._takes_micro_batches:
+            ignores = parallel.pipeline.share(ignores)
+        self._ignores_count = ignores
 
     def _can_see_use(self, parallel: ParallelModel) -> bool:
-        """Return whether the loss is computed here, as written: not compiled, nor over
-        stages or context ranks."""
+        """Return whether the loss is computed as written: not compiled, nor over
+        context ranks."""
         compiles = self.args.torch_compile or parallel.config.compile
-        return (
-            not compiles
-            and parallel.pipeline is None
-            and parallel.config.context_parallel_degree == 1
-        )
+        return not compiles and parallel.config.context_parallel_degree == 1
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._counting_ranks_once():
@@ -335,6 +331,13 @@ class SmpTrainerMixin(
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, with rank 0's BatchNorm statistics on every rank;
         no bytes count to a step."""
+        # Seq2SeqTrainer would keep the samples that loaders repeat, and every copy of
+        # those that ranks share.
+        if self.gather_function == self.accelerator.gather:
+            self.gather_function = functools.partial(
+                self.accelerator.gather_for_metrics,
+                use_gather_object=self.args.eval_use_gather_object,
+            )
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None:
             return super().evaluation_loop(*args, **kwargs)
@@ -417,44 +420,6 @@ def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
     finally:
         if sharding is not None:
             config.distributed_config = sharding  # type: ignore[union-attr]
-
-
-class _ReadsValue(TorchFunctionMode):
-    """Sees whether anything is computed with the value of a tensor; where it lies and
-    what it is does not count."""
-
-    _OTHER = frozenset(
-        (
-            "__get__",
-            "to",
-            "cpu",
-            "cuda",
-            "contiguous",
-            "clone",
-            "detach",
-            "size",
-            "dim",
-            "is_floating_point",
-        )
-    )
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self._copies = [tensor]
-        self.seen = False
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        # A copy of the count stands for the count; computing with either is use.
-        given = iterate_tensors([args, kwargs])
-        if any(tensor is copy for _, tensor in given for copy in self._copies):
-            if function.__name__ not in self._OTHER:
-                self.seen = True
-            elif isinstance(result, torch.Tensor):
-                self._copies.append(result)
-        return result
 
 
 class SmoothedLabels(LabelSmoother):

@@ -7,6 +7,7 @@ through all stages by itself.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import Trainer
 
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
+from accelerate_smp.loss_counts import ReadsValue
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -27,6 +29,12 @@ class PipelinedTrainerMixin(_Base):
 
     accelerator: SmpAccelerator
     _takes_micro_batches = False
+    _ignores_count: bool | None = None
+    """Whether a model's loss takes the count of targets and does not divide by it;
+    None: not seen yet."""
+    _averages: bool | None = None
+    """The same of what ``compute_loss`` returns, the user's own too."""
+    _told_stages = False
 
     def training_step(
         self,
@@ -46,6 +54,9 @@ class PipelinedTrainerMixin(_Base):
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
         divisor = 1 if scaled else self.current_gradient_accumulation_steps
+        compiles = self.args.torch_compile or bool(handle.config.compile)
+        count = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
+        can_see = scaled and not compiles and count is not None
         # Trainer's training_step calls compute_loss once, and divides and goes backward
         # behind it: it gets a loss whose backward is over.
         own, shadowed = self.compute_loss, vars(self).get("compute_loss")
@@ -53,12 +64,15 @@ class PipelinedTrainerMixin(_Base):
         def in_micro_batches(
             model: torch.nn.Module, inputs: dict[str, Any], **options: Any
         ) -> Any:
+            of = functools.partial(own, model, **options)
+            if can_see and self._averages is None and count is not None:
+                of = functools.partial(self._seeing_means, of, count)
             return self.accelerator.train_in_stages(
                 handle,
-                functools.partial(own, model, **options),
+                of,
                 inputs,
                 divisor * self.accelerator.gradient_accumulation_steps,
-                adds_up=scaled,
+                adds_up=lambda: scaled and not self._averages,
                 name="compute_loss",
             )
 
@@ -66,9 +80,27 @@ class PipelinedTrainerMixin(_Base):
         vars(self)["compute_loss"] = in_micro_batches
         self._takes_micro_batches = True
         try:
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._takes_micro_batches = False
             del vars(self)["compute_loss"]
             if shadowed is not None:
                 vars(self)["compute_loss"] = shadowed
+        # The last stage has seen the loss; evaluations ask on all of them.
+        if can_see and not self._told_stages:
+            seen = (self._averages, self._ignores_count)
+            self._averages, self._ignores_count = handle.pipeline.share(seen)
+            self._told_stages = True
+        return loss
+
+    def _seeing_means(
+        self, compute_loss: Callable[..., Any], count: Tensor, inputs: dict[str, Any]
+    ) -> Any:
+        """Compute a micro-batch's loss, and find out, the first time, whether it is
+        divided by the count of the whole step's targets."""
+        if self._averages is not None:
+            return compute_loss(inputs)
+        with ReadsValue(count) as reads:
+            result = compute_loss(inputs)
+        self._averages = not reads.seen
+        return result

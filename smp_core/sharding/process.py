@@ -56,7 +56,7 @@ def _change_once() -> None:
     # What calls item() follows it: float, bool, int; lists of numbers are read
     # elsewhere.
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
-    DTensor.tolist = _tolist  # type: ignore[method-assign, assignment]
+    DTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
     # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part,
     # without messages.
     torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _is_any_true)

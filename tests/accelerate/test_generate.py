@@ -3,6 +3,7 @@ the others' sequences are."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+from accelerate_smp import SmpTrainerMixin
 from tests.accelerate.running import fresh_accelerator
 from tests.harness import run_ranks
 
@@ -95,3 +99,39 @@ def test_each_rank_generates_what_one_process_would(kind: str) -> None:
     assert len({len(ours[0]) for ours, _, _ in results}) == 2, (
         "the ranks' sequences are of different lengths"
     )
+
+
+class Ours(SmpTrainerMixin, Seq2SeqTrainer):
+    pass
+
+
+def predicted(folder: Path, knobs: dict[str, Any] | None) -> list[list[int]]:
+    """What Seq2SeqTrainer generates for five samples, of which no two ranks have as
+    many."""
+    torch.manual_seed(0)
+    model = encoder_decoder()
+    rows = [
+        {"input_ids": torch.arange(3, 9) + number, "labels": torch.arange(5, 10)}
+        for number in range(5)
+    ]
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(folder),
+        per_device_eval_batch_size=2,
+        predict_with_generate=True,
+        generation_max_length=6,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer: Any = (
+        Seq2SeqTrainer(model, arguments)
+        if knobs is None
+        else Ours(model, arguments, smp_config=knobs)
+    )
+    return trainer.predict(rows).predictions.tolist()
+
+
+def test_seq2seq_trainer_predicts_each_sample_once(tmp_path: Path) -> None:
+    """Its own gather kept those that loaders had repeated."""
+    expected = predicted(tmp_path, None)
+    assert run_ranks(predicted, 2, tmp_path, {"shard_degree": 2}) == [expected] * 2

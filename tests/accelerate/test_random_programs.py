@@ -128,6 +128,23 @@ CASES = [
         micro_batches=2,
         samples=32,
     ),
+    # A mean over each micro-batch was taken for a part of the batch's loss, because the
+    # model takes the count of targets, which it does not divide by.
+    program(
+        14,
+        model="bert",
+        knobs={**programs.SHARED["pipeline"], "shard_degree": 1},
+        batch=8,
+        script=["train", "evaluate"],
+    ),
+    program(
+        15,
+        model="bert",
+        world=4,
+        knobs={**programs.SHARED["pipeline"], "shard_degree": 2},
+        batch=8,
+        script=["evaluate", "train", "evaluate"],
+    ),
 ]
 
 
@@ -175,7 +192,7 @@ LOOPS = [
 
 
 def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
-    cases = [CASES[1], CASES[5], CASES[7]]
+    cases = [CASES[1], CASES[5], CASES[7], CASES[-2]]
     check_programs(cases, tmp_path, right=len(cases))
     check_loops([LOOPS[0], LOOPS[3], LOOPS[5]], tmp_path, right=3)
 

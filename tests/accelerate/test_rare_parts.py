@@ -1,0 +1,94 @@
+"""Adapters of PEFT's kinds, and callbacks that change what is trained, as in one
+process.
+
+float64: weights to 1e-9.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainingArguments
+
+from accelerate_smp import SmpTrainer
+from tests.accelerate.program_parts import make_model, make_rows, padding
+from tests.accelerate.rare_parts import ADAPTERS, CALLBACKS, with_adapter
+from tests.accelerate.trainers import whole_weights
+from tests.harness import run_ranks
+
+pytest.importorskip("peft")
+
+# A model with prompts of its own cannot be saved from shards.
+KINDS = [kind for kind in ADAPTERS if kind not in ("prompt", "prefix")]
+Weights = dict[str, torch.Tensor]
+
+
+def trained(
+    folder: Path,
+    adapter: str | None,
+    callback: str | None,
+    knobs: dict[str, Any] | None,
+) -> Weights:
+    """What is trained, after three steps of Trainer."""
+    ranks = 1 if knobs is None else dist.get_world_size()
+    # Weights of other ranks than the first differ before they are sharded.
+    rank = 0 if knobs is None else dist.get_rank()
+    model = make_model("llama", 5 + rank)
+    if adapter is not None:
+        model = with_adapter(model, adapter)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4 // ranks,
+        max_steps=3,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    options: dict[str, Any] = {
+        "model": model,
+        "args": arguments,
+        "train_dataset": make_rows("llama", 16, "fixed", 1),
+        "data_collator": padding,
+        "callbacks": [] if callback is None else [CALLBACKS[callback](None)],
+    }
+    trainer: Trainer = (
+        Trainer(**options) if knobs is None else SmpTrainer(**options, smp_config=knobs)
+    )
+    trainer.train()
+    return whole_weights(trainer.model)
+
+
+def all_trained(
+    folder: Path,
+    parts: list[tuple[str | None, str | None]],
+    knobs: dict[str, Any] | None,
+) -> list[Weights]:
+    return [trained(folder, *part, knobs) for part in parts]
+
+
+def check(folder: Path, parts: list[tuple[str | None, str | None]]) -> None:
+    expected = all_trained(folder, parts, None)
+    for seen in run_ranks(all_trained, 2, folder, parts, {"shard_degree": 2}):
+        for part, ours, theirs in zip(parts, seen, expected, strict=True):
+            assert ours.keys() == theirs.keys(), part
+            for name, value in theirs.items():
+                assert torch.allclose(ours[name], value, rtol=0, atol=1e-9), (
+                    part,
+                    name,
+                )
+
+
+def test_some_rare_parts_are_as_in_one_process(tmp_path: Path) -> None:
+    check(tmp_path, [("dora", "freezes"), ("of embeddings", None), (None, "keeps")])
+
+
+@pytest.mark.slow
+def test_rare_parts_are_as_in_one_process(tmp_path: Path) -> None:
+    kinds: list[tuple[str | None, str | None]] = [(kind, None) for kind in KINDS]
+    check(tmp_path, [*kinds, *((None, name) for name in CALLBACKS)])
