@@ -3,11 +3,11 @@ teacher, a target network that was copied before its model was sharded, a distan
 first weights, a term of the loss that is made of parameters.
 
 torch refuses them ("got mixed torch.Tensor and DTensor"), and weights that tensor ranks
-split beside those that they do not, which are on other meshes. Here a sharded operand is
-gathered, and the result is a plain tensor, as one process has it; what is written into
-a sharded tensor is this rank's part of an unsharded one, without messages. All ranks
-have to take part, as in every use of a DTensor. Each operation costs a gather: a copy
-that is made after sharding needs none.
+split beside those that they do not, which are on other meshes. Here a sharded operand
+is gathered, and the result is a plain tensor, as one process has it; what is written
+into a sharded tensor is this rank's part of an unsharded one, without messages. All
+ranks have to take part, as in every use of a DTensor. Each operation costs a gather: a
+copy that is made after sharding needs none.
 
 A gradient comes back to the sharded operand as the mean over the ranks whose gradients
 are averaged, because a rank has that of its own part of the batch.
