@@ -2,11 +2,12 @@
 teacher, a target network that was copied before its model was sharded, a distance to
 first weights, a term of the loss that is made of parameters.
 
-torch refuses them ("got mixed torch.Tensor and DTensor"). Here a sharded operand is
-gathered, and the result is a plain tensor, as one process has it; what is written into
-a sharded tensor is this rank's part of an unsharded one, without messages. All ranks
-have to take part, as in every use of a DTensor. Each operation costs a gather: a copy
-that is made after sharding needs none.
+torch refuses them ("got mixed torch.Tensor and DTensor"), and weights that tensor ranks
+split beside those that they do not, which are on other meshes. Here a sharded operand
+is gathered, and the result is a plain tensor, as one process has it; what is written
+into a sharded tensor is this rank's part of an unsharded one, without messages. All
+ranks have to take part, as in every use of a DTensor. Each operation costs a gather: a
+copy that is made after sharding needs none.
 
 A gradient comes back to the sharded operand as the mean over the ranks whose gradients
 are averaged, because a rank has that of its own part of the batch.
@@ -146,36 +147,47 @@ def _whole(tensor: Tensor) -> Tensor:
 def _compute(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:
-    """Return the result of an operation with sharded and plain operands;
-    NotImplemented: torch computes it."""
+    """Return the result of an operation with sharded and plain operands, or sharded
+    ones of which some are split over tensor ranks and others are not; NotImplemented:
+    torch computes it."""
     # Nearly all operations end here: shards with shards, or inside
     # implicit_replication().
     values = (*args, *(kwargs or {}).values())
-    if not _has_plain(values) or DTensor._op_dispatcher._allow_implicit_replication:
+    name = function.overloadpacket.__name__
+    is_mixed = _has_plain(values) or (
+        not name.startswith("_foreach_")
+        and _is_on_several_meshes(values, by_dims=name == "equal")
+    )
+    if not is_mixed or DTensor._op_dispatcher._allow_implicit_replication:
         return NotImplemented
     operands = list(_tensors(values))
     sharded = [each for each in operands if isinstance(each, DTensor)]
     plain = [each for each in operands if not isinstance(each, DTensor)]
     # A plain number changes nothing about the layout, and torch takes it.
-    if not any(map(_counts, plain)) and any(each.ndim for each in sharded):
-        return NotImplemented  # a number that all ranks have
+    numbers_alone = plain and not any(map(_counts, plain))
+    if numbers_alone and any(each.ndim for each in sharded):
+        # A number that all ranks have. Beside a list torch takes it to be on the mesh
+        # of the first in it.
+        if name.startswith("_foreach_") and _is_on_several_meshes(values):
+            return _each_alone(function, args, kwargs or {})
+        return NotImplemented
     absent = next(filter(is_absent, sharded), None)
     if absent is not None:
         raise RuntimeError(ABSENT % list(absent.shape))
     # DTensors of no model of ours are left to torch.
-    mesh = mesh_on(sharded[0].device_mesh)
+    widest = max((each.device_mesh for each in sharded), key=lambda each: each.ndim)
+    mesh = mesh_on(widest)
     if mesh is None:
         return NotImplemented
 
     # Phase 1: lists are taken place by place. For one operation the ranks make sure that
     # all of them are here, with equal tensors.
-    name = function.overloadpacket.__name__
     # Operations in place end in "_"; their first tensor is the target.
     written = next(_tensors(args)) if name.endswith("_") else None
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _each_alone(function, args, kwargs or {})
     if backward_pass() == -1:
-        ranks = sharded[0].device_mesh.mesh.flatten().tolist()
+        ranks = widest.mesh.flatten().tolist()
         meet_between_calls(
             f"{name} of a sharded parameter and an unsharded tensor", ranks
         )
@@ -184,8 +196,9 @@ def _compute(
                 _look_for_differences(each, mesh)
 
     # Phase 2: this rank's part is written, or what is sharded is gathered.
+    gathered = functools.partial(_gathered, mesh=mesh, name=name)
     if isinstance(written, DTensor):
-        placed = functools.partial(_own_part, written=written)
+        placed = functools.partial(_own_part, written=written, gathered=gathered)
         return function(*map_tensors(args, placed), **map_tensors(kwargs or {}, placed))
     if mesh.rank == 0 and any(each.ndim for each in sharded):
         _say_once()
@@ -194,7 +207,6 @@ def _compute(
     for operand in sharded:
         if torch.is_grad_enabled() and operand.requires_grad:
             _bring_back_gradient(operand)
-    gathered = functools.partial(_gathered, mesh=mesh, name=name)
     # Autograd is above this dispatch: nothing is recorded twice.
     with torch.no_grad():
         return function(
@@ -212,6 +224,27 @@ def _has_plain(values: Any) -> bool:
             isinstance(value, (list, tuple)) and _has_plain(value)
         ):
             return True
+    return False
+
+
+def _is_on_several_meshes(values: Any, by_dims: bool = False) -> bool:
+    """Return whether some of the DTensors are on other meshes than others.
+
+    Args:
+        by_dims: those that are split along other dims count as well: torch has no way
+            from a shard of a column layer to that of a row layer.
+    """
+    first: DTensor | None = None
+    for tensor in _tensors(values):
+        if type(tensor) is not DTensor:
+            continue
+        mesh = tensor.device_mesh
+        if first is not None and mesh is not first.device_mesh:
+            if mesh != first.device_mesh:
+                return True
+        if first is not None and by_dims and tensor.placements != first.placements:
+            return True
+        first = tensor
     return False
 
 
@@ -238,10 +271,15 @@ def _gathered(operand: Tensor, mesh: SmpMesh, name: str) -> Tensor:
         return unsharded_value(operand.detach(), mesh).to(local_of(operand).device)
 
 
-def _own_part(operand: Tensor, written: DTensor) -> Tensor:
-    """Return this rank's part of an unsharded operand, beside a tensor that is written
-    into."""
-    if isinstance(operand, DTensor) or operand.ndim == 0:
+def _own_part(
+    operand: Tensor, written: DTensor, gathered: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return this rank's part of an operand, beside a tensor that is written into."""
+    if isinstance(operand, DTensor):
+        if operand.device_mesh == written.device_mesh:
+            return operand
+        operand = gathered(operand)
+    if operand.ndim == 0:
         return operand
     return shard_like(written, operand.expand(written.shape))
 
