@@ -17,7 +17,7 @@ knows the order of all conversions, but for pre-sharded models
     hooks
 9.  compile_blocks: what a block computes by now, so that gathers stay outside of its
     graph
-10. stand_around_blocks: tokens that tensor ranks share, split and joined outside of
+10. _stand_around_blocks: tokens that tensor ranks share, split and joined outside of
     what is recomputed
 11. lay_out_contiguously: shards are stretches of a parameter's rows
 12. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just
@@ -28,12 +28,10 @@ knows the order of all conversions, but for pre-sharded models
     frozen ones stored as codes
 15. apply_fsdp_options: how far ahead units are gathered
 16. materialize: what is on the meta device, shard by shard; frozen ones stored as codes
-17. store_masters: trainable half precision parameters in float32, where `master_dtype`
-    says so
+17. store_masters: float32 values of half precision parameters (`master_dtype`)
 18. move_plain_tensors: what FSDP2 does not manage, to the device
 19. register_forward_methods: methods besides forward that gather
-20. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's
-    hooks
+20. _join_stages: forwards from the stage's one end to the other, outside FSDP2's hooks
 21. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
@@ -321,7 +319,7 @@ def _convert_layers(
     if knobs.compile is not None:
         compile_blocks(model, plan)
     if tensor is not None:
-        tensor.stand_around_blocks(in_stages=plan.stages is not None)
+        _stand_around_blocks(tensor, plan)
     return _Layers(fp8, fp8_region, tensor, context, routers, saved, shown, played)
 
 
@@ -556,6 +554,10 @@ def _split_layers(
     # with weights that differ.
     traffic.gather_exactly(split.whole)
     return split
+
+
+def _stand_around_blocks(tensor: SplitModel, plan: Plan) -> None:
+    tensor.stand_around_blocks(in_stages=plan.stages is not None)
 
 
 def _to_fp8(
