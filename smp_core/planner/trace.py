@@ -295,21 +295,7 @@ def _traced(
     _keep_first(model, lists, 1)
     one = {mode: _run(source, lists, mode, tokens, words) for mode in two}
 
-    # A block is the difference, and the rest is what is left.
-    block: dict[str, Curve] = {}
-    rest: dict[str, Curve] = {}
-    for mode, runs in two.items():
-        pairs = [
-            (less.finish(), more.finish())
-            for less, more in zip(one[mode], runs, strict=True)
-        ]
-        block[mode] = Curve(
-            tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs)
-        )
-        rest[mode] = Curve(
-            tokens,
-            *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs),
-        )
+    block, rest = _curves(tokens, one, two)
     # Experts are what grouped products read, in any order of dims.
     stacks = {stack for runs in two.values() for stack in runs[0].stacks}
     experts = frozenset(
@@ -338,6 +324,32 @@ def _traced(
         untraced=untraced,
         product_inputs=product_inputs,
     )
+
+
+_Runs = Mapping[Recomputation, list[TraceMeter]]
+
+
+def _curves(
+    tokens: int, one: _Runs, two: _Runs
+) -> tuple[dict[str, Curve], dict[str, Curve]]:
+    """Return the curves of a block and of what is not in blocks, by recomputation mode,
+    from runs of one block and of two."""
+    block: dict[str, Curve] = {}
+    rest: dict[str, Curve] = {}
+    for mode, runs in two.items():
+        pairs = [
+            (less.finish(), more.finish())
+            for less, more in zip(one[mode], runs, strict=True)
+        ]
+        # A block is the difference, and the rest is what is left.
+        block[mode] = Curve(
+            tokens, *(less.combined(more, lambda a, b: b - a) for less, more in pairs)
+        )
+        rest[mode] = Curve(
+            tokens,
+            *(less.combined(more, lambda a, b: 2 * a - b) for less, more in pairs),
+        )
+    return block, rest
 
 
 def _keep_first(model: nn.Module, lists: list[str], count: int) -> None:
