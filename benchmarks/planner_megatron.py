@@ -84,22 +84,6 @@ def traced(
     return trace_model("megatron_model:build", sequence)
 
 
-def with_scores(figures: Figures, samples: int, heads: float, tokens: int) -> Figures:
-    """Return a layer's figures with the bytes that the two batched products of
-    attention read and write. Their inner size is the small width of a head, so that
-    they take as long as reading and writing the scores [B, H, S, S].
-
-    Forward writes the scores once and reads them once. Backward does that again and
-    then reads or writes scores or their gradients four times.
-    """
-    scores = 2 * samples * heads * tokens**2
-    moved = {
-        "forward_moved": figures.forward_moved + 2 * scores,
-        "backward_moved": figures.backward_moved + 6 * scores,
-    }
-    return replace(figures, **moved)
-
-
 def tensor_sum(links: Links, tensor: int, n_bytes: float) -> float:
     """Return the seconds of an all-reduce over tensor ranks: inside nodes, and over the
     nodes that they span."""
@@ -168,7 +152,6 @@ def predictor(row: Row) -> Callable[[Constants], float]:
     trace = traced(int(row["hidden"]), run.layers, heads, run.sequence, run.tensor)
     hardware = Hardware(int(row["gpus"]) // 8, 8, DEVICES["a100-80g"], 1600)
     layer = trace.block["full"].at(run.micro_batch, run.sequence)
-    layer = with_scores(layer, run.micro_batch, heads / run.tensor, run.sequence)
     rest = trace.rest["none"].at(run.micro_batch, run.sequence)
 
     def predict(constants: Constants) -> float:

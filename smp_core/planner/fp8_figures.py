@@ -156,9 +156,8 @@ def block_figures(
     # Times are computed at the bfloat16 peak, so that fewer FLOPs stand for the faster
     # ones.
     faster = hardware.device.flops / peak
-    layers = Fp8Layers.of(
-        plan, trace, [plan.shapes.of_name(each.name) for each in fp8_weights(plan)]
-    )
+    weights = [plan.shapes.of_name(each.name) for each in fp8_weights(plan)]
+    layers = Fp8Layers.of(plan, trace, weights)
 
     # Casts: two bytes are read, twice where scales are of the tensor itself, and two
     # written.
@@ -166,6 +165,12 @@ def block_figures(
     forward, backward = of_element * layers.inputs, of_element * layers.outputs
     if mode == "full":
         backward += of_element * layers.inputs
+    # Products read a byte less of each operand that is counted: of inputs and weights
+    # in forward, and in backward of those and twice of gradients of outputs.
+    counted = [each for each in weights if each.name not in trace.experts]
+    own, rows = Fp8Layers.of(plan, trace, counted), micro_batch * held
+    passes = 2 if mode == "full" else 1  # in backward, with what is computed again
+    read = rows * own.inputs, rows * (passes * own.inputs + 2 * own.outputs)
 
     # Weights: a byte is read and one written, or three where they come in the
     # parameters' dtype.
@@ -181,4 +186,8 @@ def block_figures(
         backward_experts=found.backward_experts * faster,
         forward_moved=found.forward_moved + forward,
         backward_moved=found.backward_moved + backward,
+        forward_operands=found.forward_operands - read[0],
+        backward_operands=found.backward_operands - read[1],
+        forward_matrices=found.forward_matrices - own.elements,
+        backward_matrices=found.backward_matrices - passes * own.elements,
     )

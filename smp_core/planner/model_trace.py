@@ -28,6 +28,9 @@ class Figures:
             product counts.
         forward_weights, backward_weights: bytes of all experts' matrices that these
             read or make, however few the rows.
+        forward_operands, backward_operands: bytes of activations and their gradients
+            that products, but for grouped ones, read and write.
+        forward_matrices, backward_matrices: the same of parameters and their gradients.
         full_attention: FLOPs of attention in forward with those above the diagonal, by
             the convention of MFU.
         keys: bytes of keys and values that forward's attention reads.
@@ -41,12 +44,16 @@ class Figures:
     forward_fused: float = 0.0
     forward_experts: float = 0.0
     forward_weights: float = 0.0
+    forward_operands: float = 0.0
+    forward_matrices: float = 0.0
     backward_products: float = 0.0
     backward_attention: float = 0.0
     backward_moved: float = 0.0
     backward_fused: float = 0.0
     backward_experts: float = 0.0
     backward_weights: float = 0.0
+    backward_operands: float = 0.0
+    backward_matrices: float = 0.0
     full_attention: float = 0.0
     keys: float = 0.0
     kept: float = 0.0
@@ -109,8 +116,8 @@ class Curve:
         s = self.tokens
 
         def value(name: str) -> float:
-            # Matrices of experts are read once, however large the batch.
-            if name.endswith("_weights"):
+            # Matrices are read once, however large the batch.
+            if name.endswith(("_weights", "_matrices")):
                 return float(getattr(self.one, name))
             one, two, half = (
                 getattr(figures, name) for figures in (self.one, self.two, self.half)

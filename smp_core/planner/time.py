@@ -2,7 +2,9 @@
 collectives by latency and bandwidth.
 
 A block computes products / (peak x share) + attention / (peak x share) + moved /
-(bandwidth x share) seconds, forward and backward each, with what is computed again;
+(bandwidth x share) seconds, forward and backward each, with what is computed again. What
+products themselves read and write is moved, too: a kernel multiplies nothing while its
+first operands come and its last results go, so that small products are the slower ones;
 products of experts take at least the time of reading all their matrices. Meanwhile the
 next block's parameters are gathered and the last one's gradients reduced, over links of
 :mod:`smp_core.cluster.links`; the longer of both counts, and a share of the shorter
@@ -88,18 +90,21 @@ class StepTime:
         return sum(getattr(self, part) for part in TIME_PARTS)
 
 
-_COUNTED = ("products", "attention", "moved", "experts", "weights")
+_COUNTED = (
+    *("products", "attention", "experts", "weights"),
+    *("moved", "operands", "matrices"),
+)
 
 
 def computing_seconds(
     figures: Figures, phase: str, tensor: int, hardware: Hardware, context: int = 1
 ) -> float:
     """Return the seconds of "forward" or "backward" of what ``tensor`` ranks share:
-    products, attention (the queries of one context rank meet the keys of all), bytes
-    moved by other operators, and grouped products, which take at least the reading of
-    all experts' matrices."""
+    products, attention (the queries of one context rank meet the keys of all), grouped
+    products, which take at least the reading of all experts' matrices, and bytes that
+    products and other operators move."""
     # Tensor ranks share all of it: heads, columns, and the tokens between them.
-    products, attention, moved, experts, weights = (
+    products, attention, experts, weights, *moved = (
         getattr(figures, f"{phase}_{what}") / tensor for what in _COUNTED
     )
     device, fitted = hardware.device, hardware.fitted
@@ -113,7 +118,7 @@ def computing_seconds(
         products / of_products
         + by_experts
         + context * attention / of_attention
-        + moved / bandwidth
+        + sum(moved) / bandwidth
     )
 
 

@@ -70,6 +70,7 @@ class TraceMeter(TorchDispatchMode):
         # freed.
         self._sizes: dict[int, int] = {}
         self._watchers: dict[int, Any] = {}
+        self._own: set[torch.Size] = set()  # shapes of parameters
         self._live = {False: 0, True: 0}  # of activations, of gradients
         self._of_gradients: set[int] = set()
         # Storages that fused operators have made, and nothing else has read.
@@ -165,6 +166,7 @@ class TraceMeter(TorchDispatchMode):
             self._add(
                 "products", flop_registry[packet](*args, **kwargs, out_val=result)
             )
+            self._count_operands(list(tensors_in(args)), tensors)
         # Nothing is read or written.
         elif name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
             return
@@ -224,6 +226,18 @@ class TraceMeter(TorchDispatchMode):
         self.stacks |= {tuple(sorted(each.shape)) for each in stacked}
         self._add("weights", sum(each.numel() * each.itemsize for each in stacked))
 
+    def _count_operands(
+        self, read: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> None:
+        """Count the bytes that a product reads and writes: of parameters and their
+        gradients apart, since they are as many however large the batch."""
+        is_own = [self._sizes.get(id(each.untyped_storage())) == 0 for each in read]
+        # What is made of two activations in a parameter's shape is its gradient.
+        is_own += [not any(is_own) and each.shape in self._own for each in made]
+        for each, is_matrix in zip([*read, *made], is_own, strict=True):
+            size = each.numel() * each.itemsize
+            self._add("matrices" if is_matrix else "operands", size)
+
     def _add(self, what: str, amount: float) -> None:
         self.counts[f"{self.phase}_{what}"] += amount
         if self.blocks_reached == LEFT or not self.has_entered:
@@ -271,6 +285,7 @@ class TraceMeter(TorchDispatchMode):
         """Leave the tensor's storage out of what is live."""
         storage = tensor.untyped_storage()
         self._sizes[id(storage)] = 0
+        self._own.add(tensor.shape)
         # Held: its address is not given to another one.
         self._watchers[id(storage)] = storage
 

@@ -74,6 +74,15 @@ def test_products_take_half_the_time_and_casts_move_bytes(
     assert after.backward_moved - before.backward_moved == pytest.approx(
         of_number * outputs + backward
     )
+    # Products of attention read bytes of one, not two: an input in forward, and
+    # backward it and twice a gradient; a matrix both times.
+    spared = 4 * SAMPLES * TOKENS * WIDTH
+    assert before.forward_operands - after.forward_operands == pytest.approx(spared)
+    assert before.backward_operands - after.backward_operands == pytest.approx(
+        3 * spared
+    )
+    for each in ("forward_matrices", "backward_matrices"):
+        assert getattr(before, each) - getattr(after, each) == 4 * WIDTH**2
 
 
 def test_compiled_blocks_move_less_and_compute_as_much(mixture: ModelTrace) -> None:

@@ -217,11 +217,11 @@ def test_a_traced_rank_of_megatron_s_gpt_has_its_share(megatron: Any) -> None:
     assert (
         blocks[1].forward_moved / 4 < blocks[4].forward_moved < blocks[1].forward_moved
     )
-    scored = megatron.with_scores(blocks[4], samples, 1, tokens)
-    assert scored.forward_moved - blocks[4].forward_moved == 2 * samples * tokens**2 * 2
-    assert (
-        scored.backward_moved - blocks[4].backward_moved == 6 * samples * tokens**2 * 2
-    )
+    # Forward's products read or write 20 activations of the width and the scores twice;
+    # the matrices and their biases.
+    activation, scores = samples * tokens * width, samples * 4 * tokens**2
+    assert blocks[1].forward_operands == 2 * (20 * activation + 2 * scores)
+    assert blocks[1].forward_matrices == 2 * (12 * width**2 + 9 * width)
 
 
 def test_two_rows_of_kempner_ran_the_batch_of_their_script(planner: Any) -> None:

@@ -63,3 +63,25 @@ def test_a_compiler_moves_what_lies_between_products_once(
     step: Callable[[torch.Tensor, torch.Tensor], object], vectors: int
 ) -> None:
     assert moved(step, "fused") == vectors * 4 * WIDTH
+
+
+def test_products_read_and_write_their_operands() -> None:
+    """Bytes of a parameter and its gradient are apart from those of activations; no
+    shape is taken for a parameter's that has met one."""
+    with FakeTensorMode():
+        matrix = torch.ones(8, 8, requires_grad=True)
+        x = torch.ones(8, 8, requires_grad=True)
+        meter = TraceMeter(set())
+        meter.ignore(matrix)
+        with meter:
+            y = x.relu() @ matrix
+            meter.end_forward()
+            y.backward(torch.ones(8, 8))
+    size = 4 * 8 * 8
+    counted = meter.counts
+    assert counted["forward_operands"] == 2 * size
+    assert counted["forward_matrices"] == size
+    # The input's gradient is of the output's and the matrix, the matrix' of the
+    # output's and the input.
+    assert counted["backward_operands"] == (2 + 2) * size
+    assert counted["backward_matrices"] == 2 * size
