@@ -15,11 +15,17 @@ from torch import nn
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.expert_parallel.trial import try_experts
-from tests.core.expert_parallel.models import EXPERTS, OwnExperts, OwnModel
+from tests.core.blocks import OwnExperts
+from tests.core.expert_parallel.models import EXPERTS, OwnModel
 from tests.harness import run_ranks
 
 
-class ByExpert(OwnExperts):
+class Experts(OwnExperts):
+    def __init__(self) -> None:
+        super().__init__(EXPERTS, 16, spread=0.25)
+
+
+class ByExpert(Experts):
     """A buffer with a number for each expert, which no rank counts from its own."""
 
     def __init__(self) -> None:
@@ -33,7 +39,7 @@ class ByExpert(OwnExperts):
         return super().forward(hidden, chosen, weights * sizes)
 
 
-class Normalised(OwnExperts):
+class Normalised(Experts):
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -41,7 +47,7 @@ class Normalised(OwnExperts):
         return super().forward(hidden, chosen, shares)
 
 
-class WeighsInputs(OwnExperts):
+class WeighsInputs(Experts):
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -53,14 +59,14 @@ class WeighsInputs(OwnExperts):
         return total
 
 
-class WithResidual(OwnExperts):
+class WithResidual(Experts):
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         return hidden + super().forward(hidden, chosen, weights)
 
 
-class Counting(OwnExperts):
+class Counting(Experts):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("load", torch.zeros(EXPERTS))
@@ -72,7 +78,7 @@ class Counting(OwnExperts):
         return super().forward(hidden, chosen, weights)
 
 
-class Dropping(OwnExperts):
+class Dropping(Experts):
     """Drops in training, which a trial leaves out, and counts its calls."""
 
     calls = 0
