@@ -477,7 +477,8 @@ def test_a_gather_that_failed_is_forgotten_without_being_waited_for_again() -> N
     with pytest.raises(RuntimeError, match="closed by peer"):
         work.wait()
     group = SimpleNamespace(
-        _all_gather_result=SimpleNamespace(all_gather_event=None, all_gather_work=work)
+        fsdp_params=[],
+        _all_gather_result=SimpleNamespace(all_gather_event=None, all_gather_work=work),
     )
     ParamGroup(torch.nn.Linear(1, 1), group).drop_gather()
     assert work.has_failed and group._all_gather_result is None
