@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from accelerate_smp.trainer import _ReadsValue
+from accelerate_smp.loss_counts import ReadsValue
 from tests.accelerate.trainers import (
     Run,
     assert_close,
@@ -185,7 +185,7 @@ def test_a_mean_is_not_multiplied_by_ranks(tmp_path: Path) -> None:
 )
 def test_what_reads_a_count_is_told_from_what_moves_it(use: Any, seen: bool) -> None:
     count = torch.tensor(5)
-    with _ReadsValue(count) as reads:
+    with ReadsValue(count) as reads:
         use(count)
     assert reads.seen == seen
 
