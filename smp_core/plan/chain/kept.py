@@ -139,22 +139,13 @@ def _is_object(value: Any) -> bool:
     )
 
 
-def _of_list(kept: Any) -> Callable[[], None]:
+def _of_container(kept: Any) -> Callable[[], None]:
     before = copy.copy(kept)
+    fill = kept.extend if isinstance(kept, (list, collections.deque)) else kept.update
 
     def put_back() -> None:
         kept.clear()
-        kept.extend(before)
-
-    return put_back
-
-
-def _of_mapping(kept: Any) -> Callable[[], None]:
-    before = copy.copy(kept)
-
-    def put_back() -> None:
-        kept.clear()
-        kept.update(before)
+        fill(before)
 
     return put_back
 
@@ -169,13 +160,13 @@ def _of_numpy(kept: np.random.Generator) -> Callable[[], None]:
 
 
 _COPIED: dict[type, Callable[[Any], Callable[[], None]]] = {
-    list: _of_list,
-    collections.deque: _of_list,
-    dict: _of_mapping,
-    collections.OrderedDict: _of_mapping,
-    collections.defaultdict: _of_mapping,
-    collections.Counter: _of_mapping,
-    set: _of_mapping,
+    list: _of_container,
+    collections.deque: _of_container,
+    dict: _of_container,
+    collections.OrderedDict: _of_container,
+    collections.defaultdict: _of_container,
+    collections.Counter: _of_container,
+    set: _of_container,
     np.ndarray: _of_array,
     np.random.Generator: _of_numpy,
     np.random.RandomState: lambda kept: functools.partial(
