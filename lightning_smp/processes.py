@@ -153,9 +153,6 @@ class ProcessGroupStrategy(ParallelStrategy):
         # Lightning itself starts the processes, or has started this one.
         if "RANK" not in os.environ:
             return
-        # The usual case needs no look at what other launchers say.
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(self.num_processes):
-            return
         started = launch_environment()
         here = started.local_world_size
         if started.kind != "torchrun" or here is None or here == self.num_processes:
