@@ -289,9 +289,7 @@ def _convert_layers(
         if mesh.tensor_degree == 1
         else _split_layers(model, traffic, plan, meter, inspected)
     )
-    # Only a model with tables of something may have one of positions.
-    has_tables = any(isinstance(module, nn.Embedding) for module in model.modules())
-    learned = require_lengths(model) if has_tables else None
+    learned = require_lengths(model)
     context = (
         None
         if mesh.context_degree == 1
