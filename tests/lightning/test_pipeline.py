@@ -3,9 +3,7 @@ that knows nothing of them."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from tests.lightning.running import (
     worst,
 )
 from tests.lightning.staged import StagedModule, knobs_of
+from tests.logged import warnings_said
 from tests.older_transformers import needs_buffers_filled
 
 
@@ -112,7 +111,7 @@ def train(
             **flags,
         }
         trainer = make_trainer(knobs, **flags)
-        with warnings_of_smp() as said:
+        with warnings_said() as said:
             trainer.fit(module, ckpt_path=ckpt_path)
     losses = torch.stack([loss.double() for loss in module.losses])
     if dist.is_initialized():
@@ -147,18 +146,6 @@ def train(
         }
         metrics["best"] = float(best.best_model_score)
     return Run(losses.tolist(), weights, metrics, extra)
-
-
-@contextmanager
-def warnings_of_smp() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
 
 
 def named_once(run: Run) -> Run:

@@ -4,9 +4,6 @@ before training."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +27,7 @@ from tests.core.context_parallel.own_models import (
     loss_of,
 )
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 ROWS = 4
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -139,7 +137,7 @@ def keeping() -> list[str]:
     )
     assert parallel.context is not None
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
-    with warnings_of_smp() as said:
+    with warnings_said() as said:
         split = parallel.context.split((tokens, tokens))
         with enabled(split):
             parallel.module(*split.batch)
@@ -212,22 +210,10 @@ def test_draws_for_samples_need_ranks_that_are_seeded_alike() -> None:
         assert "it draws random numbers of [2, 1, 1] for samples" in text
 
 
-@contextlib.contextmanager
-def warnings_of_smp() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("smp").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("smp").removeHandler(handler)
-
-
 def on_other_tokens(step: str) -> tuple[str, list[str]]:
     """What becomes of a step whose loss takes other tokens than the targets, and
     warnings."""
-    with warnings_of_smp() as said:
+    with warnings_said() as said:
         return together(Case(("causal",), "logits", step), 1, LAYOUTS[0]), said
 
 

@@ -3,8 +3,6 @@ optimizers go on with the parameters that they know."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from tests.core.sharding.prepared_runs import (
     weights,
 )
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -27,31 +26,27 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def assigned() -> tuple[list[str], int]:
     """Trained, assigned to, and trained on with another optimizer."""
-    said: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = said.append  # type: ignore[method-assign, assignment]
-    logging.getLogger("smp").addHandler(handler)
     loaded = net(seed=1).state_dict()
     model = net()
     model.load_state_dict(loaded)
     train(model, sgd(model), range(WORLD))
     expected, wrong = weights(model), []
-    for knobs in LAYOUTS:
-        parallel = sharded(knobs)
-        model = parallel.module
-        first, second = sgd(model), sgd(model)
-        parallel.prepare_optimizer(first)
-        train(model, first, own_batch(parallel), begin=4)
-        model.load_state_dict(loaded, assign=True)
-        parallel.prepare_optimizer(second)
-        train(model, second, own_batch(parallel))
-        apart = difference(weights(model), expected)
-        if not apart <= 1e-12:
-            wrong.append(f"{knobs}: {apart}")
-        with pytest.raises(ValueError, match=r"assign=True\): .* is torch.float32"):
-            model.load_state_dict(net().float().state_dict(), assign=True)
-    logging.getLogger("smp").removeHandler(handler)
-    copied = [record for record in said if "assign=True" in record.getMessage()]
+    with warnings_said() as said:
+        for knobs in LAYOUTS:
+            parallel = sharded(knobs)
+            model = parallel.module
+            first, second = sgd(model), sgd(model)
+            parallel.prepare_optimizer(first)
+            train(model, first, own_batch(parallel), begin=4)
+            model.load_state_dict(loaded, assign=True)
+            parallel.prepare_optimizer(second)
+            train(model, second, own_batch(parallel))
+            apart = difference(weights(model), expected)
+            if not apart <= 1e-12:
+                wrong.append(f"{knobs}: {apart}")
+            with pytest.raises(ValueError, match=r"assign=True\): .* is torch.float32"):
+                model.load_state_dict(net().float().state_dict(), assign=True)
+    copied = [text for text in said if "assign=True" in text]
     return wrong, len(copied)
 
 

@@ -7,7 +7,6 @@ order."""
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from tests.core.scenarios import (
 from tests.core.sharding import prepared_runs
 from tests.core.sharding.optimizer_shard_runs import RECIPES, bf16_model, momentum
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 CASES = [
     {
@@ -372,23 +372,19 @@ def test_parameter_groups_keep_their_order() -> None:
 
 
 def looked_up_states() -> list[str]:
-    said: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = said.append  # type: ignore[method-assign, assignment]
     parallel = prepared_runs.sharded({"shard_degree": 1, "optimizer_shard": "world"})
     optimizer = torch.optim.AdamW(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)
-    logging.getLogger("smp").addHandler(handler)
-    # Steps, and a state dict, look nothing up by parameters.
-    for step in range(2):
-        parallel.module(prepared_runs.batch(step, dist.get_rank())).backward()
-        optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert not said
-    for _ in range(2):
-        assert optimizer.state[parallel.module.head.weight]["exp_avg"].ndim == 1  # type: ignore[union-attr]
-    logging.getLogger("smp").removeHandler(handler)
-    return [record.getMessage() for record in said]
+    with warnings_said() as said:
+        # Steps, and a state dict, look nothing up by parameters.
+        for step in range(2):
+            parallel.module(prepared_runs.batch(step, dist.get_rank())).backward()
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert not said
+        for _ in range(2):
+            assert optimizer.state[parallel.module.head.weight]["exp_avg"].ndim == 1  # type: ignore[union-attr]
+    return said
 
 
 def test_a_state_that_is_looked_up_by_its_parameter_is_said_to_be_a_part() -> None:
