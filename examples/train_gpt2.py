@@ -440,7 +440,7 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """What is trained, and on which text."""
+    """Add what says which model is trained, and on which text."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model-config",
