@@ -583,6 +583,8 @@ def _wrapped(tensor: DTensor) -> torch.Tensor:
 
 
 _MIXED = "mixed torch.Tensor and DTensor"
+# torch hangs a node of this name between a unit and its inputs.
+_WRITES_INPUT = "RegisterPostBackwardFunction is a view and is being modified inplace"
 
 
 def explain_uncalled(units: Sequence[ShardedUnit]) -> None:
@@ -605,8 +607,10 @@ def explain_uncalled(units: Sequence[ShardedUnit]) -> None:
 
 def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
     """Put words into torch's error, if it came from the parameters of a unit that was
-    not called."""
-    if _MIXED not in str(error) or not str(error).startswith("aten."):
+    not called, or from a unit that wrote into its input."""
+    writes_input = _WRITES_INPUT in str(error)
+    is_mixed = _MIXED in str(error) and str(error).startswith("aten.")
+    if not (writes_input or is_mixed):
         return
     # A parametrized module, a method that does not gather, or a module that computes
     # with the weights of another one.
@@ -615,6 +619,9 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
         for frame in _frames(error.__traceback__)
         if isinstance(frame.f_locals.get("self"), nn.Module)
     ]
+    if writes_input:
+        _name_writer(error, frames, units)
+        return
     # Phase 1: a parametrization that computes with a shard.
     if any(isinstance(frame.f_locals["self"], ParametrizationList) for frame in frames):
         error.args = (
@@ -662,6 +669,22 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
             f"called ({names}), and a unit's parameters are gathered when it is called; call the module, or leave it "
             f"out of the units: units=[...] without it, units.min_parameters above {n}. Torch said: {error}",
         )
+
+
+def _name_writer(
+    error: RuntimeError, frames: Sequence[FrameType], units: Sequence[ShardedUnit]
+) -> None:
+    """Say which unit wrote into its input, through which FSDP2 learns that the unit's
+    backward is over."""
+    names = {id(unit.module): unit.name for unit in units}
+    called = [frame.f_locals["self"] for frame in frames]
+    unit = next((each for each in reversed(called) if id(each) in names), None)
+    if unit is None or str(error).startswith("the unit "):
+        return
+    error.args = (
+        f"the unit {names[id(unit)]!r} changes its input in place, in {type(called[-1]).__name__}; write inplace=False "
+        f"there, or leave it out of the units: units=[...] without it. Torch said: {error}",
+    )
 
 
 def _dotted(*parts: str) -> str:

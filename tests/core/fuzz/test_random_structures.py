@@ -29,6 +29,7 @@ REFUSALS = (
     "optimizer_shard='world' steps parts",
     "steps by torch's fused kernels",
     "is called more than once before the backward pass, and gives tensors inside of",
+    "changes its input in place, in ReLU; write inplace=False there",
 )
 Result = tuple[list[float], list[float], dict[str, torch.Tensor], torch.Tensor]
 
@@ -202,6 +203,13 @@ def test_a_drawn_model_is_as_in_one_process_or_refused() -> None:
     ]
     assert not wrong, "\n\n".join(wrong)
     assert found.count(None) >= 7
+
+
+def test_a_unit_that_changes_its_input_in_place_is_named() -> None:
+    model = case(block("relu in place"), knobs={"units": {"modules": ["Sequential"]}})
+    for (said,) in run_ranks(on_ranks, 2, [model]):
+        assert isinstance(said, str)
+        assert "changes its input in place, in ReLU; write inplace=False there" in said
 
 
 @pytest.mark.slow
