@@ -194,11 +194,49 @@ def parallelize_model(
     units = _place_parameters(model, mesh, plan, meter, traffic, layers, init_fn)
     replaced.settle(model)
 
-    # Phase 3: calls into it, and its gradients from here on. Some parts need the window,
-    # which needs them: they ask for it once it is there.
+    # Phase 3: calls into it, and its gradients from here on.
     calls = Calls(model, mesh.shard_ranks, units, layers.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
+    window, pipeline = _open_window(
+        model, plan, traffic, meter, layers, units, calls, hooked
+    )
+    if layers.fp8 is not None:
+        _start_scales(layers.fp8, mesh, meter)
+    return ParallelModel(
+        model,
+        tuple(units),
+        window,
+        calls,
+        replaced,
+        mesh,
+        whole_plan,
+        meter,
+        traffic,
+        layers.saved,
+        layers.fp8,
+        layers.context,
+        layers.fp8_region,
+        layers.tensor,
+        pipeline,
+        layers.routers,
+    )
+
+
+def _open_window(
+    model: nn.Module,
+    plan: Plan,
+    traffic: Traffic,
+    meter: CommMeter,
+    layers: _Layers,
+    units: Sequence[ShardedUnit],
+    calls: Calls,
+    hooked: bool,
+) -> tuple[AccumulationWindow, Pipeline | None]:
+    """Make the window of the model's gradients, and the pipeline that its stage is a
+    part of. Some parts need the window, which needs them: they ask for it once it is
+    there."""
+    mesh = traffic.mesh
     pipeline: Pipeline | None = None
     alike: Callable[[], AbstractContextManager[None]] = nullcontext
     if plan.stages is not None:
@@ -222,26 +260,7 @@ def parallelize_model(
         hooked and mesh.pipeline_degree > 1,
     )
     follow_window(model, window)
-    if layers.fp8 is not None:
-        _start_scales(layers.fp8, mesh, meter)
-    return ParallelModel(
-        model,
-        tuple(units),
-        window,
-        calls,
-        replaced,
-        mesh,
-        whole_plan,
-        meter,
-        traffic,
-        layers.saved,
-        layers.fp8,
-        layers.context,
-        layers.fp8_region,
-        layers.tensor,
-        pipeline,
-        layers.routers,
-    )
+    return window, pipeline
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,14 +126,7 @@ def shard_units(
         # Over one rank FSDP2's factor of 1 would cost a copy.
         if over.size() == 1:
             unit.leave_undivided()
-        if knobs.collectives.symmetric_memory:
-            # Its reductions only add up: the unit has said that ours do.
-            unit_module.set_symm_mem_for_comm()
-        else:
-            unit_module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
-            unit_module.set_custom_reduce_scatter(
-                traffic.reduce_scatter(unit).for_fsdp2()
-            )
+        _give_communication(unit, unit_module, traffic, knobs)
         # What its parameters are stored and communicated as.
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
@@ -142,6 +135,19 @@ def shard_units(
             unit.store_coded(plan)
         units.append(unit)
     return units
+
+
+def _give_communication(
+    unit: ShardedUnit, module: FSDPModule, traffic: Traffic, knobs: SmpConfig
+) -> None:
+    """Let a unit be gathered and reduced by our objects, or by torch's over symmetric
+    memory."""
+    if knobs.collectives.symmetric_memory:
+        # Its reductions only add up: the unit has said that ours do.
+        module.set_symm_mem_for_comm()
+        return
+    module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
+    module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
 
 
 def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
