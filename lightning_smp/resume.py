@@ -703,7 +703,6 @@ class _PlaceOfTraining:
 def places_of_loaders(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the states of the training data loaders, as Lightning puts them into a
     checkpoint."""
-    places: list[dict[str, Any]] = (
+    return (
         checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
     )
-    return places

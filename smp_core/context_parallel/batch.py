@@ -438,8 +438,7 @@ class _OwnTokens:
 def _device_of(batch: Any) -> torch.device:
     """Return the device of a batch's first tensor; the CPU if it has none."""
     for _, tensor in iterate_tensors(batch, mapping=MutableMapping):
-        device: torch.device = tensor.device
-        return device
+        return tensor.device
     return torch.device("cpu")
 
 

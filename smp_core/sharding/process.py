@@ -97,10 +97,7 @@ def is_a_part(tensor: object) -> bool:
 def _reduce(tensor: DTensor) -> tuple[Any, ...]:
     # A plain tensor is pickled in its place.
     if not is_a_part(tensor):
-        plain: tuple[Any, ...] = (
-            tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        )
-        return plain
+        return tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     raise pickle.PicklingError(
         f"torch.save or pickle of a sharded tensor {tuple(tensor.shape)} would write this rank's part alone, which is "
         f"{tuple(tensor.to_local().shape)}; to get whole tensors on rank 0 call on every rank "

@@ -217,7 +217,4 @@ def row_product(hidden: Tensor, factor: Tensor, axis: TensorAxis) -> Tensor:
     """Return this rank's tokens [..., N/T, H] of the sum of all ranks' products of
     [..., N, F] and [F, H]."""
     kept: list[Any] = []
-    result: Tensor = _RowProduct.apply(
-        *_Operands.apply(hidden, factor, kept), axis, kept
-    )
-    return result
+    return _RowProduct.apply(*_Operands.apply(hidden, factor, kept), axis, kept)

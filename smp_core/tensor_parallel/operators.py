@@ -184,7 +184,7 @@ def _waiting(
         if work is not None:
             work.wait()
         # What the collective reads may be freed only when it is over.
-        del kept[:]
+        kept.clear()
         return result
 
     kept = list(in_use)
@@ -224,8 +224,7 @@ class _Move(torch.autograd.Function):
 def _move(
     tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int = -1
 ) -> Tensor:
-    result: Tensor = _Move.apply(tensor, axis, way, back, dim)
-    return result
+    return _Move.apply(tensor, axis, way, back, dim)
 
 
 def sum_gradient(tensor: Tensor, axis: TensorAxis) -> Tensor:

@@ -146,8 +146,7 @@ def with_argument(
 
 def given_by(output: Any, gives: tuple[int, int] | None) -> Tensor:
     """Return the chain's tensor of what a block gave."""
-    found: Tensor = output if gives is None else output[gives[0]]
-    return found
+    return output if gives is None else output[gives[0]]
 
 
 def with_output(output: Any, gives: tuple[int, int] | None, value: Tensor) -> Any:
