@@ -72,8 +72,10 @@ def shard_units(
         forward, as FSDP2 does.
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
-    # Elsewhere no driver could use pinned pages.
-    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    offload = OffloadPolicy()
+    if knobs.state_offload == "all":
+        # Elsewhere no driver could use pinned pages.
+        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     modules = dict(model.named_modules())
     by_name = dict(model.named_parameters())
     # Replicated parameters stay whole, and absent ones are on other pipeline stages.
@@ -99,20 +101,21 @@ def shard_units(
         )
         # Experts that are dealt to ranks are sharded over those that hold the same
         # ones.
-        over = meshes.get(planned.name, mesh.shard_mesh)
+        over, placement = mesh.shard_mesh, None
+        if planned.name in meshes:
+            over = meshes[planned.name]
+            placement = functools.partial(_evenly, over.size())
+        # None: as FSDP2 has it, which leaves roots unsharded after forward.
+        reshard = None if planned.is_root and keep else bool(keep)
         with any_class(unit_module):
             fully_shard(
                 unit_module,
                 mesh=over,
-                reshard_after_forward=None if planned.is_root and keep else bool(keep),
+                reshard_after_forward=reshard,
                 mp_policy=policy,
-                offload_policy=on_host
-                if knobs.state_offload == "all"
-                else OffloadPolicy(),
+                offload_policy=offload,
                 ignored_params=ignored,
-                shard_placement_fn=functools.partial(_evenly, over.size())
-                if planned.name in meshes
-                else None,
+                shard_placement_fn=placement,
             )
         assert isinstance(unit_module, FSDPModule)
         unit = ShardedUnit(
