@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def shard_units(
     traffic: Traffic,
     recomputed: Container[str],
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None,
-    meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
+    meshes: Mapping[str, DeviceMesh],
 ) -> list[ShardedUnit]:
     """Apply ``fully_shard`` to every planned unit over the partition group, innermost
     first, with our communication objects. Each gets rank 0's weights just before, and
@@ -101,9 +100,9 @@ def shard_units(
         )
         # Experts that are dealt to ranks are sharded over those that hold the same
         # ones.
-        over, placement = mesh.shard_mesh, None
+        over = meshes.get(planned.name, mesh.shard_mesh)
+        placement: Callable[[nn.Parameter], Shard | None] | None = None
         if planned.name in meshes:
-            over = meshes[planned.name]
             placement = functools.partial(_evenly, over.size())
         # None: as FSDP2 has it, which leaves roots unsharded after forward.
         reshard = None if planned.is_root and keep else bool(keep)
@@ -134,7 +133,7 @@ def shard_units(
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
             travel(unit.group, gather_of)
-        if knobs.frozen_storage is not None and not plan.shapes.on_meta:
+        if not plan.shapes.on_meta:
             unit.store_coded(plan)
         units.append(unit)
     return units
