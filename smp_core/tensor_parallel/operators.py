@@ -98,7 +98,7 @@ class TensorAxis:
     def maximum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks."""
         largest = tensor.clone()
-        n_bytes = largest.numel() * largest.element_size()
+        n_bytes = largest.nbytes
         with self.meter.ring(f"{_KIND}all_reduce", self.ranks, n_bytes):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest

@@ -229,7 +229,7 @@ class ParamGroup:
         """Return the bytes of gradients that were reduced inside the partition group
         and not across replicas yet."""
         held = self._group._partial_reduce_output
-        return 0 if held is None else held.numel() * held.element_size()
+        return 0 if held is None else held.nbytes
 
     def forget_partial_sum(self) -> None:
         """Drop what :meth:`partial_sum_bytes` counts."""
