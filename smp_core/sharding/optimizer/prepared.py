@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smp_core.checkpoint import stepped_parameters
@@ -56,7 +57,6 @@ from smp_core.sharding.optimizer.shards import (
     WorldSharding,
     local_of,
     master_dtype,
-    mesh_of,
     sharded_states,
 )
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
@@ -705,4 +705,8 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
 def _are_mixed(parameters: Iterable[Tensor]) -> bool:
     """Return whether one kernel cannot take all: plain tensors, and DTensors of each
     mesh, go by themselves."""
-    return len(set(map(mesh_of, parameters))) > 1
+    meshes = {
+        parameter.device_mesh if isinstance(parameter, DTensor) else None
+        for parameter in parameters
+    }
+    return len(meshes) > 1
