@@ -83,8 +83,7 @@ class PipelinedAccelerator(Accelerator):
     @property
     def is_last_process(self) -> bool:
         """The flag of the last of all processes."""
-        last: bool = self.state.is_last_process
-        return last
+        return self.state.is_last_process
 
     @contextlib.contextmanager
     def _counting(self, axes: tuple[Axis, ...] | None) -> Iterator[None]:
@@ -163,8 +162,7 @@ class PipelinedAccelerator(Accelerator):
     def _pipelined_model(self) -> ParallelModel | None:
         if self.stages == 1:
             return None
-        handle: ParallelModel = self.parallel  # type: ignore[attr-defined]
-        return handle
+        return self.parallel  # type: ignore[attr-defined]
 
     def train_in_stages(
         self,

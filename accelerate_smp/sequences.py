@@ -402,8 +402,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     def data_group(self) -> dist.ProcessGroup:
         """The ranks that read different samples: for collectives of your own, and
         counts of samples."""
-        group: dist.ProcessGroup = self.mesh.data_group
-        return group
+        return self.mesh.data_group
 
     @property
     def data_size(self) -> int:

@@ -251,9 +251,7 @@ class CheckpointingTrainerMixin(_Base):
         who reads them."""
         # A function of Trainer's module, which it looks up there.
         stock = trainer_module.skip_first_batches
-        trainer_module.skip_first_batches = lambda *arguments: (
-            self.accelerator.skip_first_batches(*arguments)
-        )
+        trainer_module.skip_first_batches = self.accelerator.skip_first_batches
         try:
             yield
         finally:

@@ -108,8 +108,7 @@ class SharedSequencesTrainerMixin(_Base):
         not be known as its own."""
         if self._split is not None and inputs is self._split.batch:
             return dict(inputs)
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
-        return prepared
+        return super()._prepare_inputs(inputs)
 
     def _get_num_items_in_batch(
         self, batch_samples: list[Any], device: torch.device

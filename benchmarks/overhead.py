@@ -153,17 +153,14 @@ def worker(args: argparse.Namespace) -> list[dict[str, float]]:
     """Measure interleaved pairs in this process (or in this rank)."""
     warnings.filterwarnings("ignore")
     four = args.worker == "four"
+    ranks = 4 if four else 1
     if four:
         dist.init_process_group("gloo")
     pairs = []
     for number in range(args.pairs + 1):
         sides = {
             "other": lambda: bare_loop(args) if four else fit(args, "auto", 1),
-            "ours": lambda: fit(
-                args,
-                SmpShardedStrategy(shard_degree=4 if four else 1),
-                4 if four else 1,
-            ),
+            "ours": lambda: fit(args, SmpShardedStrategy(shard_degree=ranks), ranks),
         }
         order = sorted(sides, reverse=bool(number % 2))
         seconds = {side: sides[side]() for side in order}

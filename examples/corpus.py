@@ -115,12 +115,10 @@ def own_text(path: Path) -> list[Document]:
         TextError: there is no text at ``path``.
     """
     if path.is_dir():
-        names = (p.relative_to(path) for p in path.rglob("*") if p.is_file())
-        visible = [
-            name
-            for name in names
-            if not any(part.startswith(".") for part in name.parts)
-        ]
+        visible = []
+        for name in (p.relative_to(path) for p in path.rglob("*") if p.is_file()):
+            if not any(part.startswith(".") for part in name.parts):
+                visible.append(name)
         documents = [
             document
             for name in visible

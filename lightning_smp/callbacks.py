@@ -42,7 +42,7 @@ logger = logging.getLogger("smp")
 TOKEN_KEYS = ("input_ids", "decoder_input_ids", "tokens")
 
 # Units for people; loggers get plain bytes and a plain share.
-_SCALE = {name: 1e6 for name in BYTES.values()} | {"mfu": 0.01, "bubble_share": 0.01}
+_SCALE = dict.fromkeys(BYTES.values(), 1e6) | {"mfu": 0.01, "bubble_share": 0.01}
 _SHORT = {
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
@@ -395,10 +395,7 @@ def _over_ranks(trainer: Trainer, values: list[float], operation: str) -> list[f
         values, dtype=torch.float64, device=trainer.strategy.root_device
     )
     every = dist.group.WORLD if dist.is_initialized() else None
-    reduced: list[float] = trainer.strategy.reduce(
-        tensor, every, reduce_op=operation
-    ).tolist()
-    return reduced
+    return trainer.strategy.reduce(tensor, every, reduce_op=operation).tolist()
 
 
 def _parallel_model(trainer: Trainer) -> ParallelModel | None:

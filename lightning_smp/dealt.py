@@ -32,7 +32,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from smp_core.checkpoint import iterate_tensors, set_random_state
+from smp_core.checkpoint import iterate_tensors, of_kind, set_random_state
 from smp_core.checkpoint.random_state import random_state
 from smp_core.watch import count_samples, here
 
@@ -365,10 +365,5 @@ def _rows(value: Any, size: int, rows: slice) -> Any:
         )
         if len(value) == size and not holds_batches:
             return value[rows]
-        each_cut = [_rows(each, size, rows) for each in value]
-        return (
-            type(value)(*each_cut)
-            if hasattr(value, "_fields")
-            else type(value)(each_cut)
-        )
+        return of_kind(type(value), [_rows(each, size, rows) for each in value])
     return value

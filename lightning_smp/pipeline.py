@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_smp.kept import Kept
+from lightning_smp.module_changes import Kept
 from lightning_smp.sequences import SharedSequences
 from smp_core.checkpoint import map_tensors
 from smp_core.engine import ParallelModel

@@ -257,12 +257,11 @@ def describe_place(
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     batches = 0 if progress["is_last_batch"] else progress["current"]["processed"]
     sizes = [samples_per_batch(loader, data_size) for loader in loaders]
+    samples = [None if size is None else size * batches for size in sizes]
     return {
         "batches": batches,
         "samples_per_batch": sizes,
-        "samples_in_epoch": [
-            None if size is None else size * batches for size in sizes
-        ],
+        "samples_in_epoch": samples,
         "accumulate_grad_batches": accumulation(trainer),
     }
 
@@ -703,7 +702,6 @@ class _PlaceOfTraining:
 def places_of_loaders(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the states of the training data loaders, as Lightning puts them into a
     checkpoint."""
-    places: list[dict[str, Any]] = (
+    return (
         checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
     )
-    return places

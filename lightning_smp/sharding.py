@@ -202,7 +202,7 @@ def reattach(
             f"precision={precision.precision!r}: this LightningModule was sharded before with "
             f"precision={kept_precision!r} and keeps that; use the same, or a new module and ckpt_path=..."
         )
-    return attached, knobs_of_next_run(attached.plan, asked, "LightningModule")
+    return attached, knobs_of_next_run(attached.plan, asked)
 
 
 def check_layer_sync(module: LightningModule, layer_sync: LayerSync | None) -> None:

@@ -117,47 +117,27 @@ def parallelize(
 
     # Phase 2, decide, on every rank by itself, and agree on what came out. What
     # observing or deciding refuses is raised on all ranks: see agreed().
-    decided = functools.partial(_decided, model, observe, entry, precision, optimizers)
-
-    def settle() -> Plan:
+    def settle() -> tuple[Plan, list[str]]:
         # A pre-sharded model has its own units and degrees.
         if given is not None:
             shapes = Shapes.with_units(model, given_units(model))
-            return decide(shapes, asked, observe(), given=given, precision=precision)
-        plan = decided(asked)
-        if (
-            asked.expert_parallel_degree == "auto"
-            and plan.knobs.expert_parallel_degree == 1
-            and plan.shapes.experts
-        ):
-            # Experts that stay with their layers are no units.
-            why = plan.knobs.why("expert_parallel_degree")
-            plan = decided(asked.with_resolved("expert_parallel_degree", 1, why))
-        # Stages are run once, whole against parts, before anything is left out.
-        if plan.stages is not None:
-            changed[:] = rehearse(model, plan.stages)
-        return plan
+            plan = decide(shapes, asked, observe(), given=given, precision=precision)
+            return plan, []
+        return _settled(model, asked, observe, entry, precision, optimizers)
 
-    # Saved buffers and numbers that each forward changes.
-    changed: list[str] = []
-
-    plan = agreed(
-        asked, settle, lambda plan: plan.word, lambda plan: plan.tensors_in_words
+    plan, changed = agreed(
+        asked,
+        settle,
+        lambda settled: settled[0].word,
+        lambda settled: settled[0].tensors_in_words,
     )
     # Phase 3, the process groups of the layout, and Phase 4, do it.
     if mesh is None:
         mesh = mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:
         _require_layout(mesh, plan)
-    for line in plan.warnings if mesh.rank == 0 else ():
-        logger.warning("%s", line)
-    if changed and plan.knobs.pipeline.microbatches != 1 and mesh.rank == 0:
-        logger.warning(
-            "pipeline.microbatches=%s: forward changes what modules keep (%s), here once for each micro-batch; numbers "
-            "are not those of one process, but those of accumulated batches; write pipeline={'microbatches': 1}",
-            plan.knobs.pipeline.microbatches,
-            ", ".join(changed[:2]),
-        )
+    if mesh.rank == 0:
+        _warn(plan, changed)
     with long_wait("sharding the model", here=mesh.rank == 0):
         if given is not None:
             return adopt_sharded_model(model, mesh, plan, given)
@@ -219,6 +199,30 @@ def memory_tier(
     )
 
 
+def _settled(
+    model: nn.Module,
+    asked: SmpConfig,
+    observe: Callable[[], Cluster],
+    entry: Entry,
+    precision: Precision,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> tuple[Plan, list[str]]:
+    """Decide everything about a model that is not sharded yet; return the plan, and the
+    saved buffers and numbers that each forward changes."""
+    decided = functools.partial(_decided, model, observe, entry, precision, optimizers)
+    plan = decided(asked)
+    if (
+        asked.expert_parallel_degree == "auto"
+        and plan.knobs.expert_parallel_degree == 1
+        and plan.shapes.experts
+    ):
+        # Experts that stay with their layers are no units.
+        why = plan.knobs.why("expert_parallel_degree")
+        plan = decided(asked.with_resolved("expert_parallel_degree", 1, why))
+    # Stages are run once, whole against parts, before anything is left out.
+    return plan, [] if plan.stages is None else rehearse(model, plan.stages)
+
+
 def _decided(
     model: nn.Module,
     observe: Callable[[], Cluster],
@@ -227,7 +231,6 @@ def _decided(
     optimizers: Sequence[torch.optim.Optimizer],
     asked: SmpConfig,
 ) -> Plan:
-    """Decide everything about a model that is not sharded yet."""
     shapes = Shapes.of(model, asked, entry)
     if asked.pipeline_parallel_degree > 1:
         shapes = with_chain(shapes, model)
@@ -236,6 +239,20 @@ def _decided(
             shapes, asked, observe(), precision=precision, optimizers=optimizers
         )
     return decide(shapes, asked, observe(), precision=precision)
+
+
+def _warn(plan: Plan, changed: list[str]) -> None:
+    """Log what was decided with a warning, and what micro-batches change that each
+    forward changes."""
+    for line in plan.warnings:
+        logger.warning("%s", line)
+    if changed and plan.knobs.pipeline.microbatches != 1:
+        logger.warning(
+            "pipeline.microbatches=%s: forward changes what modules keep (%s), here once for each micro-batch; numbers "
+            "are not those of one process, but those of accumulated batches; write pipeline={'microbatches': 1}",
+            plan.knobs.pipeline.microbatches,
+            ", ".join(changed[:2]),
+        )
 
 
 def _planned(

@@ -44,10 +44,12 @@ def table(rows: list[dict[str, Any]]) -> str:
                 statistics.fmean(result["metered"]),
                 bound / rates(row["rate"]) + alone,
             )
+            sent_of_metered = f"{out / metered:.3f}" if metered else "-"
+            agree = "yes" if result["losses_agree"] else "NO"
             lines.append(
                 f"| {where} | {name} | {seconds:.2f} ({min(result['seconds']):.2f}-{max(result['seconds']):.2f}) "
                 f"| {seconds / hsdp:.2f} | {seconds / floor:.2f} | {out / 1e6:.1f} | {bound / 1e6:.1f} "
-                f"| {f'{out / metered:.3f}' if metered else '-'} | {'yes' if result['losses_agree'] else 'NO'} |"
+                f"| {sent_of_metered} | {agree} |"
             )
         lines += [
             f"| {where} | {name} | {why} | | | | | | |"

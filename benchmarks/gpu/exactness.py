@@ -93,12 +93,11 @@ def _fused(on: Device) -> Cast:
         scale: torch.Tensor,
         dtype: torch.dtype,
         *,
-        rows: bool,
         columns: bool,
     ) -> Any:
         x8 = cast_eager(x, scale, dtype).contiguous()
         return (
-            x8 if rows else None,
+            x8,
             transposed(x8) if columns else None,
             amax_of(x).nan_to_num(math.inf, math.inf),
         )
@@ -119,7 +118,7 @@ def _one_cast(
         x[0, :4] = torch.tensor(
             [math.inf, -math.inf, 6e4, -6e4], device=on.device, dtype=source
         )
-    rows, columns, amax = cast(x, scale, dtype, rows=True, columns=True)
+    rows, columns, amax = cast(x, scale, dtype, columns=True)
     expected = cast_eager(x, scale, dtype).contiguous()
     pairs = ((rows, expected), (columns, transposed(expected)))
     differing = sum(
@@ -148,9 +147,7 @@ def _transposes(on: Device, dtype: torch.dtype) -> dict[str, Any]:
 def _nan(on: Device, cast: Cast, dtype: torch.dtype) -> dict[str, Any]:
     x = torch.randn(64, 64, device=on.device)
     x[3, 5] = math.nan
-    rows, _, amax = cast(
-        x, torch.ones((), device=on.device), dtype, rows=True, columns=False
-    )
+    rows, _, amax = cast(x, torch.ones((), device=on.device), dtype, columns=False)
     return {
         "ok": bool(rows[3, 5].float().isnan()) and not bool(amax.isfinite()),
         "amax": str(amax.item()),

@@ -76,7 +76,7 @@ def _cast(on: Device, dtype: torch.dtype, rate: float) -> dict[str, Any]:
         )
     from smp_core.fp8.triton_casts import cast_fused
 
-    work = partial(cast_fused, x, scale, E4M3, rows=True, columns=True)
+    work = partial(cast_fused, x, scale, E4M3, columns=True)
     return _against_copy(on, work, x.numel() * (x.element_size() + 2), rate)
 
 

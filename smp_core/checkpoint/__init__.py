@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         Path as Path,
         iterate_tensors as iterate_tensors,
         map_tensors as map_tensors,
+        of_kind as of_kind,
         path_text as path_text,
     )
     from smp_core.checkpoint.untrusted import NoSuchFolder as NoSuchFolder

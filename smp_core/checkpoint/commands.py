@@ -39,6 +39,16 @@ _Directory = Annotated[
         metavar="DIR", help="A checkpoint folder or fsspec address (s3://...)."
     ),
 ]
+_Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what is at OUT.")
+]
+_AllowPickle = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle",
+        help="Read values saved with allow_pickle. RUNS CODE from the file.",
+    ),
+]
 
 
 @contextlib.contextmanager
@@ -144,16 +154,8 @@ def consolidate_command(
     verify_mode: Annotated[
         str, typer.Option("--verify", help="Check before: digests, sizes or none.")
     ] = "digests",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is at OUT.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle",
-            help="Read values saved with allow_pickle. RUNS CODE from the file.",
-        ),
-    ] = False,
+    overwrite: _Overwrite = False,
+    allow_pickle: _AllowPickle = False,
 ) -> None:
     """Write a sharded checkpoint as unsharded tensors, streaming."""
     made = consolidate(
@@ -234,16 +236,8 @@ def export_command(
             "--format", help="dcp, lightning (ModelParallel) or accelerate (FSDP2)."
         ),
     ],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is at OUT.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle",
-            help="Read values saved with allow_pickle. RUNS CODE from the file.",
-        ),
-    ] = False,
+    overwrite: _Overwrite = False,
+    allow_pickle: _AllowPickle = False,
 ) -> None:
     """Write a checkpoint as another program's sharded folder. Safetensors and .ckpt:
     see consolidate."""

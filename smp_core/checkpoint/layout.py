@@ -176,16 +176,14 @@ class Index:
         return found
 
     def by_path(self) -> dict[tuple[Any, ...], str]:
-        # The same tensor can be saved at several paths; each of them finds it.
         """Map each path in the saved state to its name."""
         names = {record.path: name for name, record in self.tensors.items()}
-        for name, path in self.alias_paths.items():
-            names[path] = name
-        return names
+        # The same tensor can be saved at several paths; each of them finds it.
+        aliases = {path: name for name, path in self.alias_paths.items()}
+        return names | aliases
 
     def to_json(self) -> dict[str, Any]:
-        # Only slices and places: values are in the tensor files.
-        """Return the content of index.json."""
+        """Return the content of index.json: slices and places, no values."""
         tensors = {}
         for name, record in self.tensors.items():
             tensors[name] = {

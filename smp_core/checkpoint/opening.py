@@ -113,7 +113,8 @@ class OpenCheckpoint:
         return tree
 
     @functools.cached_property
-    def _plain(self) -> dict[str, Any]:
+    def plain_entries(self) -> dict[str, Any]:
+        """The entries of rest.pt."""
         if self.manifest.rest_pt is None:
             return {}
         data = self.checked(self.manifest.rest_pt)
@@ -133,10 +134,6 @@ class OpenCheckpoint:
                 f"{where} is damaged: it holds a {type(content).__name__}, not a dict"
             )
         return content
-
-    def plain_entries(self) -> dict[str, Any]:
-        """Return the entries of rest.pt."""
-        return self._plain
 
     def pickle_entries(self) -> dict[str, Any]:
         """Return the entries of the pickle file. Runs code from the file: only for

@@ -345,7 +345,7 @@ def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) 
 
     # The tree is a file's content: whatever goes wrong in it is a damaged file.
     with only_checkpoint_errors(f"{opened.address}/{opened.manifest.rest}"):
-        return decode_rest(tree, known, opened.plain_entries(), pickled)
+        return decode_rest(tree, known, opened.plain_entries, pickled)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -126,8 +126,13 @@ def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) 
             same[key] = map_tensors(value, replace, mapping)
         return same
     values = [map_tensors(value, replace, mapping) for value in state]
+    return of_kind(type(state), values)
+
+
+def of_kind(kind: type, values: Sequence[Any]) -> Any:
+    """Make a tuple, a named one, or a list of values."""
     # Named tuples take their fields one by one.
-    return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
 def holds_tensor(state: Any, mapping: Any = dict) -> bool:

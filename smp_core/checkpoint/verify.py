@@ -221,7 +221,7 @@ def verify_checkpoint(path: str | os.PathLike[str], deep: bool = False) -> list[
         return found
     try:
         # Parsed as well: an index that does not fit its files is a problem of no file.
-        _ = opened.index, opened.tree, opened.plain_entries()
+        _ = opened.index, opened.tree, opened.plain_entries
     except CheckpointError as error:
         return [str(error)]
     return []

@@ -74,8 +74,7 @@ def of_rank_0(decide: Callable[[], T]) -> T:
         dist.broadcast_object_list(told, src=0)
     if isinstance(told[0], ValueError):
         raise told[0]
-    decided: T = told[0]
-    return decided
+    return told[0]
 
 
 def agreed(

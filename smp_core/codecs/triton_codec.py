@@ -88,9 +88,8 @@ def _decoded(  # type: ignore[no-untyped-def]
     N,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Return the values [ROWS, BLOCK] of one payload, float32."""
+    """Return the values [rows, BLOCK] of one payload, float32."""
     if KIND == 1:
         pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         pairs = tl.load(codes_ptr + pair, mask=2 * pair < N, other=0).to(tl.int32)
@@ -131,7 +130,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         N,
         KIND,
         BLOCK,
-        ROWS,
     )
     tl.store(
         out_ptr + r * out_stride + at, values.to(out_ptr.dtype.element_ty), mask=at < N
@@ -160,7 +158,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         if r == me:
             total += own
         else:
-            total += _decoded(scales_ptr, codes_ptr, row, N, KIND, BLOCK, ROWS)
+            total += _decoded(scales_ptr, codes_ptr, row, N, KIND, BLOCK)
         scales_ptr += scales_stride
         codes_ptr += codes_stride
     tl.store(total_ptr + at, total, mask=at < N)

@@ -127,7 +127,7 @@ class FlatAllGather(CommObject):
             return self._by_messages(
                 output_tensor.view(len(ranks), -1), input_tensor, group, wait_later
             )
-        n_bytes = output_tensor.numel() * output_tensor.element_size()
+        n_bytes = output_tensor.nbytes
         with self.meter.ring(f"{self._prefix}all_gather", ranks, n_bytes):
             work = all_gather_single(
                 output_tensor, input_tensor, group=group, async_op=wait_later
@@ -145,7 +145,7 @@ class FlatAllGather(CommObject):
         # FSDP2 hands over a view of this very place; others may not.
         if input_N.data_ptr() != mine_N.data_ptr():
             mine_N.copy_(input_N)
-        shard_bytes = mine_N.numel() * mine_N.element_size()
+        shard_bytes = mine_N.nbytes
         sent = [
             (rank, shard_bytes)
             for rank in self.ranks_of(group)
@@ -179,7 +179,7 @@ class FlatReduceScatter(CommObject):
         ranks = self.ranks_of(group)
         # The library reduces by itself, also to a mean.
         if not prefers_messages(group, input_tensor.device):
-            n_bytes = input_tensor.numel() * input_tensor.element_size()
+            n_bytes = input_tensor.nbytes
             with self.meter.ring(f"{self._prefix}reduce_scatter", ranks, n_bytes):
                 work = reduce_scatter_single(
                     output_tensor, input_tensor, op=op, group=group, async_op=async_op
@@ -188,7 +188,7 @@ class FlatReduceScatter(CommObject):
 
         # By messages: a sum in the order of ranks, and the division behind it.
         divisor = average_divisor(op, len(ranks))
-        shard_bytes = output_tensor.numel() * output_tensor.element_size()
+        shard_bytes = output_tensor.nbytes
         sent = [(rank, shard_bytes) for rank in ranks if rank != self.meter.rank]
         link = self.link_of(group)
         with self.meter.point_to_point(f"{self._prefix}reduce_scatter", sent, link):
@@ -215,9 +215,7 @@ class FlatAllReduce(CommObject):
         self, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         ranks = self.ranks_of(group)
-        with self.meter.ring(
-            f"{self._prefix}all_reduce", ranks, tensor.numel() * tensor.element_size()
-        ):
+        with self.meter.ring(f"{self._prefix}all_reduce", ranks, tensor.nbytes):
             work = dist.all_reduce(
                 tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op
             )
@@ -232,6 +230,6 @@ class FlatMaxReduce(CommObject):
         with self.meter.ring(
             "amax_all_reduce",
             self.ranks_of(group),
-            tensor.numel() * tensor.element_size(),
+            tensor.nbytes,
         ):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)

@@ -122,7 +122,7 @@ class HierarchicalAllGather(_TwoStage):
         """Start the stage between nodes; what is returned does the rest."""
         node_ranks = self.ranks_of(self.inter_group)
         local_ranks = self.ranks_of(self.intra_group)
-        shard_bytes = input_N.numel() * input_N.element_size()
+        shard_bytes = input_N.nbytes
         me, here = self.local_rank, self.node
         if input_N.data_ptr() != output_MKN[here, me].data_ptr():
             output_MKN[here, me].copy_(input_N)
@@ -159,7 +159,7 @@ class HierarchicalAllGather(_TwoStage):
         return finish
 
     def _by_collectives(self, output_MKN: Tensor, input_N: Tensor) -> None:
-        shard_bytes = input_N.numel() * input_N.element_size()
+        shard_bytes = input_N.nbytes
         column_MN = input_N.new_empty(self.nodes, input_N.numel())
         with self.meter.ring(
             "all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes
@@ -207,7 +207,7 @@ class HierarchicalReduceScatter(_TwoStage):
         # By the library: a reduce-scatter for each node's part, in one launch.
         if not prefers_messages(self.intra_group, input_MKN.device):
             partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
-            n_bytes = input_MKN.numel() * input_MKN.element_size()
+            n_bytes = input_MKN.nbytes
             with self.meter.ring(
                 "reduce_scatter", self.ranks_of(self.intra_group), n_bytes
             ):
@@ -247,16 +247,14 @@ class HierarchicalReduceScatter(_TwoStage):
         node_ranks = self.ranks_of(self.inter_group)
         # By the library, whose order of summation is its own.
         if not prefers_messages(self.inter_group, partial_MN.device):
-            n_bytes = partial_MN.numel() * partial_MN.element_size()
+            n_bytes = partial_MN.nbytes
             with self.meter.ring("reduce_scatter", node_ranks, n_bytes, new_call=False):
                 reduce_scatter_single(
                     output_N, partial_MN.view(-1), group=self.inter_group
                 )
             return
         sent = [
-            (rank, output_N.numel() * output_N.element_size())
-            for rank in node_ranks
-            if rank != self.meter.rank
+            (rank, output_N.nbytes) for rank in node_ranks if rank != self.meter.rank
         ]
         with self.meter.point_to_point("reduce_scatter", sent, "inter", new_call=False):
             sum_rows(output_N, partial_MN, self.inter_group, REDUCE)

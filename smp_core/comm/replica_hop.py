@@ -291,9 +291,7 @@ class ReplicaHop(CommObject):
         nodes, and count them as fallbacks."""
         self.fallbacks += len(sends)
         ranks = self.ranks_of(self.between)
-        n_bytes = [
-            (ranks[i], part.numel() * part.element_size()) for i, part in sends.items()
-        ]
+        n_bytes = [(ranks[i], part.nbytes) for i, part in sends.items()]
         sent = [(part, ranks[i]) for i, part in sends.items()]
         received = [(part, ranks[i]) for i, part in receives.items()]
         with self.meter.point_to_point("all_reduce", n_bytes, "inter", new_call=False):
@@ -309,7 +307,7 @@ class ReplicaHop(CommObject):
         kind: str = "all_reduce",
     ) -> AbstractContextManager[None]:
         """Count one row to each other rank of ``group``."""
-        row_bytes = row.numel() * row.element_size()
+        row_bytes = row.nbytes
         sends = [
             (rank, row_bytes)
             for rank in self.ranks_of(group)

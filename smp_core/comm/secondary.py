@@ -61,8 +61,7 @@ class SecondaryGather:
         self.part: Tensor | None = None
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensor: Tensor = self._made.allocate(*args, **kwargs)
-        return tensor
+        return self._made.allocate(*args, **kwargs)
 
     def forget(self) -> None:
         """Drop the part that is held."""

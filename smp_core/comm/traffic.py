@@ -80,10 +80,11 @@ class Traffic:
             whose gradients are added up.
         steps: optimizer steps so far.
         issued: what was asked of the objects that it has made.
+        meter: counts what they send.
     """
 
     def __init__(self, mesh: SmpMesh, meter: CommMeter, plan: Plan) -> None:
-        self.mesh, self._meter = mesh, meter
+        self.mesh, self.meter = mesh, meter
         self.steps = 0
         # All units note what they issue in one list: ranks compare it when a window
         # closes.
@@ -129,7 +130,7 @@ class Traffic:
             # Made on demand: most runs of one replica never ask for a hop.
             def make_hop() -> ReplicaHop:
                 stages, *coded = stages_and_codec
-                return ReplicaHop(self._meter, group, stages, background(), *coded)
+                return ReplicaHop(self.meter, group, stages, background(), *coded)
 
             return Route(group, mesh.gradient_degree, make_hop)
 
@@ -188,7 +189,7 @@ class Traffic:
         if unit.name in self._experts:
             # Experts that are dealt go over their own groups, in one stage.
             deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
-            made = FlatAllGather(self._meter, deferred=deferred)
+            made = FlatAllGather(self.meter, deferred=deferred)
         else:
             made = primary = self._primary_all_gather(unit)
             # Roots stay unsharded after forward.
@@ -200,32 +201,32 @@ class Traffic:
     def reduce_scatter(self, unit: Unit) -> NotedCollective:
         """Return the object that reduces this unit's gradients inside the partition
         group."""
-        made: CommObject = FlatReduceScatter(self._meter)
+        made: CommObject = FlatReduceScatter(self.meter)
         is_dealt = unit.name in self._experts
         # Codes pay only between nodes.
         if self._gathers_cross and self._form.reduce_codes and not is_dealt:
             made = self._reductions[unit.name] = QuantizedReduceScatter(
-                self._meter,
+                self.meter,
                 codec(self._form.reduce_codes),
                 self.mesh.shard_group,
                 self._stages,
                 error_feedback=bool(self._form.error_feedback),
             )
         elif self._stages is not None and not is_dealt:
-            made = HierarchicalReduceScatter(self._meter, *self._stages)
+            made = HierarchicalReduceScatter(self.meter, *self._stages)
         return self.issued.noting(made, "reduce_scatter", unit.name)
 
     def _primary_all_gather(self, unit: Unit) -> CommObject:
         # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
         deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
-        exact: CommObject = FlatAllGather(self._meter, deferred=deferred)
+        exact: CommObject = FlatAllGather(self.meter, deferred=deferred)
         if self._stages is not None:
-            exact = HierarchicalAllGather(self._meter, *self._stages, deferred=deferred)
+            exact = HierarchicalAllGather(self.meter, *self._stages, deferred=deferred)
         # The policy decides for all units at once, so each of them has a number there.
         if self._policy is None:
             return exact
         return QuantizedAllGather(
-            self._meter,
+            self.meter,
             exact,
             self._policy,
             self._policy.add_unit(unit.name, unit.local_shards),

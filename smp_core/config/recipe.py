@@ -209,5 +209,4 @@ def _flag(value: Any) -> bool | None:
 
 
 def _example(recipe: type[Recipe]) -> dict[str, Any]:
-    example: dict[str, Any] = json.loads(recipe.EXAMPLE)
-    return example
+    return json.loads(recipe.EXAMPLE)

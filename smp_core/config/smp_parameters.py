@@ -24,9 +24,6 @@ _SHARDING_STRATEGIES: dict[str, tuple[int | str, bool]] = {
     "_HYBRID_SHARD_ZERO2": ("node", False),
     "NO_SHARD": (1, True),
 }
-# Key under which the handlers find the sharding strategy; not an identifier, so that no
-# option can have this name.
-_STRATEGY = "sharding strategy"
 
 
 @dataclass
@@ -34,12 +31,16 @@ class Translation:
     """A block of SMP options, translated.
 
     Attributes:
+        options: the block.
+        strategy: FSDP's beside it, a key of `_SHARDING_STRATEGIES`; None: there is none.
         settings: knob of SmpConfig, or field of one ("activations.offload") -> value.
         origins: the same names -> the SMP option and value it comes from.
         lines: one sentence for each option, for the log.
         warnings: differences from SMP that change training results, for the log.
     """
 
+    options: Mapping[str, Any]
+    strategy: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ class Translation:
         self.lines.append(f"{option}={asked!r}: no effect here; {why}")
 
 
-Handler = Callable[[str, Any, Mapping[str, Any], Translation], None]
+Handler = Callable[[str, Any, Translation], None]
 
 
 def _boolean(option: str, value: Any) -> bool:
@@ -110,10 +111,7 @@ def translate_smp_parameters(
                 tuple(SMP_OPTIONS),
                 "docs/migrating-from-smp.md",
             )
-    translation = Translation()
-    # FSDP's strategy comes beside it, and is translated as one more option.
-    # A copy: the caller's block stays as it was.
-    options = dict(parameters)
+    translation = Translation(parameters)
     if sharding_strategy is not None:
         strategy = sharding_strategy.upper()
         if strategy not in _SHARDING_STRATEGIES:
@@ -121,15 +119,15 @@ def translate_smp_parameters(
                 "sharding_strategy", sharding_strategy, ", ".join(_SHARDING_STRATEGIES)
             )
         # With a strategy beside it, a degree of 0 means the strategy's.
-        options = {"hybrid_shard_degree": 0, **options, _STRATEGY: strategy}
+        translation.strategy = strategy
+        translation.options = {"hybrid_shard_degree": 0, **parameters}
         if not _SHARDING_STRATEGIES[strategy][1]:
             translation.set(
                 "sharding_strategy", strategy, "reshard_after_forward", False
             )
     # Each option, and what their absence means.
-    for option, value in options.items():
-        if option != _STRATEGY:
-            SMP_OPTIONS[option](option, value, options, translation)
+    for option, value in translation.options.items():
+        SMP_OPTIONS[option](option, value, translation)
     # Nothing was said of sharding, which SMP takes as plain data parallelism.
     if "shard_degree" not in translation.settings:
         translation.lines.append(
@@ -141,18 +139,14 @@ def translate_smp_parameters(
 
 
 def _knob(knob: str, reader: read.Reader) -> Handler:
-    def handle(
-        option: str, value: Any, options: Mapping[str, Any], to: Translation
-    ) -> None:
+    def handle(option: str, value: Any, to: Translation) -> None:
         to.set(option, value, knob, reader(option, value))
 
     return handle
 
 
 def _no_effect(reader: read.Reader, why: str) -> Handler:
-    def handle(
-        option: str, value: Any, options: Mapping[str, Any], to: Translation
-    ) -> None:
+    def handle(option: str, value: Any, to: Translation) -> None:
         reader(option, value)
         to.without_effect(option, value, why)
 
@@ -163,9 +157,7 @@ def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
     """Accept the one value that is the case here anyway; refuse any other with what to
     use instead."""
 
-    def handle(
-        option: str, value: Any, options: Mapping[str, Any], to: Translation
-    ) -> None:
+    def handle(option: str, value: Any, to: Translation) -> None:
         if reader(option, value) != allowed:
             raise ValueError(f"{option}={value!r} cannot be had here; {instead}")
         to.without_effect(option, value, why)
@@ -182,9 +174,7 @@ def _half_precision(dtype: str) -> Handler:
     }[short]
     flag = f"set the trainer's precision to match: Lightning {trainer}; HF TrainingArguments({short}=True)"
 
-    def handle(
-        option: str, value: Any, options: Mapping[str, Any], to: Translation
-    ) -> None:
+    def handle(option: str, value: Any, to: Translation) -> None:
         if _boolean(option, value):
             masters = (
                 "master_dtype='float32', as SMP steps a float32 copy of the weights"
@@ -203,12 +193,10 @@ def _half_precision(dtype: str) -> Handler:
     return handle
 
 
-def _hybrid_shard_degree(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _hybrid_shard_degree(option: str, value: Any, to: Translation) -> None:
     degree = read.integer(0)(option, value)
     # 0 means: as FSDP was told in the script.
-    strategy = options.get(_STRATEGY)
+    strategy = to.strategy
     if degree == 0 and strategy is None:
         raise ValueError(
             f"{option}=0 takes the sharding strategy from the FSDP call in the training script, which is not part of "
@@ -222,9 +210,7 @@ def _hybrid_shard_degree(
     to.set(option, value, "shard_degree", shards, note)
 
 
-def _offload_activations(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _offload_activations(option: str, value: Any, to: Translation) -> None:
     # Here only inputs of checkpointed modules can be offloaded, so these are switched
     # on with it.
     offload = _boolean(option, value)
@@ -234,24 +220,22 @@ def _offload_activations(
         )
         if (
             option == "offload_activations"
-            and "activation_loading_horizon" not in options
+            and "activation_loading_horizon" not in to.options
         ):
             note += "; activations.loading_horizon is 2 here where it is left out, SMP v1 has 4"
         to.set(option, value, "activations.checkpoint", "full", note)
     to.set(option, value, "activations.offload", offload)
 
 
-def _horizon(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _horizon(option: str, value: Any, to: Translation) -> None:
     blocks = read.integer(1)(option, value)
     # v1 and v2 have a name each for the switch that the horizon belongs to.
     asked = [
         name
         for name in ("offload_activations", "sm_activation_offloading")
-        if name in options
+        if name in to.options
     ]
-    if any(_boolean(name, options[name]) for name in asked):
+    if any(_boolean(name, to.options[name]) for name in asked):
         to.set(option, value, "activations.loading_horizon", blocks)
     else:
         to.without_effect(
@@ -261,9 +245,7 @@ def _horizon(
         )
 
 
-def _shard_optimizer_state(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _shard_optimizer_state(option: str, value: Any, to: Translation) -> None:
     if not _boolean(option, value):
         to.without_effect(
             option,
@@ -274,8 +256,8 @@ def _shard_optimizer_state(
     if (
         # SMP shards optimizer states alone then, which is a degree of 1 with states
         # over the world.
-        "sharded_data_parallel_degree" not in options
-        and "hybrid_shard_degree" not in options
+        "sharded_data_parallel_degree" not in to.options
+        and "hybrid_shard_degree" not in to.options
     ):
         to.set(option, value, "shard_degree", 1, "parameters stay whole on each rank")
     to.set(
@@ -287,9 +269,7 @@ def _shard_optimizer_state(
     )
 
 
-def _gradient_clipping(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _gradient_clipping(option: str, value: Any, to: Translation) -> None:
     # A number other than 0 asks for clipping, which belongs to the trainer.
     clip = read.number(0.0, include_lowest=True)(option, value)
     if clip:
@@ -303,12 +283,10 @@ def _gradient_clipping(
     )
 
 
-def _microbatches(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _microbatches(option: str, value: Any, to: Translation) -> None:
     count = read.integer(1)(option, value)
     # With stages it is the number of parts of a batch; without, gradient accumulation.
-    if _stages_of(options) > 1:
+    if _stages_of(to) > 1:
         to.set(
             option,
             value,
@@ -330,29 +308,25 @@ def _microbatches(
     )
 
 
-def _stages_of(options: Mapping[str, Any]) -> int:
+def _stages_of(to: Translation) -> int:
     asked = [
-        options[name]
+        to.options[name]
         for name in ("partitions", "pipeline_parallel_degree")
-        if name in options
+        if name in to.options
     ]
     return max((_DEGREE("partitions", value) for value in asked), default=1)
 
 
-def _schedule(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _schedule(option: str, value: Any, to: Translation) -> None:
     schedule, note = _SCHEDULES[read.word(*_SCHEDULES)(option, value)]
     # Without stages a schedule says nothing.
-    if _stages_of(options) == 1:
+    if _stages_of(to) == 1:
         to.without_effect(option, value, _STAGES)
     else:
         to.set(option, value, "pipeline.schedule", schedule, note)
 
 
-def _deepspeed_json(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _deepspeed_json(option: str, value: Any, to: Translation) -> None:
     raise ValueError(
         f"{option}={value!r} names a private JSON file of SMP v1; remove it and write what it sets as knobs of "
         "SmpConfig (shard_degree, collectives.hierarchical, ...)"
@@ -366,24 +340,22 @@ def _placement(knob: str, value: Any) -> str:
     return text
 
 
-def _fp8(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+def _fp8(option: str, value: Any, to: Translation) -> None:
     note = "FP8 products in the linear layers, as Transformer Engine's fp8_autocast"
     # Fields of the recipe switch on what they belong to, so they are translated in its
     # place.
     if not _boolean(option, value):
         to.without_effect(option, value, "products are in FP8 only with the knob `fp8`")
-    elif any(name in options for name in _FP8_FIELDS):
+    elif any(name in to.options for name in _FP8_FIELDS):
         to.set(option, value, "fp8.scaling", "delayed", note)
     else:
         to.set(option, value, "fp8", True, note)
 
 
-def _fp8_field(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _fp8_field(option: str, value: Any, to: Translation) -> None:
     field_of_recipe, reader = _FP8_FIELDS[option]
     read_value = reader(option, value)
-    if "fp8" in options and _boolean("fp8", options["fp8"]):
+    if "fp8" in to.options and _boolean("fp8", to.options["fp8"]):
         to.set(option, value, f"fp8.{field_of_recipe}", read_value)
     else:
         to.without_effect(
@@ -391,9 +363,7 @@ def _fp8_field(
         )
 
 
-def _loss_scale(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _loss_scale(option: str, value: Any, to: Translation) -> None:
     # Dynamic scaling is what trainers do.
     if value is None or (option == "dynamic_loss_scale" and _boolean(option, value)):
         to.without_effect(
@@ -415,9 +385,7 @@ def _loss_scale(
     )
 
 
-def _passes(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _passes(option: str, value: Any, to: Translation) -> None:
     count = read.integer(1)(option, value)
     if count > 1:
         raise ValueError(
@@ -431,11 +399,9 @@ def _passes(
     )
 
 
-def _smp_moe(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _smp_moe(option: str, value: Any, to: Translation) -> None:
     # SMP would change the router; here a model keeps its own.
-    if _boolean(option, value) and "moe_load_balancing" not in options:
+    if _boolean(option, value) and "moe_load_balancing" not in to.options:
         to.warnings.append(
             "SMP routes tokens by 'sinkhorn' unless moe_load_balancing says otherwise; here the model's own router does"
         )
@@ -446,9 +412,7 @@ def _smp_moe(
     )
 
 
-def _moe_load_balancing(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _moe_load_balancing(option: str, value: Any, to: Translation) -> None:
     # Only the auxiliary loss leaves the choice of experts to the router.
     kind = _MOE_BALANCING(option, value)
     if kind == "none":
@@ -473,16 +437,15 @@ def _moe_load_balancing(
     )
 
 
-def _moe_coefficient(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _moe_coefficient(option: str, value: Any, to: Translation) -> None:
     number = read.number(0.0, include_lowest=True)(option, value)
     balancing = "moe_load_balancing"
     is_auxiliary = option == "moe_aux_loss_coeff"
     has_loss = (
         not is_auxiliary
         # Without the option SMP balances by "sinkhorn", which has no loss.
-        or _MOE_BALANCING(balancing, options.get(balancing, "sinkhorn")) == "aux_loss"
+        or _MOE_BALANCING(balancing, to.options.get(balancing, "sinkhorn"))
+        == "aux_loss"
     )
     if number and has_loss:
         loss = (
@@ -496,9 +459,7 @@ def _moe_coefficient(
     to.without_effect(option, value, "no such loss is added to the model's own")
 
 
-def _sharding_strategy(
-    option: str, value: Any, options: Mapping[str, Any], to: Translation
-) -> None:
+def _sharding_strategy(option: str, value: Any, to: Translation) -> None:
     """Refuse what is an argument of the translation, beside the block."""
     raise ValueError(
         f"{option}={value!r} is FSDP's and not part of this block; remove it and write "

@@ -84,7 +84,7 @@ def attention(
         ValueError: shapes that do not fit one another or the plan, different dtypes, a
             window without causality.
     """
-    _check(q_BLHD, k_BLKD, v_BLKE, plan, causal, window)
+    _check(q_BLHD, k_BLKD, v_BLKE, causal, window)
     if sinks is not None and sinks.shape != q_BLHD.shape[2:3]:
         raise ValueError(
             f"sinks {tuple(sinks.shape)} do not fit {q_BLHD.shape[2]} query heads; give one score per head"
@@ -99,7 +99,6 @@ def _check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: torch.Tensor,
     causal: bool,
     window: int | None,
 ) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.checkpoint import iterate_tensors, map_tensors, of_kind
 from smp_core.cluster import Axis, SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.chunked_loss import IGNORED
@@ -347,11 +347,13 @@ class ContextParallel:
                     torch.zeros(rows, length, device=device), IGNORED
                 )
 
-        is_named = hasattr(batch, "_fields")
-        # Named tuples take their fields one by one.
-        made = type(batch)(*local) if is_named else type(batch)(local)  # type: ignore[call-arg]
         split = SplitBatch(
-            made, plan, length, self.group.rank, group=self.group, dims=dims
+            of_kind(type(batch), local),
+            plan,
+            length,
+            self.group.rank,
+            group=self.group,
+            dims=dims,
         )
         split.shift_labels = split_target
         return split
@@ -438,8 +440,7 @@ class _OwnTokens:
 def _device_of(batch: Any) -> torch.device:
     """Return the device of a batch's first tensor; the CPU if it has none."""
     for _, tensor in iterate_tensors(batch, mapping=MutableMapping):
-        device: torch.device = tensor.device
-        return device
+        return tensor.device
     return torch.device("cpu")
 
 

@@ -29,7 +29,7 @@ from smp_core.context_parallel.chunked_loss import (
     chunked_cross_entropy,
     torchs_sum,
 )
-from smp_core.context_parallel.transformers_models import transformers_models
+from smp_core.torch_facts import transformers_models
 
 logger = logging.getLogger("smp")
 

@@ -159,10 +159,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] (:func:`lse_dtype`)."""
     tensors = (q_BLHD, k_BMKD, v_BMKE)
-    result: tuple[Tensor, Tensor] = _with_a_kernel(
-        tensors, masks, lambda k: _forward(k, tensors, masks)
-    )
-    return result
+    return _with_a_kernel(tensors, masks, lambda k: _forward(k, tensors, masks))
 
 
 def backward(
@@ -177,10 +174,9 @@ def backward(
     """Compute the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B,
     M, K, E]."""
     tensors, results = (q_BLHD, k_BMKD, v_BMKE), (grad_BLHE, out_BLHE, lse_BHL)
-    gradients: Tensors = _with_a_kernel(
+    return _with_a_kernel(
         tensors, masks, lambda kernel: _backward(kernel, tensors, masks, *results)
     )
-    return gradients
 
 
 def _with_a_kernel(

@@ -70,7 +70,7 @@ class ContextGroup:
         parts, None while waiting for one."""
         if self.meter is None:
             return nullcontext()
-        n_bytes = 0 if whole is None else whole.numel() * whole.element_size()
+        n_bytes = 0 if whole is None else whole.nbytes
         return self.meter.ring(kind, self.ranks, n_bytes, new_call=whole is not None)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smp_core.context_parallel.replaced_attention import active_split
-from smp_core.context_parallel.transformers_models import transformers_models
+from smp_core.torch_facts import transformers_models
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ sequence here:
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from smp_core.context_parallel.replaced_attention import (
     positions,
     refuse_dropout,
 )
+from smp_core.torch_facts import transformers_models
 
 NAME = "smp_cp"
 _NO_FORM = {
@@ -56,15 +56,6 @@ _UNSHIFTED = (
     "ForQuestionAnswering",
     "ForSequenceClassification",
 )
-
-
-def transformers_models(model: nn.Module) -> list[Any]:
-    """List every Transformers model in ``model``, outer ones first."""
-    if "transformers" not in sys.modules:
-        return []
-    from transformers import PreTrainedModel
-
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def shifts_labels(model: nn.Module) -> bool:

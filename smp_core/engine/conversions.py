@@ -188,40 +188,17 @@ def parallelize_model(
     traffic = Traffic(mesh, meter, plan)
 
     # Phase 1: what its layers compute.
-    layers = _convert_layers(model, mesh, plan, whole_plan, meter, traffic)
+    layers = _convert_layers(model, plan, whole_plan, traffic)
 
     # Phase 2: where its parameters live.
-    units = _place_parameters(model, mesh, plan, meter, traffic, layers, init_fn)
+    units = _place_parameters(model, plan, traffic, layers, init_fn)
     replaced.settle(model)
 
-    # Phase 3: calls into it, and its gradients from here on. Some parts need the window,
-    # which needs them: they ask for it once it is there.
+    # Phase 3: calls into it, and its gradients from here on.
     calls = Calls(model, mesh.shard_ranks, units, layers.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline: Pipeline | None = None
-    alike: Callable[[], AbstractContextManager[None]] = nullcontext
-    if plan.stages is not None:
-        pipeline, alike = _join_stages(
-            model, mesh, plan, plan.stages, meter, layers, units, lambda: window
-        )
-    if layers.tensor is not None:
-        alike = _keep_alike(
-            model, mesh, plan, layers.tensor, alike, lambda: window.world
-        )
-    # A gradient that FP8 overflowed drops the whole window.
-    veto = None if layers.fp8 is None else layers.fp8.state.nonfinite
-    window = AccumulationWindow(
-        model,
-        units,
-        traffic,
-        plan,
-        calls,
-        veto,
-        alike,
-        hooked and mesh.pipeline_degree > 1,
-    )
-    follow_window(model, window)
+    window, pipeline = _open_window(model, plan, traffic, layers, units, calls, hooked)
     if layers.fp8 is not None:
         _start_scales(layers.fp8, mesh, meter)
     return ParallelModel(
@@ -244,6 +221,45 @@ def parallelize_model(
     )
 
 
+def _open_window(
+    model: nn.Module,
+    plan: Plan,
+    traffic: Traffic,
+    layers: _Layers,
+    units: Sequence[ShardedUnit],
+    calls: Calls,
+    hooked: bool,
+) -> tuple[AccumulationWindow, Pipeline | None]:
+    """Make the window of the model's gradients, and the pipeline that its stage is a
+    part of. Some parts need the window, which needs them: they ask for it once it is
+    there."""
+    mesh = traffic.mesh
+    pipeline: Pipeline | None = None
+    alike: Callable[[], AbstractContextManager[None]] = nullcontext
+    if plan.stages is not None:
+        pipeline, alike = _join_stages(
+            model, plan, plan.stages, traffic, layers, units, lambda: window
+        )
+    if layers.tensor is not None:
+        alike = _keep_alike(
+            model, mesh, plan, layers.tensor, alike, lambda: window.world
+        )
+    # A gradient that FP8 overflowed drops the whole window.
+    veto = None if layers.fp8 is None else layers.fp8.state.nonfinite
+    window = AccumulationWindow(
+        model,
+        units,
+        traffic,
+        plan,
+        calls,
+        veto,
+        alike,
+        hooked and mesh.pipeline_degree > 1,
+    )
+    follow_window(model, window)
+    return window, pipeline
+
+
 @dataclass(frozen=True, eq=False)
 class _Layers:
     """Results of the conversions of a model's layers; None where there was none."""
@@ -259,16 +275,11 @@ class _Layers:
 
 
 def _convert_layers(
-    model: nn.Module,
-    mesh: SmpMesh,
-    plan: Plan,
-    whole_plan: Plan,
-    meter: CommMeter,
-    traffic: Traffic,
+    model: nn.Module, plan: Plan, whole_plan: Plan, traffic: Traffic
 ) -> _Layers:
     """Change what the model computes: layers in FP8, in parts, over shared sequences,
     losses in chunks, again in backward."""
-    knobs = plan.knobs
+    knobs, mesh, meter = plan.knobs, traffic.mesh, traffic.meter
     played: dict[str, Played] = {}
     inspected: Inspected | None = None
     if plan.stages is not None:
@@ -287,7 +298,7 @@ def _convert_layers(
     tensor = (
         None
         if mesh.tensor_degree == 1
-        else _split_layers(model, traffic, plan, meter, inspected)
+        else _split_layers(model, traffic, plan, inspected)
     )
     learned = require_lengths(model)
     context = (
@@ -323,15 +334,13 @@ def _convert_layers(
 
 def _place_parameters(
     model: nn.Module,
-    mesh: SmpMesh,
     plan: Plan,
-    meter: CommMeter,
     traffic: Traffic,
     layers: _Layers,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> list[ShardedUnit]:
     """Shard, initialise and move what the model holds; return its units."""
-    knobs = plan.knobs
+    knobs, mesh = plan.knobs, traffic.mesh
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     # Rank 0's weights for what stays whole, and all buffers; a unit gets them just
@@ -341,7 +350,7 @@ def _place_parameters(
     broadcast_from_rank_0([*whole, *model.buffers()], mesh.device, mesh.model_group)
     meshes: dict[str, DeviceMesh] = {}
     if knobs.expert_parallel_degree != 1:
-        meshes = _deal_experts(model, mesh, plan, meter)
+        meshes = _deal_experts(model, mesh, plan, traffic.meter)
     gather_of = None if layers.fp8 is None else layers.fp8.gather_of
     units = shard_units(
         model, plan, mesh, traffic, layers.saved.recomputed_units, gather_of, meshes
@@ -379,11 +388,8 @@ def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
                 f"{differing[0]} has a hook (register_hook, register_post_accumulate_grad_hook) on one of the ranks 0 "
                 f"and {rank} only; all ranks take part in what it sees: register it on all, and let it write on rank 0"
             )
-    tied = (
-        []
-        if plan.stages is None
-        else [name for name in hooked if name in plan.stages.tied]
-    )
+    of_ends = () if plan.stages is None else plan.stages.tied
+    tied = [name for name in hooked if name in of_ends]
     if tied:
         raise ValueError(
             f"pipeline_parallel_degree={plan.knobs.pipeline_parallel_degree}: {tied[0]} is tied between the first and "
@@ -397,29 +403,25 @@ def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
     """Keep this rank's pipeline stage of the model. The stage's first rank gets rank
     0's values of it, which the others get from that one like those of a model without
     stages."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    send_to_stages(
-        [
-            (tensor, stages.owners.get(name, range(stages.count)))
-            for name, tensor in named
-        ],
-        mesh,
-    )
+    sent = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        sent.append((tensor, stages.owners.get(name, range(stages.count))))
+    send_to_stages(sent, mesh)
     leave_out_other_stages(model, mesh, stages)
 
 
 def _join_stages(
     model: nn.Module,
-    mesh: SmpMesh,
     plan: Plan,
     stages: Stages,
-    meter: CommMeter,
+    traffic: Traffic,
     layers: _Layers,
     units: Sequence[ShardedUnit],
     window: Callable[[], AccumulationWindow],
 ) -> tuple[Pipeline, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline, with what travels beside
     activations; return what adds up gradients of parameters on two stages."""
+    mesh = traffic.mesh
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if layers.tensor is None else layers.tensor.axis.begin
     pipeline = Pipeline(
@@ -428,7 +430,7 @@ def _join_stages(
         stages,
         layers.played,
         plan.knobs.pipeline,
-        meter,
+        traffic.meter,
         plan.dtypes.gathered,
         window,
         functools.partial(passing_by, units),
@@ -520,18 +522,14 @@ def _deal_experts(
 
 
 def _split_layers(
-    model: nn.Module,
-    traffic: Traffic,
-    plan: Plan,
-    meter: CommMeter,
-    inspected: Inspected | None,
+    model: nn.Module, traffic: Traffic, plan: Plan, inspected: Inspected | None
 ) -> SplitModel:
     """Split layers over tensor ranks, from rank 0's weights."""
     # Every rank cuts its part out of rank 0's weights.
     mesh = traffic.mesh
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
     recipe = plan.knobs.tensor_parallel
-    axis = TensorAxis(mesh.group(Axis.TENSOR), meter, recipe.overlap)
+    axis = TensorAxis(mesh.group(Axis.TENSOR), traffic.meter, recipe.overlap)
     split = apply_tensor_parallel(
         model,
         mesh.tensor_mesh,

@@ -13,12 +13,9 @@ from smp_core.plan import Plan
 _OF_EACH_RUN = SmpConfig.settings_of("checkpoint")
 
 
-def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
+def knobs_of_next_run(plan: Plan, asked: SmpConfig) -> SmpConfig:
     """Return the knobs in effect: the model's, but for the few that every run sets for
     itself.
-
-    Args:
-        model: what it is called in messages.
 
     Raises:
         ValueError: a knob asks for something else than the model has.
@@ -31,7 +28,7 @@ def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
             config = config.with_resolved(name, value, "asked by this run")
         elif value not in (attrgetter(name)(DEFAULTS), has, kept.asked(name)):
             raise ValueError(
-                f"{name}={value!r}: this {model} was sharded before with {name}={has!r} and keeps "
+                f"{name}={value!r}: this model was sharded before with {name}={has!r} and keeps "
                 "that; use the same value, or a new module and trainer.fit(..., ckpt_path=...)"
             )
     # Contradictions among other knobs were found when the model was sharded.

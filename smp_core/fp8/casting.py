@@ -112,9 +112,7 @@ def quantize(
         # The kernel's maximum goes where it is recorded.
         into_slot = recording and amax is None and not torch.compiler.is_compiling()
         slot = state.current[site, role] if into_slot else None
-        data, data_t, found = cast_fused(
-            x_RC, scale, dtype, rows=True, columns=columns, amax=slot
-        )
+        data, data_t, found = cast_fused(x_RC, scale, dtype, columns=columns, amax=slot)
     else:
         # By formulas: the same numbers, read several times.
         data = cast_eager(x_RC, scale, dtype)

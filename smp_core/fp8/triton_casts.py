@@ -1,5 +1,5 @@
-"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, or their
-transpose, and its amax; and the transpose of numbers that are in FP8 already.
+"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers and its amax;
+and the transpose of numbers that are in FP8 already.
 
 The one pass makes delayed scaling cheaper than current scaling: with the scale known
 beforehand the tensor is read once. Where Hopper's gradient products need the transpose
@@ -35,15 +35,6 @@ def _tile(BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_transposed(  # type: ignore[no-untyped-def]
-    columns_ptr, numbers, r, c, R, C
-):
-    """Store a tile [BLOCK_R, BLOCK_C] into a row-major tensor [C, R]."""
-    inside = (c[:, None] < C) & (r[None, :] < R)
-    tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     scale_ptr,
@@ -55,7 +46,6 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     stride_c,
     LARGEST_VALUE: tl.constexpr,
     IS_E5M2: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -67,9 +57,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     # A maximum passes over nan, so nan counts as inf here.
     magnitude = tl.where(x == x, tl.abs(x), float("inf"))
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
-    # Comparisons and not tl.clamp: its min.NaN and max.NaN make Triton write garbage
-    # into transposed one-byte stores (triton-lang/triton#11111). A comparison with nan
-    # is false, so nan stays.
+    # Comparisons with nan are false, so nan stays. (With the min.NaN and max.NaN of
+    # tl.clamp Triton may store garbage: triton-lang/triton#11111.)
     scaled = x * tl.load(scale_ptr)
     scaled = tl.where(scaled > LARGEST_VALUE, LARGEST_VALUE, scaled)
     scaled = tl.where(scaled < -LARGEST_VALUE, -LARGEST_VALUE, scaled)
@@ -77,10 +66,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         numbers = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         numbers = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    if TRANSPOSED:
-        _store_transposed(numbers_ptr, numbers, r, c, R, C)
-    else:
-        tl.store(numbers_ptr + r[:, None] * C + c[None, :], numbers, mask=inside)
+    tl.store(numbers_ptr + r[:, None] * C + c[None, :], numbers, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -99,7 +85,9 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     numbers = tl.load(
         bytes_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0
     )
-    _store_transposed(columns_ptr, numbers, r, c, R, C)
+    # The tile, turned, into a row-major tensor [C, R].
+    turned = (c[:, None] < C) & (r[None, :] < R)
+    tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=turned)
 
 
 def transposed_fused(x8_RC: Tensor) -> Tensor:
@@ -131,12 +119,11 @@ def cast_fused(
     scale: Tensor,
     dtype: torch.dtype,
     *,
-    rows: bool,
     columns: bool,
     amax: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted (one of them is),
-    and the 0-d float32 amax of ``x_RC``.
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return ``[R, C]`` FP8 numbers, ``[C, R]`` ones if wanted, and the 0-d float32 amax
+    of ``x_RC``.
 
     Args:
         x_RC: on the current CUDA device, any strides, floating point.
@@ -147,9 +134,7 @@ def cast_fused(
     count_r, count_c = x_RC.shape
     if amax is None:
         amax = torch.zeros((), device=x_RC.device)
-    is_transposed = not rows
-    shape = (count_c, count_r) if is_transposed else (count_r, count_c)
-    numbers = x_RC.new_empty(shape, dtype=torch.uint8)
+    numbers = x_RC.new_empty(count_r, count_c, dtype=torch.uint8)
     grid = (triton.cdiv(count_r, _BLOCK_R), triton.cdiv(count_c, _BLOCK_C))
     _cast_kernel[grid](
         x_RC,
@@ -162,11 +147,8 @@ def cast_fused(
         x_RC.stride(1),
         LARGEST_VALUE=LARGEST[dtype],
         IS_E5M2=dtype == E5M2,
-        TRANSPOSED=is_transposed,
         BLOCK_R=_BLOCK_R,
         BLOCK_C=_BLOCK_C,
     )
     made = numbers.view(dtype)
-    if is_transposed:
-        return None, made, amax
     return made, transposed_fused(made) if columns else None, amax

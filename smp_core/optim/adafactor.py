@@ -304,8 +304,7 @@ def _group_of_rows(parameter: torch.Tensor) -> dist.ProcessGroup | None:
             f"{parameter.placements}: layers over tensor ranks (write tensor_parallel_degree=1), or experts that ranks "
             "divide (write expert_parallel_degree=1); use torch.optim.AdamW or smp_core.optim.AdamW8bit beside them"
         )
-    group: dist.ProcessGroup = parameter.device_mesh.get_group()
-    return group
+    return parameter.device_mesh.get_group()
 
 
 def _square_sum(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -224,10 +224,7 @@ class Muon(StepsTogether):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
-        update: Tensor = (
-            gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        )
-        return update
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
     def _owners_of(
         self,

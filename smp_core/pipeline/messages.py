@@ -315,7 +315,7 @@ class Messages:
         # all stages, the oldest first.
         while len(self._sent) > 2 * len(self._column):
             self._wait_for_oldest()
-        told = [(self._column[stage], tensor.numel() * tensor.element_size())]
+        told = [(self._column[stage], tensor.nbytes)]
         with self._meter.point_to_point("pipeline", told, self._link):
             self._sent.append(
                 (dist.isend(tensor, self._column[stage], group, self._tag), tensor)

@@ -153,8 +153,7 @@ def _settle_stages(draft: ModelDraft) -> Stages:
     # The planner asks for many cuts of one model; each is dealt once.
     if (count, sizes) not in shapes.stages:
         shapes.stages[count, sizes] = _dealt(chain, shapes, count, sizes)
-    found: Stages = shapes.stages[count, sizes]
-    return found
+    return shapes.stages[count, sizes]
 
 
 def _dealt(chain: Chain, shapes: Shapes, count: int, sizes: tuple[int, ...]) -> Stages:
@@ -208,8 +207,7 @@ def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
     take time."""
 
     if ("cut", count) in shapes.stages:
-        cut: tuple[int, ...] = shapes.stages["cut", count]
-        return cut
+        return shapes.stages["cut", count]
 
     def elements(names: tuple[str, ...]) -> int:
         return sum(shapes.of_name(name).elements for name in names)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.checkpoint import iterate_tensors, map_tensors, of_kind
 from smp_core.cluster import SmpMesh
 from smp_core.pipeline.stand_ins import Played
 from smp_core.plan import Stages
-from smp_core.plan.chain import StandIn, argument, given_by, of_kind, with_argument
+from smp_core.plan.chain import StandIn, argument, given_by, with_argument
 from smp_core.torch_facts import caches_in, first_names
 
 Outside = Callable[[Callable[[], Any], Any], Any]

@@ -140,7 +140,7 @@ class Pipeline:
         for chunk in own:
             used = [stages.used(other) for other in own if other != chunk]
             self._used_elsewhere[chunk] = frozenset().union(*used) - stages.used(chunk)
-        names = {name: parameter for name, parameter in model.named_parameters()}
+        names = dict(model.named_parameters())
         # Tied parameters count on the first stage.
         self._counted_elsewhere = {
             names[name] for name in stages.tied if mesh.stage > 0

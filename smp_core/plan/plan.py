@@ -90,8 +90,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     """Return the dtype that a knob's word names; None: each tensor's own."""
     if name is None:
         return None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:

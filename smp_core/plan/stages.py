@@ -68,7 +68,7 @@ class Stages:
     def owners(self) -> dict[str, tuple[int, ...]]:
         """Each parameter's stages: one, or where it works before and behind the blocks
         the first and the last."""
-        found = {name: (0,) for name in self.names}  # also what no forward uses
+        found = dict.fromkeys(self.names, (0,))  # also what no forward uses
         # Later entries win: a parameter behind the blocks is the last stage's, a tied
         # one both ends'.
         for chunk in range(self.n_chunks):

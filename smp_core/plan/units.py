@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -41,7 +40,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.config import SmpConfig, did_you_mean
 from smp_core.plan.experts import experts_of
-from smp_core.torch_facts import compiled_of, embeddings_of, uncompiled
+from smp_core.torch_facts import (
+    compiled_of,
+    embeddings_of,
+    transformers_models,
+    uncompiled,
+)
 
 logger = logging.getLogger("smp")
 
@@ -527,29 +531,17 @@ def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[A
 def towers(model: nn.Module) -> list[str]:
     """Return the names of all towers in ``model``, outermost modules only; their
     projectors are no sub-models."""
-    if "transformers" not in sys.modules:
-        return []
-    from transformers import PreTrainedModel
-
-    def is_model(module: nn.Module) -> bool:
-        return isinstance(module, PreTrainedModel)
-
     # Outermost models first; what lies inside of a tower is part of it.
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, None] = {}
-    for outer in filter(is_model, model.modules()):
-        if not any(outer in tower.modules() for tower in found) and _is_composite(
-            outer
-        ):
-            found.update(dict.fromkeys(_beside_text(outer, is_model)))
+    for outer in transformers_models(model):
+        is_inside = any(outer in tower.modules() for tower in found)
+        if not is_inside and outer.config.get_text_config() is not outer.config:
+            found.update(dict.fromkeys(_beside_text(outer)))
     return [names[module] for module in found]
 
 
-def _is_composite(model: Any) -> bool:
-    return model.config.get_text_config() is not model.config
-
-
-def _beside_text(model: Any, is_model: Any) -> Iterator[nn.Module]:
+def _beside_text(model: Any) -> Iterator[nn.Module]:
     """Yield the outermost sub-models without the input embeddings."""
     # The model of text holds the embeddings of the words that come in.
     words, _ = embeddings_of(model)
@@ -557,8 +549,8 @@ def _beside_text(model: Any, is_model: Any) -> Iterator[nn.Module]:
         return
     embeddings = set(words.parameters())
     skipped: set[nn.Module] = set()
-    for module in model.modules():
-        if module is not model and module not in skipped and is_model(module):
+    for module in transformers_models(model):
+        if module is not model and module not in skipped:
             if embeddings.isdisjoint(module.parameters()):
                 yield module
                 skipped.update(module.modules())

@@ -146,8 +146,7 @@ class _Adapted(nn.Module):
         self.lora_B = nn.Linear(rank, base.out_features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        adapted: torch.Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
-        return adapted
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
 def _with_adapters(source: Source, rank: str) -> Source:

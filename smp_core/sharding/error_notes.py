@@ -8,10 +8,11 @@ error is printed.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -124,22 +125,16 @@ def _has_loss_without_logits(trace: TracebackType | None) -> bool:
 
 def explain_uncaught_errors() -> None:
     """Add the notes to uncaught errors of this process, too."""
-    if not isinstance(sys.excepthook, _Explaining):
+    if getattr(sys.excepthook, "func", None) is not _explaining:
         # The earlier hook goes on being called.
-        sys.excepthook = _Explaining(sys.excepthook)
+        sys.excepthook = functools.partial(_explaining, sys.excepthook)
 
 
-class _Explaining:
-    """The interpreter's hook for uncaught exceptions, with notes."""
-
-    def __init__(self, before: Any) -> None:
-        self._before = before
-
-    def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
-        explain(error)
-        self._before(kind, error, trace)
+def _explaining(
+    before: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    explain(error)
+    before(kind, error, trace)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,15 +29,11 @@ from smp_core.torch_facts import is_rank_0, model_parameter
 logger = logging.getLogger("smp")
 
 
-@functools.cache
 def follow_named_gradients() -> None:
     """Let calls that name parameters of sharded models do what they do in one process,
-    or say that they do not. Of the process."""
-    torch.autograd.backward = _accumulating(torch.autograd.backward)
-    torch.autograd.grad = _returning(torch.autograd.grad)
+    or say that they do not. Of the process, once."""
+    backward, grad = torch.autograd.backward, torch.autograd.grad
 
-
-def _accumulating(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def with_copies(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
         # Without inputs every leaf of the graph is meant.
@@ -45,7 +41,13 @@ def _accumulating(backward: Callable[..., None]) -> Callable[..., None]:
             kwargs["inputs"] = _with_copies(inputs)
         backward(*args, **kwargs)
 
-    return with_copies
+    @functools.wraps(grad)
+    def of_this_rank(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(hooks_of(each) is not None for each in _tensors(inputs)):
+            _say_whose()
+        return grad(outputs, inputs, *args, **kwargs)
+
+    torch.autograd.backward, torch.autograd.grad = with_copies, of_this_rank
 
 
 def _with_copies(inputs: Any) -> Any:
@@ -61,16 +63,6 @@ def _with_copies(inputs: Any) -> Any:
         is_tensor = isinstance(each, Tensor)
         copies.append(in_graphs(model_parameter(each)) if is_tensor else each)
     return copies
-
-
-def _returning(grad: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(grad)
-    def of_this_rank(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(hooks_of(each) is not None for each in _tensors(inputs)):
-            _say_whose()
-        return grad(outputs, inputs, *args, **kwargs)
-
-    return of_this_rank
 
 
 def _tensors(inputs: Any) -> Iterator[Tensor]:

@@ -33,7 +33,7 @@ from smp_core.cluster import SmpMesh
 from smp_core.sharding.error_notes import explain_uncaught_errors
 from smp_core.sharding.named_gradients import follow_named_gradients
 from smp_core.sharding.operands import compute_with_unsharded_tensors
-from smp_core.sharding.random_values import draw_whole_tensors
+from smp_core.sharding.random_values import draw_whole_tensors, note_mesh
 from smp_core.torch_facts import ABSENT, is_absent
 
 
@@ -41,15 +41,16 @@ def change_this_process(mesh: SmpMesh) -> None:
     """Switch on what holds for all sharded models of this process; ``mesh``: of one
     more of them."""
     # For every model; the rest is registered once for the process.
-    draw_whole_tensors(mesh)
-    _change_once()
+    note_mesh(mesh)
     explain_uncaught_errors()
-    follow_named_gradients()
+    _change_once()
 
 
 @functools.cache
 def _change_once() -> None:
     compute_with_unsharded_tensors()
+    draw_whole_tensors()
+    follow_named_gradients()
     # A DTensor of which this process holds a part is refused; one that is unsharded
     # here (replicated, or on a mesh of one rank) is pickled as a plain tensor.
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
@@ -97,10 +98,7 @@ def is_a_part(tensor: object) -> bool:
 def _reduce(tensor: DTensor) -> tuple[Any, ...]:
     # A plain tensor is pickled in its place.
     if not is_a_part(tensor):
-        plain: tuple[Any, ...] = (
-            tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        )
-        return plain
+        return tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     raise pickle.PicklingError(
         f"torch.save or pickle of a sharded tensor {tuple(tensor.shape)} would write this rank's part alone, which is "
         f"{tuple(tensor.to_local().shape)}; to get whole tensors on rank 0 call on every rank "

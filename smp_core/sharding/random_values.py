@@ -12,7 +12,6 @@ belongs to a computation and not to a value.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,16 +60,16 @@ _OF_VALUES = (
 _meshes: list[weakref.ref[SmpMesh]] = []
 
 
-def draw_whole_tensors(mesh: SmpMesh) -> None:
-    """Make random numbers in DTensors of this mesh those of whole tensors."""
+def note_mesh(mesh: SmpMesh) -> None:
+    """Let random numbers in DTensors of this mesh be those of whole tensors."""
     # References to meshes that are gone are dropped.
     _meshes[:] = [each for each in _meshes if each() not in (None, mesh)]
     _meshes.append(weakref.ref(mesh))
-    _register_random()
 
 
-@functools.cache
-def _register_random() -> None:
+def draw_whole_tensors() -> None:
+    """Draw random numbers in DTensors as those of whole tensors. Of the process,
+    once."""
     for function in (*_IN_PLACE, *_LIKE, *_OF_VALUES):
         torch.library.register_torch_dispatch(function, DTensor, _draw)
 

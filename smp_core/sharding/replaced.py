@@ -101,8 +101,7 @@ class ReplacedParameters:
     def current(self, parameter: Tensor) -> Tensor:
         """Return what stands in the place of a parameter now; one that was not replaced
         is itself."""
-        found: Tensor = self._now.get(parameter, parameter)
-        return found
+        return self._now.get(parameter, parameter)
 
     def current_states(
         self, states: Iterable[tuple[Tensor, Any]], device: torch.device

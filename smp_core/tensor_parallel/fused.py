@@ -42,7 +42,7 @@ def gather_products(
     """Gather tokens and multiply them by each factor; without autograd, everything
     returned is contiguous."""
     if axis.overlap == "fused":
-        n_bytes = axis.degree * part.numel() * part.element_size()
+        n_bytes = axis.degree * part.nbytes
         # Metered as the all-gather that it replaces.
         with axis.meter.ring("tensor_all_gather", axis.ranks, n_bytes):
             gathered, products = symmetric_memory_operators().fused_all_gather_matmul(
@@ -217,7 +217,4 @@ def row_product(hidden: Tensor, factor: Tensor, axis: TensorAxis) -> Tensor:
     """Return this rank's tokens [..., N/T, H] of the sum of all ranks' products of
     [..., N, F] and [F, H]."""
     kept: list[Any] = []
-    result: Tensor = _RowProduct.apply(
-        *_Operands.apply(hidden, factor, kept), axis, kept
-    )
-    return result
+    return _RowProduct.apply(*_Operands.apply(hidden, factor, kept), axis, kept)

@@ -102,10 +102,7 @@ def cross_entropy_sum(
         targets: [N], words of the unsplit vocabulary.
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    result: Tensor = _CrossEntropy.apply(
-        wide, targets, axis, ignore_index, label_smoothing
-    )
-    return result
+    return _CrossEntropy.apply(wide, targets, axis, ignore_index, label_smoothing)
 
 
 @dataclass(frozen=True, eq=False)

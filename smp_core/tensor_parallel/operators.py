@@ -98,7 +98,7 @@ class TensorAxis:
     def maximum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks."""
         largest = tensor.clone()
-        n_bytes = largest.numel() * largest.element_size()
+        n_bytes = largest.nbytes
         with self.meter.ring(f"{_KIND}all_reduce", self.ranks, n_bytes):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
@@ -184,7 +184,7 @@ def _waiting(
         if work is not None:
             work.wait()
         # What the collective reads may be freed only when it is over.
-        del kept[:]
+        kept.clear()
         return result
 
     kept = list(in_use)
@@ -224,8 +224,7 @@ class _Move(torch.autograd.Function):
 def _move(
     tensor: Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int = -1
 ) -> Tensor:
-    result: Tensor = _Move.apply(tensor, axis, way, back, dim)
-    return result
+    return _Move.apply(tensor, axis, way, back, dim)
 
 
 def sum_gradient(tensor: Tensor, axis: TensorAxis) -> Tensor:

@@ -79,10 +79,7 @@ class LaterGradient:
     def take_from(self, output: Tensor) -> Tensor:
         """Return the output of the layer such that its gradient is kept for the
         weight's."""
-        result: Tensor = _Output.apply(
-            output, self.entered.detach(), self.token, self.operands
-        )
-        return result
+        return _Output.apply(output, self.entered.detach(), self.token, self.operands)
 
 
 class _Wait(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.tensor_parallel.roles import Split, holds, transformers_model
-from smp_core.torch_facts import compiled_of
+from smp_core.torch_facts import compiled_of, transformers_models
 
 _COLLECTING = "transformers.utils.output_capturing"
 
@@ -111,8 +111,5 @@ def refuse_whole_states(model: nn.Module) -> None:
                     "unsplit; leave it out, or write tensor_parallel_degree=1"
                 )
 
-    from transformers import PreTrainedModel
-
-    for module in known.modules():
-        if isinstance(module, PreTrainedModel):
-            module.register_forward_pre_hook(refuse, with_kwargs=True)
+    for module in transformers_models(known):
+        module.register_forward_pre_hook(refuse, with_kwargs=True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import sys
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from torch import nn
 
 from smp_core.tensor_parallel.operators import RowsInUse
 from smp_core.topology import divisors, listed
-from smp_core.torch_facts import embeddings_of
+from smp_core.torch_facts import embeddings_of, transformers_models
 
 logger = logging.getLogger("smp")
 
@@ -150,15 +149,7 @@ class Split:
 
 def transformers_model(model: nn.Module) -> Any | None:
     """Return the outermost Transformers model in ``model``; None without one."""
-    # A model of a library that was never imported is none of its models.
-    if "transformers" not in sys.modules:
-        return None
-    from transformers import PreTrainedModel
-
-    return next(
-        (module for module in model.modules() if isinstance(module, PreTrainedModel)),
-        None,
-    )
+    return next(iter(transformers_models(model)), None)
 
 
 def splits_of(

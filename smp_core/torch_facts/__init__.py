@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         prefers_messages as prefers_messages,
         reduce_scatter_single as reduce_scatter_single,
         symmetric_memory_operators as symmetric_memory_operators,
+        transformers_models as transformers_models,
         without_caches as without_caches,
     )
     from smp_core.torch_facts.kernels import (

@@ -8,13 +8,14 @@ stand in a private module (``_symmetric_memory``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
@@ -59,6 +60,16 @@ def without_caches(
     append once more. Those of GPT-2 come by position."""
     plain = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
     return plain, {**kwargs, **dict.fromkeys(caches_in(kwargs))}
+
+
+def transformers_models(model: nn.Module) -> list[Any]:
+    """List every Transformers model in ``model``, outer ones first."""
+    # A model of a library that was never imported is none of its models.
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def embeddings_of(model: Any) -> tuple[Any, Any]:

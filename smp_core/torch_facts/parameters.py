@@ -54,8 +54,7 @@ def stands_for(master: Tensor, parameter: Tensor) -> None:
 def model_parameter(stepped: Tensor) -> Tensor:
     """Return the model's parameter that a master stands for; any other tensor is
     itself."""
-    found: Tensor = _model_parameters.get(stepped, stepped)
-    return found
+    return _model_parameters.get(stepped, stepped)
 
 
 def note_host_master(stepped: Tensor, master: Tensor) -> None:
@@ -72,8 +71,7 @@ def load_host_master(stepped: Tensor, value: Tensor) -> None:
 
 def take_loaded(stepped: Tensor) -> Tensor | None:
     """Return the value of :func:`load_host_master`, once."""
-    found: Tensor | None = _loaded_masters.pop(stepped, None)
-    return found
+    return _loaded_masters.pop(stepped, None)
 
 
 def with_host_master(stepped: Tensor) -> Tensor:

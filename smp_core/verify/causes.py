@@ -35,7 +35,7 @@ def likely_causes(
         "loss": _of_loss,
         "gradients": _of_gradients,
         "weights": _of_weights,
-        "replicas": _of_replicas,
+        "replicas": lambda *_: iter((_MISSING_SYNC,)),
         "buffers": _of_buffers,
         "metrics": _of_metrics,
     }
@@ -303,12 +303,6 @@ def _of_weights(
         )
     elif not still and not moved and not rounded:
         yield "the optimizer's step: it looks at a part of a tensor, or its options depend on the number of ranks"
-
-
-def _of_replicas(
-    found: Comparison, part: Part, ranks: Sequence[Record], alone: Record
-) -> Iterator[str]:
-    yield _MISSING_SYNC
 
 
 def _of_buffers(

@@ -331,7 +331,7 @@ def _compare_activations(
         compared += 1
         worst = max(worst, off)
         if off > limit and part is None:
-            part = _part_of(there, alone.events, off)
+            part = _part_of(there, off)
     if skipped:
         names = list(dict.fromkeys(skipped))
         found.missing.append(
@@ -364,7 +364,7 @@ def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
     return together
 
 
-def _part_of(event: Moments, events: Sequence[Moments], off: float) -> Part:
+def _part_of(event: Moments, off: float) -> Part:
     """Return the place of the first moments that differ."""
     name = event.name or "the model"
     # A number that comes out is a loss: of a model that is given its labels, or of a

@@ -310,5 +310,4 @@ def verify_call(
 
 def read_record(folder: str | Path, rank: int = 0) -> Record:
     """Return what a process of a run wrote. Our own processes wrote it."""
-    record: Record = torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)
-    return record
+    return torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)

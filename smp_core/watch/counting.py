@@ -41,8 +41,7 @@ def gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         [ranks, *tensor.shape]
     """
-    gathered: Tensor = _Gather.apply(tensor, group)
-    return gathered
+    return _Gather.apply(tensor, group)
 
 
 class _Gather(torch.autograd.Function):

@@ -16,6 +16,7 @@ What else is done with SIGTERM stands here too (:func:`ignoring_sigterm`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -113,17 +114,14 @@ class Preemption:
             if callable(users) and number != signal.SIGTERM:
                 continue
             self._handlers[number] = installed
-            signal.signal(number, self._handler(users if callable(users) else None))
+            signal.signal(number, functools.partial(self._take, users))
 
-    def _handler(self, users: Any) -> Any:
-        def take(number: int, frame: FrameType | None) -> None:
-            # Nothing else: a handler may run at any instruction, and a save needs all
-            # ranks.
-            self.notify(number)
-            if users is not None and users is not signal.default_int_handler:
-                users(number, frame)
-
-        return take
+    def _take(self, users: Any, number: int, frame: FrameType | None) -> None:
+        # Nothing else: a handler may run at any instruction, and a save needs all
+        # ranks.
+        self.notify(number)
+        if callable(users) and users is not signal.default_int_handler:
+            users(number, frame)
 
     def restore(self) -> None:
         """Put the handlers back that :meth:`install` has replaced."""

@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, cast
@@ -577,7 +577,7 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
     global _watch, _watched
     if not _is_current():
         if _watched is None:
-            sys.excepthook = _Reporting(sys.excepthook)
+            sys.excepthook = functools.partial(_reporting, sys.excepthook)
             atexit.register(stop_watching)
         if _watch is not None:
             stop_watching()
@@ -697,23 +697,18 @@ def _warn_of_shared_store() -> None:
         )
 
 
-class _Reporting:
-    """The interpreter's hook for uncaught exceptions, and then the report."""
-
-    def __init__(self, before: object) -> None:
-        self._before = before
-
-    def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
-        if _watch is not None and _DEVICE_STOPPED in str(error).lower():
-            # First of all: torch's watchdog over NCCL may end this process any moment.
-            _watch.show_windows()
-        self._before(kind, error, trace)  # type: ignore[operator]
-        if _watch is not None and looks_like_a_lost_peer(error):
-            # What runs at the end of a process may wait for the lost rank too.
-            end_within(2 * ENDING)
-        report(error)
+def _reporting(
+    before: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show an uncaught error as it was shown before, and then report it."""
+    if _watch is not None and _DEVICE_STOPPED in str(error).lower():
+        # First of all: torch's watchdog over NCCL may end this process any moment.
+        _watch.show_windows()
+    before(kind, error, trace)
+    if _watch is not None and looks_like_a_lost_peer(error):
+        # What runs at the end of a process may wait for the lost rank too.
+        end_within(2 * ENDING)
+    report(error)

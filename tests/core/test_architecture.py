@@ -648,7 +648,7 @@ def test_conversions_come_in_the_order_that_is_told() -> None:
     )
 
 
-PHASES = ("_convert_layers", "_place_parameters")
+PHASES = ("_convert_layers", "_place_parameters", "_open_window")
 
 
 def calls_in_order(function: ast.FunctionDef) -> list[str]:

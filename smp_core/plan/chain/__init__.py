@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         StandIn as StandIn,
         argument as argument,
         given_by as given_by,
-        of_kind as of_kind,
         with_argument as with_argument,
     )
     from smp_core.plan.chain.kept import (

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from smp_core.checkpoint import of_kind
+
 Place = int | str
 """Of an argument: its position, or its keyword."""
 
@@ -146,8 +148,7 @@ def with_argument(
 
 def given_by(output: Any, gives: tuple[int, int] | None) -> Tensor:
     """Return the chain's tensor of what a block gave."""
-    found: Tensor = output if gives is None else output[gives[0]]
-    return found
+    return output if gives is None else output[gives[0]]
 
 
 def with_output(output: Any, gives: tuple[int, int] | None, value: Tensor) -> Any:
@@ -155,8 +156,3 @@ def with_output(output: Any, gives: tuple[int, int] | None, value: Tensor) -> An
     if gives is None:
         return value
     return of_kind(type(output), (*output[: gives[0]], value, *output[gives[0] + 1 :]))
-
-
-def of_kind(kind: type, values: tuple[Any, ...]) -> Any:
-    """Make a tuple, a named one, or a list of values."""
-    return kind(*values) if hasattr(kind, "_fields") else kind(values)

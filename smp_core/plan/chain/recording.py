@@ -124,7 +124,7 @@ def _chain_of(
             [name for parameter, name in names.items() if parameter in segment]
         )
     before, *of_blocks, after = named
-    _require_own(first.order, before, of_blocks, after, refusal)
+    _require_own(before, of_blocks, after, refusal)
     chain_names = tuple(blocks[block] for block in first.order)
     # Tied parameters are on the last stage too, so nothing has to stand for them alone.
     stand_ins = find_stand_ins(
@@ -603,7 +603,6 @@ def _reached(
 
 
 def _require_own(
-    order: list[nn.Module],
     before: list[str],
     of_blocks: list[list[str]],
     after: list[str],

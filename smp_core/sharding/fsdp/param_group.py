@@ -127,14 +127,12 @@ class ParamGroup:
     @property
     def is_sharded(self) -> bool:
         """True while only shards are there."""
-        sharded: bool = self._group.is_sharded
-        return sharded
+        return self._group.is_sharded
 
     @property
     def is_unsharded(self) -> bool:
         """True while the parameters are there unsharded."""
-        unsharded: bool = self._group.is_unsharded
-        return unsharded
+        return self._group.is_unsharded
 
     @property
     def has_gather_in_flight(self) -> bool:
@@ -217,8 +215,7 @@ class ParamGroup:
         """Return this rank's part of a parameter's gradient as a DTensor like the
         parameter. ``DTensor.from_local`` takes ten times as long, for each parameter in
         each step."""
-        gradient: DTensor = self.members[index].to_sharded_dtensor(local)
-        return gradient
+        return self.members[index].to_sharded_dtensor(local)
 
     def forget_gradients(self) -> None:
         """Drop the gradients of shards and unsharded parameters."""
@@ -232,7 +229,7 @@ class ParamGroup:
         """Return the bytes of gradients that were reduced inside the partition group
         and not across replicas yet."""
         held = self._group._partial_reduce_output
-        return 0 if held is None else held.numel() * held.element_size()
+        return 0 if held is None else held.nbytes
 
     def forget_partial_sum(self) -> None:
         """Drop what :meth:`partial_sum_bytes` counts."""

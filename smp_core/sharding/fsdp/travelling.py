@@ -59,8 +59,7 @@ class _Travelling:
         self._shard = shard
 
     def size(self) -> torch.Size:
-        size: torch.Size = self._member.padded_sharded_param_size
-        return size
+        return self._member.padded_sharded_param_size
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Travelling:
         """Copy a shard in host memory to the device, before it is cast."""
@@ -166,8 +165,7 @@ class _Coded:
         self._member, self.local = member, local
 
     def size(self) -> torch.Size:
-        size: torch.Size = self._member.padded_sharded_param_size
-        return size
+        return self._member.padded_sharded_param_size
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Coded:
         """Copy codes in host memory to the device."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def shard_units(
     traffic: Traffic,
     recomputed: Container[str],
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None,
-    meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
+    meshes: Mapping[str, DeviceMesh],
 ) -> list[ShardedUnit]:
     """Apply ``fully_shard`` to every planned unit over the partition group, innermost
     first, with our communication objects. Each gets rank 0's weights just before, and
@@ -72,8 +71,10 @@ def shard_units(
         forward, as FSDP2 does.
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
-    # Elsewhere no driver could use pinned pages.
-    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    offload = OffloadPolicy()
+    if knobs.state_offload == "all":
+        # Elsewhere no driver could use pinned pages.
+        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     modules = dict(model.named_modules())
     by_name = dict(model.named_parameters())
     # Replicated parameters stay whole, and absent ones are on other pipeline stages.
@@ -100,19 +101,20 @@ def shard_units(
         # Experts that are dealt to ranks are sharded over those that hold the same
         # ones.
         over = meshes.get(planned.name, mesh.shard_mesh)
+        placement: Callable[[nn.Parameter], Shard | None] | None = None
+        if planned.name in meshes:
+            placement = functools.partial(_evenly, over.size())
+        # None: as FSDP2 has it, which leaves roots unsharded after forward.
+        reshard = None if planned.is_root and keep else bool(keep)
         with any_class(unit_module):
             fully_shard(
                 unit_module,
                 mesh=over,
-                reshard_after_forward=None if planned.is_root and keep else bool(keep),
+                reshard_after_forward=reshard,
                 mp_policy=policy,
-                offload_policy=on_host
-                if knobs.state_offload == "all"
-                else OffloadPolicy(),
+                offload_policy=offload,
                 ignored_params=ignored,
-                shard_placement_fn=functools.partial(_evenly, over.size())
-                if planned.name in meshes
-                else None,
+                shard_placement_fn=placement,
             )
         assert isinstance(unit_module, FSDPModule)
         unit = ShardedUnit(
@@ -126,22 +128,28 @@ def shard_units(
         # Over one rank FSDP2's factor of 1 would cost a copy.
         if over.size() == 1:
             unit.leave_undivided()
-        if knobs.collectives.symmetric_memory:
-            # Its reductions only add up: the unit has said that ours do.
-            unit_module.set_symm_mem_for_comm()
-        else:
-            unit_module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
-            unit_module.set_custom_reduce_scatter(
-                traffic.reduce_scatter(unit).for_fsdp2()
-            )
+        _give_communication(unit, unit_module, traffic, knobs)
         # What its parameters are stored and communicated as.
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
             travel(unit.group, gather_of)
-        if knobs.frozen_storage is not None and not plan.shapes.on_meta:
+        if not plan.shapes.on_meta:
             unit.store_coded(plan)
         units.append(unit)
     return units
+
+
+def _give_communication(
+    unit: ShardedUnit, module: FSDPModule, traffic: Traffic, knobs: SmpConfig
+) -> None:
+    """Let a unit be gathered and reduced by our objects, or by torch's over symmetric
+    memory."""
+    if knobs.collectives.symmetric_memory:
+        # Its reductions only add up: the unit has said that ours do.
+        module.set_symm_mem_for_comm()
+        return
+    module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
+    module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
 
 
 def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:

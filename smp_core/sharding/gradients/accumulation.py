@@ -253,7 +253,7 @@ class AccumulationWindow:
 
     def held_bytes(self) -> int:
         """Return the bytes of :meth:`held`."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.held())
+        return sum(tensor.nbytes for tensor in self.held())
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:

@@ -156,11 +156,7 @@ class FlatShard:
     @property
     def master_bytes(self) -> int:
         """Bytes of masters on the device."""
-        return (
-            0
-            if self.on_host
-            else sum(each.numel() * each.element_size() for each in self.masters)
-        )
+        return 0 if self.on_host else sum(each.nbytes for each in self.masters)
 
     def gradients(self) -> list[Tensor]:
         """List this rank's sum and the masters' gradients."""

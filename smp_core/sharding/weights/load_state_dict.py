@@ -58,7 +58,7 @@ class _TakingOwnParts:
     ) -> None:
         # Units, masters and optimizers go by the parameters that are there: what is
         # loaded is copied into these, also where torch would put it in their place.
-        if local_metadata.get("assign_to_params_buffers", False):
+        if local_metadata.get("assign_to_params_buffers"):
             _require_same_dtypes(module, state_dict, prefix)
             local_metadata["assign_to_params_buffers"] = False
             if is_rank_0():

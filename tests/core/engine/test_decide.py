@@ -640,7 +640,7 @@ def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
 
 def test_a_further_run_sets_its_own_knobs_anew() -> None:
     plan = plan_of(checkpoint={"full_state_dict": True, "verify": "digests"})
-    config = knobs_of_next_run(plan, SmpConfig(checkpoint="async"), "model")
+    config = knobs_of_next_run(plan, SmpConfig(checkpoint="async"))
     assert (
         config.checkpoint.full_state_dict,
         config.checkpoint.async_save,
@@ -654,7 +654,7 @@ def test_a_further_run_sets_its_own_knobs_anew() -> None:
         ValueError,
         match=r"shard_degree=2: this model was sharded before with shard_degree=4",
     ):
-        knobs_of_next_run(plan, SmpConfig(shard_degree=2), "model")
+        knobs_of_next_run(plan, SmpConfig(shard_degree=2))
 
 
 def test_what_was_asked_of_a_model_that_came_otherwise_is_a_warning() -> None:

@@ -47,9 +47,7 @@ def interpret(dtypes: Sequence[torch.dtype]) -> None:
                 if source is torch.float32
                 else (x[:, :48],)
             ):
-                rows, columns, amax = cast_fused(
-                    given, scale, dtype, rows=True, columns=True
-                )
+                rows, columns, amax = cast_fused(given, scale, dtype, columns=True)
                 expected = cast_eager(given, scale, dtype).contiguous()
                 assert torch.equal(
                     rows.view(torch.uint8), expected.view(torch.uint8)
@@ -63,7 +61,6 @@ def interpret(dtypes: Sequence[torch.dtype]) -> None:
                 x[3:4, :2] * 0 + 3,
                 scale,
                 dtype,
-                rows=True,
                 columns=False,
                 amax=so_far[0],
             )
@@ -71,24 +68,18 @@ def interpret(dtypes: Sequence[torch.dtype]) -> None:
                 x[3:4, :2] * 0 + 3,
                 scale,
                 dtype,
-                rows=True,
                 columns=False,
                 amax=so_far[1],
             )
             assert so_far.tolist() == [3.0, 7.0]
-        only_rows, none, _ = cast_fused(x, scale, dtype, rows=True, columns=False)
-        nothing, only_columns, _ = cast_fused(x, scale, dtype, rows=False, columns=True)
-        assert none is None and nothing is None
-        assert torch.equal(
-            only_rows.t().contiguous().view(torch.uint8), only_columns.view(torch.uint8)
-        )
+        assert cast_fused(x, scale, dtype, columns=False)[1] is None
         for given in (expected, expected.t(), expected[:, :1], expected[1:70, 3:40]):
             seen = transposed_fused(given)
             assert seen.is_contiguous() and torch.equal(
                 seen.view(torch.uint8), given.view(torch.uint8).t()
             )
         x[5, 7] = torch.nan
-        assert cast_fused(x, scale, dtype, rows=True, columns=False)[2] == torch.inf
+        assert cast_fused(x, scale, dtype, columns=False)[2] == torch.inf
 
 
 @needs_triton
@@ -113,8 +104,8 @@ def test_the_interpreted_kernel_equals_the_eager_cast(dtypes: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def code_for(capability: int, dtype: torch.dtype, transposed: bool) -> str:
-    """PTX of one layout, for a contiguous bfloat16 tensor whose sizes are multiples of
+def code_for(capability: int, dtype: torch.dtype) -> str:
+    """PTX for a contiguous bfloat16 tensor whose sizes are multiples of
     16."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -134,7 +125,7 @@ def code_for(capability: int, dtype: torch.dtype, transposed: bool) -> str:
         "LARGEST_VALUE": LARGEST[dtype],
         "IS_E5M2": dtype == E5M2,
     }
-    constants |= {"TRANSPOSED": transposed, "BLOCK_R": 64, "BLOCK_C": 64}
+    constants |= {"BLOCK_R": 64, "BLOCK_C": 64}
     aligned: Any = {
         (place,): [["tt.divisibility", 16]] for place in range(len(signature))
     }
@@ -148,17 +139,16 @@ def code_for(capability: int, dtype: torch.dtype, transposed: bool) -> str:
 
 
 @needs_triton
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("dtype", "name"), [(E4M3, "e4m3"), (E5M2, "e5m2")])
 def test_the_kernel_compiles_for_hopper_to_what_it_is_meant_to_be(
-    dtype: torch.dtype, name: str, transposed: bool
+    dtype: torch.dtype, name: str
 ) -> None:
-    ptx = code_for(90, dtype, transposed)
+    ptx = code_for(90, dtype)
     assert f"cvt.rn.satfinite.{name}x2.f32" in ptx, "rounds once, to nearest even"
     assert not re.search(r"(min|max)\.NaN", ptx), (
         "breaks transposed stores: triton-lang/triton#11111"
     )
     assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}, (
-        "either layout leaves 16 bytes at a time"
+        "numbers leave 16 bytes at a time"
     )
     assert "atom.global" in ptx

@@ -4,6 +4,7 @@ commands and calls name theirs."""
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,13 +65,11 @@ def looking() -> list[threading.Thread]:
 
 
 def lines_of(seconds: float, **options: Any) -> list[str]:
-    said: list[str] = []
-    clock = Clock(seconds)
-    with long_wait(
-        "planning", say=said.append, clock=clock, pause=clock.pause, **options
-    ):
-        assert options or clock.reached.wait(60)
-    return said
+    clock, said = Clock(seconds), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        with long_wait("planning", clock=clock, pause=clock.pause, **options):
+            assert options or clock.reached.wait(60)
+    return said.getvalue().splitlines()
 
 
 def test_work_that_is_done_soon_is_not_named() -> None:

@@ -188,10 +188,11 @@ def _change(value: Any, before: Any) -> Any:
             for key, change in changes.items()
             if change is not None or key not in before
         }
-        return {
-            key: _Other(value[key]) if change is None else change
-            for key, change in new.items()
-        } or None
+        # A new key whose value is None is told as such.
+        for key, change in new.items():
+            if change is None:
+                new[key] = _Other(value[key])
+        return new or None
     # A list that only grew, or whose own lists and dicts did: what is new is sent, and
     # not all outputs of an epoch once more in each step.
     if isinstance(before, _SeenItems) and isinstance(value, list):
