@@ -37,7 +37,7 @@ from smp_core.sharding.optimizer import (
     take_scalers,
 )
 from smp_core.sharding.optimizer.grad_norm import grad_norm
-from smp_core.sharding.weights import broadcast_from_rank_0
+from smp_core.sharding.weights import broadcast_from_rank_0, load_full_state
 from smp_core.sharding.weights.unsharded import unsharded
 from smp_core.tensor_parallel import SplitModel
 from smp_core.torch_facts import (
@@ -314,8 +314,20 @@ class ParallelModel:
         return state
 
     @torch.no_grad()
-    def take_model_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what was loaded into the tensors of :meth:`model_state`."""
+    def take_model_state(
+        self, state: Mapping[str, Any], by_module: bool = True
+    ) -> None:
+        """Take up what was loaded into the values of :meth:`model_state`.
+
+        Args:
+            by_module: also let the module load it, by ``load_state_dict``: its hooks
+                run, and what is no memory of its own (its extra state, copies that its
+                hooks made) gets there. False where that was done.
+        """
+        if by_module:
+            own_names = {clean_name(name): name for name in self.module.state_dict()}
+            shown = {own_names.get(name, name): state[name] for name in state}
+            load_full_state(self.module, shown, state, strict=False)
         # A tied parameter is loaded once, under any of its names.
         loaded = {
             p: state[name]
