@@ -26,6 +26,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from smp_core.checkpoint import (
+    AsyncCheckpointer,
+    CheckpointError,
+    load_checkpoint,
+    read_rest,
+    save_checkpoint,
+)
+
 DTYPES = [
     name
     for name in (
@@ -46,7 +54,7 @@ VIEWS = (
 KEYS: tuple[Any, ...] = (
     "weight", "a.b", "a", "b", "layers.0", "x/y", "../up", "/root", "$tensor", "$dict", "", " ", "__metadata__",
     "имя", "名\U0001f600", "line\nbreak", 'quo"te', "back\\slash", "weight@0", "weight@0,0", "weight'", "null", "0",
-    "1", "['a', 'b']", "[0]", "nan", "state", "%s{}", "*", "[ab]", "\x00", "a" * 3000, 0, 1, -1, 2**70, None, True,
+    "1", "['a', 'b']", "[0]", "nan", "states", "%s{}", "*", "[ab]", "\x00", "a" * 3000, 0, 1, -1, 2**70, None, True,
     1.5, -0.0, float("inf"), (), ("a", 1), (("x",), None), ("a.b", 1.5),
 )  # fmt: skip
 
@@ -388,3 +396,36 @@ def differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
             yield f"{path}: {found!r} instead of {expected!r}"
     elif repr(found) != repr(expected):
         yield f"{path}: {found!r} instead of {expected!r}"
+
+
+def save_drawn(
+    seeds: list[int], folder: str, shape: tuple[int, int], way: str
+) -> dict[int, str]:
+    """Save drawn states; return by seed the words of those that were refused."""
+    background = AsyncCheckpointer() if way == "async" else None
+    words = {}
+    for seed in seeds:
+        state, path = built(draw(seed), shape), f"{folder}/{seed}"
+        try:
+            if background is None:
+                save_checkpoint(path, state)
+            else:
+                background.save(path, state)
+                background.wait()
+        except CheckpointError as error:
+            words[seed] = str(error)
+    return words
+
+
+def load_drawn(seeds: list[int], folder: str, shape: tuple[int, int]) -> dict[int, Any]:
+    """Load drawn states over another mesh, and as one process reads them; return by
+    seed what differs."""
+    found = {}
+    for seed in seeds:
+        node, path = with_ties(draw(seed)), f"{folder}/{seed}"
+        expected, state = built(node, None), built(node, shape, zero=True)
+        load_checkpoint(path, state)
+        wrong = list(differences(state, expected))
+        wrong += differences(read_rest(path, tensors="*"), expected)
+        found[seed] = wrong
+    return found

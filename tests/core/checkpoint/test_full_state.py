@@ -342,6 +342,14 @@ def test_names_that_safetensors_files_keep_for_themselves_are_refused(
         assert differences(written, state) == []
 
 
+def test_two_tensors_of_one_name_are_not_exported_as_one(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    save_checkpoint(tmp_path / "a", {"model": state})
+    for out in ("out", "out.pt", "out.ckpt"):
+        with pytest.raises(CheckpointError, match="both be called 'a.b'"):
+            consolidate(tmp_path / "a", tmp_path / out)
+
+
 def test_a_model_is_not_exported_as_what_lies_under_state_dict(tmp_path: Path) -> None:
     state = {"ema": {"w": torch.ones(2)}, "state_dict": {"w": torch.zeros(2)}}
     save_checkpoint(tmp_path / "a", state, metadata={"model_key": "ema"})
