@@ -346,7 +346,7 @@ def test_two_tensors_of_one_name_are_not_exported_as_one(tmp_path: Path) -> None
     state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
     save_checkpoint(tmp_path / "a", {"model": state})
     for out in ("out", "out.pt", "out.ckpt"):
-        with pytest.raises(CheckpointError, match="both be called 'a.b'"):
+        with pytest.raises(CheckpointError, match=r"both be called 'a\.b'"):
             consolidate(tmp_path / "a", tmp_path / out)
 
 
