@@ -79,6 +79,8 @@ class SmpAveragingCallback(TrainerCallback):
         self.start_step = start_step
         self.device, self.take_at_end = device, take_at_end
         self.average: ShardedAverage | None = None
+        # The checkpoint that a run begins from, as SmpTrainer says before it begins.
+        self.begins_from: str | None = None
 
     def on_train_begin(
         self,
@@ -105,8 +107,12 @@ class SmpAveragingCallback(TrainerCallback):
         self.average = ShardedAverage(
             parallel, device, avg_fn=get_ema_avg_fn(self.decay)
         )
-        saved = _folder(args, state)
-        if is_checkpoint(saved) and state.global_step:
+        if self.begins_from is None:
+            return
+        # Beside the checkpoint, which may be another run's.
+        saved = Path(self.begins_from).absolute().parent / _FOLDER
+        saved /= f"step-{state.global_step}"
+        if is_checkpoint(saved):
             template = self.average.state_dict()
             load_checkpoint(saved, template)
             self.average.load_state_dict(template)

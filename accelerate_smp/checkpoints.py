@@ -16,14 +16,16 @@ Accelerate has no public names for what was prepared and registered: ``_models``
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accelerate_smp.background import BackgroundSavingAccelerator
@@ -42,6 +44,7 @@ from smp_core.checkpoint import (
     open_checkpoint,
     read_per_rank,
     read_rest,
+    read_template,
     restore_random_state,
     save_checkpoint,
     stepped_parameters,
@@ -51,7 +54,7 @@ from smp_core.checkpoint.random_state import random_state
 from smp_core.comm import KEY as REMAINDERS, load_remainder_state
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import DelayedInit
-from smp_core.torch_facts import uncompiled
+from smp_core.torch_facts import clean_name, uncompiled
 
 logger = logging.getLogger("smp")
 
@@ -206,7 +209,10 @@ def read(
             "the same order"
         )
     if extra:
-        more = [_model_state(model) for model in models[1:]]
+        more = [
+            _template(model, path, ("more_state_dicts", number))
+            for number, model in enumerate(models[1:])
+        ]
         load_checkpoint(path, {"more_state_dicts": more}, strict=strict, verify="sizes")
         for model, state in zip(models[1:], more, strict=True):
             _take_model_state(model, state)
@@ -284,22 +290,26 @@ def load_weights(
     )
     # A LightningModule's names begin with its attribute's.
     prefix = opened.manifest.metadata.get("module_prefix", "")
-    state = _model_state(model)
     name_there = names_between("", prefix)
-    load_checkpoint(
-        opened,
-        {"state_dict": {name_there(name): value for name, value in state.items()}},
-        strict=strict,
-        verify="sizes",
-    )
-    _take_model_state(model, state)
+    state = _template(model, opened, ("state_dict",), name_there)
+    there = {name_there(name): value for name, value in state.items()}
+    load_checkpoint(opened, {"state_dict": there}, strict=strict, verify="sizes")
+    _take_model_state(model, {name: there[name_there(name)] for name in state})
     if handle is not None and handle.fp8 is not None:
         handle.fp8.refresh_weights()
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
     handle = parallel_of(model)
-    return get_model_state_dict(model) if handle is None else handle.model_state()
+    if handle is not None:
+        return handle.model_state()
+    state = _bare(model).state_dict()
+    return {clean_name(name): value for name, value in state.items()}
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Return the model without DDP around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -311,10 +321,46 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     )
 
 
+def _template(
+    model: nn.Module,
+    path: OpenCheckpoint,
+    prefix: tuple[Any, ...],
+    name_there: Callable[[str], str] = str,
+) -> dict[str, Any]:
+    """Return a model's state to be loaded into.
+
+    Args:
+        prefix: where the checkpoint has it.
+    """
+    template = _model_state(model)
+    for name in template:
+        # What a module returns for itself may have another structure by now.
+        if name.rpartition(".")[2] == "_extra_state":
+            place = (*prefix, name_there(name))
+            with contextlib.suppress(CheckpointError):  # load_checkpoint says it
+                template[name] = read_template(path, place, _empty)
+    return template
+
+
+def _empty(place: Any, name: str, record: Any) -> torch.Tensor:
+    return torch.empty(record.shape, dtype=record.dtype)
+
+
 def _take_model_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Let a model take up what was loaded: its own hooks run. Collective for errors in
+    them."""
     handle = parallel_of(model)
-    if handle is not None:
-        handle.take_model_state(state)
+
+    def take() -> None:
+        if handle is None:
+            bare = _bare(model)
+            own_names = {clean_name(name): name for name in bare.state_dict()}
+            shown = {own_names.get(name, name): state[name] for name in state}
+            bare.load_state_dict(shown, strict=False)
+        else:
+            handle.take_model_state(state)
+
+    Ranks().together(f"the loaded state of {type(model).__name__} was not taken", take)
 
 
 def _load_fp8(

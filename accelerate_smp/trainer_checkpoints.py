@@ -31,6 +31,7 @@ from transformers.trainer_utils import (
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
+from accelerate_smp.averaging import SmpAveragingCallback
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_memory import KeepsInMemory
 from accelerate_smp.trainer_preemption import LeavesWhenTold
@@ -192,6 +193,7 @@ class CheckpointingTrainerMixin(_Base):
                 ):
                     self._keep_global_batch(resume_from_checkpoint)
                     self._resumes_from = resume_from_checkpoint
+                self._tell_averages(resume_from_checkpoint)
                 with self._leaving_when_told(), self._skipping_batches():
                     return super().train(
                         resume_from_checkpoint, trial, *arguments, **keywords
@@ -230,6 +232,12 @@ class CheckpointingTrainerMixin(_Base):
             self.remove_callback(self.kept)
             kept, self.kept = self.kept, None
             kept.close(ended_well)
+
+    def _tell_averages(self, resume: str | bool | None) -> None:
+        """Let averages of weights begin where the run does."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SmpAveragingCallback):
+                callback.begins_from = resume if isinstance(resume, str) else None
 
     def _beginning(self, resume: str | bool | None) -> str | bool | None:
         """Return where to begin: ``"last"`` and True become the newest of disk and

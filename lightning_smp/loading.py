@@ -174,7 +174,7 @@ class Loading:
         ):
             if names:
                 logger.warning("%s: %s: %s", self.path, where, ", ".join(names[:5]))
-        parallel.take_model_state(live)
+        parallel.take_model_state(live, by_module=False)
         parallel.reshard()
         self._load_fp8(parallel)
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         read_manifest as read_manifest,
         read_per_rank as read_per_rank,
         read_rest as read_rest,
+        read_template as read_template,
         read_tensors as read_tensors,
     )
     from smp_core.checkpoint.root import (

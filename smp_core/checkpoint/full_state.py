@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from smp_core.checkpoint.dtypes import dtype_from_name, dtype_name
 from smp_core.checkpoint.folders.addresses import is_address, local_path
 from smp_core.checkpoint.folders.file_system import (
     fsync_directory,
+    new_save_id,
     rename_exchange,
     rename_new,
 )
@@ -33,7 +35,12 @@ from smp_core.checkpoint.foreign.safetensors_export import (
 )
 from smp_core.checkpoint.foreign.torch_file import stream_torch_save
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from smp_core.checkpoint.opening import (
+    OpenCheckpoint,
+    foreign_kind,
+    is_checkpoint,
+    open_checkpoint,
+)
 from smp_core.checkpoint.optimizers import numbered
 from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
@@ -175,6 +182,30 @@ def check_free(target: Path, overwrite: bool, source: str | os.PathLike[str]) ->
                 f"{target} is or holds the checkpoint that is read, {os.fspath(source)}, which would be lost; choose "
                 "another path"
             )
+    # The folder is replaced as a whole, with all that is in it.
+    if target.is_dir() and not is_empty_folder and not _is_one_checkpoint(target):
+        raise CheckpointError(
+            f"{target} is a folder with more in it than one checkpoint or exported model, which "
+            "overwrite=True (--overwrite) would remove: choose a path inside it, or remove it yourself"
+        )
+
+
+def _is_one_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of ours or what an export makes, and
+    holds no folders of anything else."""
+    if is_checkpoint(folder):
+        return True
+    entries = list(folder.iterdir())
+    inside = [
+        f"{entry.name}/{name.name}"
+        for entry in entries
+        if entry.is_dir()
+        for name in entry.iterdir()
+    ]
+    kind = foreign_kind(str(folder), [*(entry.name for entry in entries), *inside])
+    if kind == "accelerate":
+        return True
+    return kind is not None and not any(entry.is_dir() for entry in entries)
 
 
 def _format(output_format: str, target: Path) -> str:
@@ -264,10 +295,23 @@ def _lightning_content(
     key = export_names(opened, "").model_key
     if key is not None:
         content.pop(key, None)
+    refuse_second_model(opened, key, content)
     return {
         "state_dict": _model_tensors(opened, options, strip_prefix or ""),
         **content,
     }
+
+
+def refuse_second_model(
+    opened: OpenCheckpoint, key: str | None, others: Mapping[str, Any]
+) -> None:
+    """Refuse a state with something else under "state_dict", where a Lightning file has
+    the model."""
+    if "state_dict" in others and key != "state_dict":
+        raise CheckpointError(
+            f"{opened.address} has its model under {key or 'no key'!r} and something else under 'state_dict', where a "
+            "Lightning checkpoint has the model; export it as safetensors, pt or dcp"
+        )
 
 
 def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -318,10 +362,25 @@ def put_in_place(temporary: Path, target: Path) -> None:
     if temporary.is_file() and not target.is_dir():
         os.replace(temporary, target)
     elif os.path.lexists(target) and not rename_exchange(str(temporary), str(target)):
-        discard(target)
+        _replace_without_exchange(temporary, target)
     if temporary.exists() and not os.path.lexists(target):
         rename_new(str(temporary), str(target))
     fsync_directory(target.parent)
+
+
+def _replace_without_exchange(temporary: Path, target: Path) -> None:
+    """Replace what is at the target where names cannot be exchanged: it is moved aside,
+    and removed when the new one is in its place."""
+    # A name that no sweep removes: after a kill in between it is the only one.
+    aside = target.parent / f".replaced-{target.name}-{new_save_id()}"
+    os.rename(target, aside)
+    try:
+        rename_new(str(temporary), str(target))
+    except BaseException:
+        os.rename(aside, target)
+        raise
+    fsync_directory(target.parent)
+    discard(aside)
 
 
 def discard(path: Path) -> None:

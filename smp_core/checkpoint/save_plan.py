@@ -31,6 +31,11 @@ from torch.distributed.tensor import DTensor
 from smp_core.torch_facts import local_part
 
 _SMALL_BYTES = 1 << 20
+# Keys of weights and their states, which replicas have alike.
+_ALIKE_ON_REPLICAS = (
+    *("state_dict", "more_state_dicts", "model", "models", "module"),
+    *("optimizer_states", "optimizer", "optimizers"),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,12 +147,12 @@ def _carries_data(item: WriteItem) -> bool:
 
 
 def _small_ones_of_one_rank(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leave unsharded tensors that are small, and those without elements, to the first
-    rank that has them.
+    """Leave unsharded tensors that are small, those without elements, and those of
+    neither a model nor an optimizer, to the first rank that has them.
 
-    Where ranks differ in what should be the same (counters, sums of a metric), values
-    that belong together are then of one rank, as all that is no tensor. Writing them
-    takes no time that sharing would save.
+    Where ranks differ in what should be the same (counters, sums of a metric, a
+    confusion matrix), values that belong together are then of one rank, as all that is
+    no tensor. Only weights and their states take time that sharing would save.
     """
     seen: set[str] = set()
     result = []
@@ -157,7 +162,9 @@ def _small_ones_of_one_rank(plans: list[SavePlan]) -> list[SavePlan]:
             data = item.tensor_data
             assert data is not None and data.chunk is not None
             size = data.size.numel() * data.properties.dtype.itemsize
-            if size == 0 or (size < _SMALL_BYTES and data.chunk.sizes == data.size):
+            top = item.index.fqn.partition(".")[0]
+            alike = size >= _SMALL_BYTES and top in _ALIKE_ON_REPLICAS
+            if size == 0 or (not alike and data.chunk.sizes == data.size):
                 if item.index.fqn in seen:
                     continue
                 seen.add(item.index.fqn)

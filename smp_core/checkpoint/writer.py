@@ -88,9 +88,9 @@ def save_checkpoint(
         path: the folder to make: a local path or an fsspec address (``s3://...``).
         state: nested dicts, lists and tuples. Tensors may be DTensors (sharded over any
             mesh, replicas included), or plain tensors that are the same on every rank
-            (where they differ, those below 1 MiB are rank 0's); the rest may be
-            anything that ``torch.load(weights_only=True)`` would read, and is taken
-            from rank 0.
+            (where they differ, they are rank 0's, but for large weights and optimizer
+            states, which are the same); the rest may be anything that
+            ``torch.load(weights_only=True)`` would read, and is taken from rank 0.
         process_group: the ranks that save together; None: all. It needs a CPU or CUDA
             backend.
         metadata: JSON-able facts for the manifest; ``step`` (int) and ``module_prefix``

@@ -117,6 +117,9 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     """
     # The innermost launcher numbers the ranks, so it is asked first.
     environ = os.environ if environ is None else environ
+    # An empty address is none: processes of several hosts would not meet.
+    if not environ.get("MASTER_ADDR", "set"):
+        environ = {k: value for k, value in environ.items() if k != "MASTER_ADDR"}
     # torchrun's agent sets RANK; TORCHELASTIC_RUN_ID alone means that RANK is missing.
     if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         return _torchrun(environ)
@@ -141,6 +144,9 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
     if "SM_HOSTS" in environ:
         return _sagemaker(environ)
     # One variable of two is what is left of another launch.
+    for rank, size, *_ in _MPI.values():
+        if rank not in environ and environ.get(size, "1") != "1":
+            raise _missing(environ, rank, "a number")
     if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != "1":
         raise ValueError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not; "
@@ -163,6 +169,8 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
     if world > 1 and "MASTER_ADDR" not in environ:
         raise _missing(environ, "MASTER_ADDR", "the host of rank 0")
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        _require_no_larger_launch(environ, world)
     return LaunchEnvironment(
         "torchrun",
         rank,
@@ -172,6 +180,28 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         _master_addr(environ, "127.0.0.1"),
         _master_port(environ),
     )
+
+
+def _require_no_larger_launch(environ: Mapping[str, str], world: int) -> None:
+    """Refuse RANK and WORLD_SIZE of a shell, in which another launcher has started more
+    processes: each of them would take itself for that rank.
+
+    Raises:
+        ValueError: on all of them.
+    """
+    sizes = [size for _, size, *_ in _MPI.values()]
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+        sizes += ["SLURM_STEP_NUM_TASKS"]
+    told = {size: environ.get(size, "") for size in sizes}
+    if "SM_HOSTS" in environ:
+        told["SM_HOSTS"] = str(len(_sagemaker_hosts(environ)))
+    for size, text in told.items():
+        if text.isdecimal() and int(text) > world:
+            raise ValueError(
+                f"RANK={environ['RANK']} and WORLD_SIZE={world} are set, but {size} says {text}: each of the {text} "
+                "processes would take itself for that rank; unset RANK and WORLD_SIZE to train over all of them, or "
+                f"unset {size} if each is to train by itself"
+            )
 
 
 def _mpi(environ: Mapping[str, str], kind: Kind) -> LaunchEnvironment:

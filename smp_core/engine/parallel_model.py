@@ -25,6 +25,7 @@ from smp_core.expert_parallel import BalancedRouters
 from smp_core.fp8 import Fp8Model
 from smp_core.pipeline import Pipeline, states_of_all_stages
 from smp_core.plan import Plan
+from smp_core.plan.chain import EXTRA_STATE
 from smp_core.sharding import ReplacedParameters
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.gradients import Window, require_same_collectives
@@ -37,7 +38,7 @@ from smp_core.sharding.optimizer import (
     take_scalers,
 )
 from smp_core.sharding.optimizer.grad_norm import grad_norm
-from smp_core.sharding.weights import broadcast_from_rank_0
+from smp_core.sharding.weights import broadcast_from_rank_0, load_full_state
 from smp_core.sharding.weights.unsharded import unsharded
 from smp_core.tensor_parallel import SplitModel
 from smp_core.torch_facts import (
@@ -314,8 +315,20 @@ class ParallelModel:
         return state
 
     @torch.no_grad()
-    def take_model_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what was loaded into the tensors of :meth:`model_state`."""
+    def take_model_state(
+        self, state: Mapping[str, Any], by_module: bool = True
+    ) -> None:
+        """Take up what was loaded into the values of :meth:`model_state`.
+
+        Args:
+            by_module: also let the module load it, by ``load_state_dict``: its hooks
+                run, and what is no memory of its own (its extra state, copies that its
+                hooks made) gets there. False where that was done.
+        """
+        if by_module:
+            own_names = {clean_name(name): name for name in self.module.state_dict()}
+            shown = {own_names.get(name, name): state[name] for name in state}
+            load_full_state(self.module, shown, state, strict=False)
         # A tied parameter is loaded once, under any of its names.
         loaded = {
             p: state[name]
@@ -432,7 +445,7 @@ class ParallelModel:
     def broadcast_buffers(self) -> None:
         """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP
         does: before evaluation and saving; with pipeline stages those of the first rank
-        of the stage on which they work. What is not saved
+        of the stage on which they work, and modules' extra states. What is not saved
         (``_non_persistent_buffers_set`` is the only list of it) is not state and is
         left alone."""
         saved: list[Tensor] = []
@@ -449,6 +462,34 @@ class ParallelModel:
         if self.pipeline is not None:
             buffers = dict(self.module.named_buffers(remove_duplicate=False))
             for name, stage in self.pipeline.stages.buffers.items():
-                broadcast_from_rank_0(
-                    [buffers[name]], self.mesh.device, self.pipeline.group, source=stage
-                )
+                if name in buffers:
+                    broadcast_from_rank_0(
+                        [buffers[name]],
+                        self.mesh.device,
+                        self.pipeline.group,
+                        source=stage,
+                    )
+            self._share_extra_states()
+
+    def _share_extra_states(self) -> None:
+        """Give modules on other stages the extra states of the stage on which each
+        works. Collective over the stages."""
+        assert self.pipeline is not None
+        group, own = self.mesh.column.host, self.mesh.stage
+        places = [
+            (name.rpartition(".")[0], stage)
+            for name, stage in self.pipeline.stages.buffers.items()
+            if name.rpartition(".")[2] == EXTRA_STATE
+        ]
+        if not places:
+            return
+        mine = {
+            name: self.module.get_submodule(name).get_extra_state()
+            for name, stage in places
+            if stage == own
+        }
+        told: list[Any] = [None] * self.pipeline.stages.count
+        dist.all_gather_object(told, mine, group=group)
+        for name, stage in places:
+            if stage != own:
+                self.module.get_submodule(name).set_extra_state(told[stage][name])

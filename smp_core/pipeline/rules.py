@@ -27,7 +27,7 @@ from smp_core.plan import (
     chunks_of,
     describe_stages,
 )
-from smp_core.plan.chain import Chain
+from smp_core.plan.chain import EXTRA_STATE, Chain
 
 
 def _leaves_units_out(draft: ModelDraft) -> str | None:
@@ -190,7 +190,9 @@ def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> No
 def _require_no_buffers_between_chunks(chain: Chain, schedule: str) -> None:
     # Such a buffer would be computed once for each chunk, and count too often.
     outside = [
-        name for name, place in chain.buffers if place not in range(len(chain.blocks))
+        name
+        for name, place in chain.buffers
+        if place not in range(len(chain.blocks)) and not name.endswith(EXTRA_STATE)
     ]
     if outside and schedule.startswith("interleaved"):
         raise ValueError(

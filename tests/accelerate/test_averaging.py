@@ -52,19 +52,23 @@ def alone(
 
 
 def in_two_fits(
-    folder: Path, first: dict[str, Any], second: dict[str, Any]
+    folder: Path, first: dict[str, Any], second: dict[str, Any], elsewhere: bool
 ) -> tuple[Weights, Weights, float]:
-    """Train to the middle, save, and go on at another layout."""
+    """Train to the middle, save, and go on at another layout; ``elsewhere``: in another
+    folder, from the checkpoint in the first one."""
     options = {"every_n_steps": EVERY, "start_step": FIRST, "take_at_end": False}
     saving = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
     trainer, _ = make_trainer(folder, 8, 1, first, **{**FLAGS, **saving})
     trainer.add_callback(SmpAveragingCallback(DECAY, **options))
     trainer.add_callback(_StopAt(3))
     trainer.train()
+    resume: Any = True
+    if elsewhere:
+        resume, folder = str(folder / "checkpoint-3"), folder / "elsewhere"
     trainer, _ = make_trainer(folder, 8, 1, second, **{**FLAGS, **saving})
     callback = SmpAveragingCallback(DECAY, device="cpu", **options)
     trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=resume)
     with callback.averaged():
         average, loss = whole_weights(trainer.model), trainer.evaluate()["eval_loss"]
     assert [each.name for each in (folder / "averages").iterdir()] == ["step-6"]
@@ -80,24 +84,26 @@ class _StopAt(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "elsewhere"),
     [
-        ({"shard_degree": 4}, {"shard_degree": 2}),
+        ({"shard_degree": 4}, {"shard_degree": 2}, True),
         pytest.param(
             {"shard_degree": 2, "optimizer_shard": "world"},
             {"shard_degree": 4},
+            False,
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"shard_degree": 4},
             {"shard_degree": 1, "optimizer_shard": "world"},
+            False,
             marks=pytest.mark.slow,
         ),
     ],
     ids=str,
 )
 def test_averages_as_torch_does_in_one_process(
-    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], elsewhere: bool
 ) -> None:
     """To 5 times what one process differs from itself by when it adds up in another
     order, as all runs in float32."""
@@ -109,7 +115,7 @@ def test_averages_as_torch_does_in_one_process(
     noise = max(apart(average, other_average), apart(weights, other_weights))
     assert noise < 1e-5
     for seen_average, seen_weights, seen_loss in run_ranks(
-        in_two_fits, 4, tmp_path / "ranks", first, second
+        in_two_fits, 4, tmp_path / "ranks", first, second, elsewhere
     ):
         assert (
             apart(seen_average, average) <= 5 * noise

@@ -32,13 +32,14 @@ from smp_core.checkpoint.foreign.dcp_folder import (
     read_dcp_folder,
     write_dcp_folder,
 )
-from smp_core.checkpoint.foreign.export_names import MODEL_KEYS
+from smp_core.checkpoint.foreign.export_names import MODEL_KEYS, export_names
 from smp_core.checkpoint.foreign.torch_file import check_torch_content, check_torch_file
 from smp_core.checkpoint.full_state import (
     check_free,
     discard,
     lazy_tensor,
     put_in_place,
+    refuse_second_model,
 )
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import foreign_kind, open_checkpoint
@@ -426,13 +427,13 @@ def export_checkpoint(
             write_dcp_folder(temporary, state)
         else:
             # Both programs need the model and the optimizers apart from each other.
-            wished = opened.manifest.metadata.get("model_key")
-            keys = MODEL_KEYS if wished is None else (wished,)
-            key = next((key for key in keys if key in state), None)
+            key = export_names(opened, "").model_key
             if key is None:
                 raise CheckpointError(
-                    f"{opened.address} has no {' or '.join(keys)}; at its top: {', '.join(state)}"
+                    f"{opened.address} has no {' or '.join(MODEL_KEYS)}; at its top: {', '.join(map(str, state))}"
                 )
+            if kind == "lightning":
+                refuse_second_model(opened, key, state)
             optimizers = state.pop("optimizer_states", None) or [
                 o for o in [state.pop("optimizer", None)] if o
             ]

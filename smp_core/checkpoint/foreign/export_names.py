@@ -77,10 +77,16 @@ def export_names(
     for name, path in paths.items():
         if name in states:
             continue
-        if key is None:
-            chosen[path_text(path)] = name
-        elif path[0] == key:
-            chosen[path_text(path[1:])] = name
+        if key is not None and path[0] != key:
+            continue
+        text = path_text(path if key is None else path[1:])
+        # Keys "a.b" and "a", "b", or 1 and "1": an export has one name for both.
+        if text in chosen:
+            raise CheckpointError(
+                f"{opened.address} has two tensors that would both be called {text!r} in an export; rename one of "
+                "their keys"
+            )
+        chosen[text] = name
     if not chosen:
         raise CheckpointError(
             f"{opened.address} holds no model tensors; its top-level keys are {sorted(map(str, top))}"

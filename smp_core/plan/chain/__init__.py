@@ -35,6 +35,9 @@ if TYPE_CHECKING:
         running_the_example as running_the_example,
         with_chain as with_chain,
     )
-    from smp_core.plan.chain.saved_buffers import state_restored as state_restored
+    from smp_core.plan.chain.saved_buffers import (
+        EXTRA_STATE as EXTRA_STATE,
+        state_restored as state_restored,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

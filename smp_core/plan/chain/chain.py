@@ -48,9 +48,9 @@ class Chain:
         before, of_blocks, after: names of the parameters that work before, in and
             behind the blocks.
         stand_ins: modules with parameters that are called before the first block.
-        buffers: that are saved with the model: each one's name and the number of the
-            block that it is in; -1: of a module that is called before the first one;
-            None: of any other.
+        buffers: that are saved with the model, extra states of modules among them:
+            each one's name and the number of the block that it is in; -1: of a module
+            that is called before the first one; None: of any other.
     """
 
     module: str

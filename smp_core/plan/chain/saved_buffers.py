@@ -18,6 +18,8 @@ from torch import nn
 from smp_core.plan.chain.kept import kept_by_forwards
 from smp_core.plan.chain.stand_ins import Early
 
+EXTRA_STATE = "_extra_state"
+"""The last part of an extra state's name in a state dict."""
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 # Transformers' word for its hooks that collect outputs, which stay behind a forward as
 # well: they would be added twice.
@@ -36,8 +38,8 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor
 def places_of_buffers(
     model: nn.Module, early: list[Early], blocks: tuple[str, ...]
 ) -> Iterator[tuple[str, int | None]]:
-    """Yield each one's name and place, as :class:`smp_core.plan.chain.chain.Chain` has
-    them.
+    """Yield the name and place of each, and of what modules save as extra states, as
+    :class:`smp_core.plan.chain.chain.Chain` has them.
 
     Args:
         early: calls that were over before the first block.
@@ -52,6 +54,11 @@ def places_of_buffers(
     }
     for full_name, module, *_ in _saved(model):
         yield full_name, inside.get(module, -1 if module in before else None)
+    # What a module saves beside its tensors is on the same stage.
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            place = inside.get(module, -1 if module in before else None)
+            yield f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE, place
 
 
 @contextlib.contextmanager

@@ -165,6 +165,8 @@ class _OwnParts(TorchFunctionMode):
         target, value = args[:2]
         # Where the weight is a master, or on the host, that is what is written.
         into = self._instead.get(id(target), target)
+        if into is value:
+            return target
         if isinstance(into, DTensor) and not isinstance(value, DTensor):
             copy_into(into, value.expand(into.shape))
         else:

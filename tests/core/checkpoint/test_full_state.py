@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from smp_core.checkpoint import (
     CheckpointError,
     consolidate,
+    export_checkpoint,
+    full_state,
     full_state_dict,
     save_checkpoint,
     save_full_state,
@@ -255,14 +257,108 @@ def test_a_numbered_optimizer_state_loads_into_torchs_optimizer() -> None:
 def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(
     saved: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("x")
+    save_checkpoint(tmp_path / "small", {"state_dict": {"w": torch.ones(2)}})
+    consolidate(tmp_path / "small", tmp_path / "out")
     with pytest.raises(CheckpointError, match="exists already"):
         consolidate(saved[0], tmp_path / "out")
-    assert (tmp_path / "out" / "precious").read_text() == "x"
+    assert list(read_folder(tmp_path / "out", "model")) == ["w"]
     consolidate(saved[0], tmp_path / "out", overwrite=True)
     assert "wide.weight" in read_folder(tmp_path / "out", "model")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "small"]
+
+
+@pytest.mark.parametrize("inside", ["precious", "checkpoint-1/weights", "both"])
+def test_overwriting_removes_no_folder_that_is_more_than_an_export(
+    saved: tuple[Path, Any], tmp_path: Path, inside: str
+) -> None:
+    """The output folder of a trainer has a model, and all its checkpoints, in it."""
+    out = tmp_path / "out"
+    if inside == "both":
+        consolidate(saved[0], out)
+        inside = "checkpoint-1/weights"
+    file = out / inside
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("x")
+    for attempt in (
+        lambda: consolidate(saved[0], out, overwrite=True),
+        lambda: consolidate(saved[0], out, output_format="pt", overwrite=True),
+        lambda: export_checkpoint(saved[0], out, "dcp", overwrite=True),
+    ):
+        with pytest.raises(CheckpointError, match="which overwrite=True"):
+            attempt()
+    assert file.read_text() == "x"
+
+
+@pytest.mark.parametrize("kind", ["folder", "dcp", "lightning", "accelerate", "ckpt"])
+@pytest.mark.parametrize("exchange", [True, False])
+def test_exports_replace_each_other(
+    saved: tuple[Path, Any],
+    tmp_path: Path,
+    kind: str,
+    exchange: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(full_state, "rename_exchange", lambda first, second: False)
+    out = tmp_path / ("out.ckpt" if kind == "ckpt" else "out")
+    for _ in range(2):
+        if kind in ("folder", "ckpt"):
+            consolidate(saved[0], out, overwrite=True)
+        else:
+            export_checkpoint(saved[0], out, kind, overwrite=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == [out.name]
+
+
+def test_what_was_replaced_stays_where_the_new_one_cannot_take_its_place(
+    saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that cannot exchange names."""
+
+    def fails(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    consolidate(saved[0], tmp_path / "out")
+    monkeypatch.setattr(full_state, "rename_exchange", lambda first, second: False)
+    monkeypatch.setattr(full_state, "rename_new", fails)
+    with pytest.raises(OSError, match="No space left"):
+        consolidate(saved[0], tmp_path / "out", overwrite=True)
+    assert "wide.weight" in read_folder(tmp_path / "out", "model")
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_names_that_safetensors_files_keep_for_themselves_are_refused(
+    tmp_path: Path,
+) -> None:
+    one = torch.ones(2)
+    for name, state in {
+        "__metadata__": {"__metadata__": one, "w": torch.zeros(3)},
+        "format": {"w": one, "format": one},
+    }.items():
+        save_checkpoint(tmp_path / name, {"state_dict": state})
+        with pytest.raises(CheckpointError, match=f"a tensor is called '{name}'"):
+            consolidate(tmp_path / name, tmp_path / "out")
+        consolidate(tmp_path / name, tmp_path / f"{name}.pt")
+        written = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert differences(written, state) == []
+
+
+def test_two_tensors_of_one_name_are_not_exported_as_one(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    save_checkpoint(tmp_path / "a", {"model": state})
+    for out in ("out", "out.pt", "out.ckpt"):
+        with pytest.raises(CheckpointError, match=r"both be called 'a\.b'"):
+            consolidate(tmp_path / "a", tmp_path / out)
+
+
+def test_a_model_is_not_exported_as_what_lies_under_state_dict(tmp_path: Path) -> None:
+    state = {"ema": {"w": torch.ones(2)}, "state_dict": {"w": torch.zeros(2)}}
+    save_checkpoint(tmp_path / "a", state, metadata={"model_key": "ema"})
+    consolidate(tmp_path / "a", tmp_path / "out")
+    assert torch.equal(read_folder(tmp_path / "out", "model")["w"], torch.ones(2))
+    with pytest.raises(CheckpointError, match="something else under 'state_dict'"):
+        consolidate(tmp_path / "a", tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="something else under 'state_dict'"):
+        export_checkpoint(tmp_path / "a", tmp_path / "lightning", "lightning")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ def save_what_differs(path: str) -> Any:
     rank = float(dist.get_rank())
     sizes = range(1, 40)
     state = {f"sum {size}": torch.full((size,), rank) for size in sizes}
+    # More than what ranks would share the writing of, were it weights.
+    state["large"] = torch.full((1 << 19,), rank)
+    state["larger"] = torch.full((3 << 18,), rank)
     state["other shape"] = torch.full((2 + dist.get_rank(),), rank)
     save_checkpoint(path, {"metrics": state, "rank": rank})
     return None

@@ -3,6 +3,7 @@ the same bits."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 
 from smp_core.checkpoint import consolidate
 from smp_core.checkpoint.optimizers import load_named_optimizer_state
-from smp_core.checkpoint.reader import load_checkpoint
+from smp_core.checkpoint.reader import load_checkpoint, read_rest
 from smp_core.checkpoint.writer import save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
@@ -137,3 +139,60 @@ def test_every_layout_loads_what_every_other_saved(first: str, tmp_path: Path) -
     saved = run_ranks(save, ranks, tmp_path, layout)
     for others, other in LAYOUTS.values():
         assert_bits(saved, run_ranks(load, others, tmp_path, other))
+
+
+class CountingBlock(nn.Module):
+    """A block that counts its calls where only its extra state has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.layer(x).tanh() * (1 + self.calls)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "seen": [torch.ones(self.calls)]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+        assert torch.equal(state["seen"][0], torch.ones(self.calls))
+
+
+def counts_after_loading(folder: Path) -> tuple[list[int], list[int]]:
+    """Calls of all blocks where they were saved, and in a model that loads them."""
+    model = nn.Sequential(*[CountingBlock() for _ in range(4)])
+    model.example_input_array = torch.ones(2, 6)
+    recipe = {"microbatches": 2}
+    knobs = SmpConfig(pipeline_parallel_degree=2, shard_degree=1, pipeline=recipe)
+    again = parallelize(copy.deepcopy(model), knobs)
+    parallel = parallelize(model, knobs)
+    parts = torch.ones(4, 6).chunk(2)
+    calls = [
+        lambda part=part: parallel.run_as_forward(
+            lambda: parallel.module(part).square().mean()
+        )
+        for part in parts
+    ]
+    parallel.pipeline.train(calls, lambda loss: loss, 0.5, torch.ones(4, 6))
+    parallel.window.close()
+    parallel.broadcast_buffers()
+    saved = parallel.module.state_dict()
+    save_checkpoint(folder, {"state_dict": parallel.model_state()})
+    state = again.model_state()
+    for name in [name for name in state if name.endswith("_extra_state")]:
+        state[name] = read_rest(folder, ("state_dict", name), tensors="*")
+    load_checkpoint(folder, {"state_dict": state})
+    again.take_model_state(state)
+    loaded = again.module.state_dict()
+    names = [f"{number}._extra_state" for number in range(4)]
+    return [saved[n]["calls"] for n in names], [loaded[n]["calls"] for n in names]
+
+
+def test_extra_states_are_those_of_the_stage_that_a_module_works_on(
+    tmp_path: Path,
+) -> None:
+    assert (
+        run_ranks(counts_after_loading, 2, tmp_path / "a") == [([2] * 4, [2] * 4)] * 2
+    )
