@@ -220,6 +220,7 @@ class SmpShardedStrategy(SteppingStrategy):
             evaluation.inference_mode = False
         trainer.predict_loop.inference_mode = False
         self.evaluations = Evaluations(trainer, self._leave_if_told)
+        self.watch_stops(trainer)
 
         # The sharded module.
         module = self._module
