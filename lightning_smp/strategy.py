@@ -57,6 +57,7 @@ from lightning_smp.resume import (
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import (
     check_layer_sync,
+    check_loggers,
     is_sharded,
     keeping_what_is_sharded,
     reattach,
@@ -230,6 +231,7 @@ class SmpShardedStrategy(SteppingStrategy):
         # Refused before anything is sharded: a module that is sharded stays it.
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
+        check_loggers(trainer, module)
         if not is_sharded(module):
             assert self._topology is not None
             self._parallel = shard(
