@@ -385,6 +385,16 @@ class SteppingStrategy(ProcessGroupStrategy):
         with self._sequences.active():
             return self._sequences.weighted(loss)
 
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """Return the mean over all samples of what each rank's step returned as the
+        loss of the present batch. Collective."""
+        loss = loss.detach()
+        # Stages return the mean over a whole batch.
+        part = loss if self._pipelined is not None else self.weighted_loss(loss)
+        weight = 1.0 if self.joined is None else self.joined.weight
+        mean: Tensor = self.reduce(part * weight)
+        return mean
+
     def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along
         ``dim``, inside a step. Collective; no gradient.

@@ -34,7 +34,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smp import checkpoints
-from lightning_smp.averaging import averaging_keys, make_averages, take_over_callbacks
+from lightning_smp.averaging import (
+    averaging_keys,
+    make_averages,
+    show_mean_losses,
+    take_over_callbacks,
+)
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.callback_states import give_shards, let_wait, note_shards
 from lightning_smp.due_validation import begin_with_it, is_lacking
@@ -353,6 +358,7 @@ class SmpShardedStrategy(SteppingStrategy):
     def on_train_start(self) -> None:
         require_equal_training(self._trainer)
         require_joined_alone(self._trainer, self.mesh)
+        show_mean_losses(self._trainer)
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)
         self._has_stepped = True
