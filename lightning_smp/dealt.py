@@ -22,6 +22,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -281,24 +282,56 @@ def _fingerprint(batch: Any) -> str:
     return read.hexdigest()
 
 
-def _leaves(batch: Any) -> Iterator[bytes]:
-    """Yield what a batch holds as bytes: tensors, arrays, numbers and text."""
+def _leaves(batch: Any, inside: tuple[int, ...] = ()) -> Iterator[bytes]:
+    """Yield what a batch holds as bytes: tensors, arrays, numbers and text, in objects
+    of any class.
+
+    Batches of which nothing were read would look alike on all ranks, and be dealt out
+    where a dataset has done that itself.
+
+    Args:
+        inside: ids of the containers that the batch is in, which it may lead back to.
+    """
+    if id(batch) in inside or isinstance(batch, (type, FunctionType)):
+        return
+    inside = (*inside, id(batch))
     if isinstance(batch, Tensor):
         # As bytes, since NumPy knows no bfloat16.
         plain = batch.detach().cpu().contiguous().reshape(-1)
         yield repr(batch.shape).encode()
         yield plain.view(torch.uint8).numpy().tobytes()
-    elif isinstance(batch, np.ndarray):
-        yield batch.tobytes()
     elif isinstance(batch, MutableMapping):
         for key, value in batch.items():
             yield repr(key).encode()
-            yield from _leaves(value)
+            yield from _leaves(value, inside)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            yield from _leaves(value)
+            yield from _leaves(value, inside)
     elif isinstance(batch, (int, float, str, bytes)):
         yield repr(batch).encode()
+    # Arrays, their numbers, and pictures.
+    elif hasattr(batch, "tobytes"):
+        yield batch.tobytes()
+    elif isinstance(batch, os.PathLike):
+        yield os.fsencode(batch)
+    elif isinstance(batch, (set, frozenset)):
+        # Text has another order in each process.
+        yield from sorted(b"".join(_leaves(value, inside)) for value in batch)
+    elif attributes := _attributes(batch):
+        yield from _leaves(attributes, inside)
+    # None, dates, ... What shows its address differs between processes.
+    elif " at 0x" not in repr(batch):
+        yield repr(batch).encode()
+
+
+def _attributes(batch: Any) -> dict[str, Any]:
+    """Return the attributes that belong to an object."""
+    names: list[str] = []
+    for kind in type(batch).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    found = {name: getattr(batch, name) for name in names if hasattr(batch, name)}
+    return {**found, **getattr(batch, "__dict__", {})}
 
 
 def _whole(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:

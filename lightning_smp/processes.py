@@ -10,7 +10,9 @@ or of a user's subclass, becomes an instance of a derived class that saves when 
 ranks have come.
 
 Private names: Lightning has no public launcher of scripts
-(``_SubprocessScriptLauncher``).
+(``_SubprocessScriptLauncher``), and does not say in public whether an epoch is over
+(``_is_training_done``) and whether ``min_epochs`` let training stop
+(``_can_stop_early``).
 """
 
 from __future__ import annotations
@@ -285,6 +287,55 @@ class ProcessGroupStrategy(ParallelStrategy):
             self._watch.meetings.meet(place, limit=limit)
         except RuntimeError:
             return False
+        return True
+
+    def watch_stops(self, trainer: Trainer) -> None:
+        """Compare all ranks where a batch ends and ``trainer.should_stop`` is set.
+
+        Without it a rank that stops alone goes to the end of its epoch, and what it
+        sums up there would meet what the others do in their next step.
+        """
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.advance = functools.partial(self._begin_batch, loop)
+        loop.on_advance_end = functools.partial(self._end_batch, loop)
+
+    def _begin_batch(self, loop: Any, fetcher: Any) -> None:
+        # Lightning broadcasts at once whether rank 0 was told to end.
+        if self._watch is not None:
+            self._watch.meetings.batches += 1
+        type(loop).advance(loop, fetcher)
+
+    def _end_batch(self, loop: Any, fetcher: Any) -> None:
+        # Hooks of the batch may have set it, or those of the validation that may follow
+        # in Lightning's own method. An epoch that ends here ends on all ranks.
+        stops = not loop._is_training_done and self._meet_to_stop(loop.trainer)
+        type(loop).on_advance_end(loop, fetcher)
+        if not loop._is_training_done and not stops:
+            self._meet_to_stop(loop.trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        loop = trainer.fit_loop
+        epochs, most = loop.epoch_progress.current.processed, trainer.max_epochs
+        by_epochs = most is not None and 0 <= most <= epochs
+        by_steps = 0 <= trainer.max_steps <= trainer.global_step
+        # Set at the end of an epoch that is not the last.
+        if loop.epoch_loop._is_training_done and not by_epochs and not by_steps:
+            self._meet_to_stop(trainer)
+
+    def _meet_to_stop(self, trainer: Trainer) -> bool:
+        """Meet the other ranks if training stops here; return whether it does."""
+        if not (trainer.should_stop and trainer.fit_loop._can_stop_early):
+            return False
+        if self._watch is not None:
+            try:
+                self._watch.meetings.meet("trainer.should_stop = True")
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{error}. Where ranks decide by numbers of their own, write trainer.should_stop = "
+                    "trainer.strategy.reduce_boolean_decision(this_rank_stops, all=False)"
+                ) from error
         return True
 
     @override

@@ -5,7 +5,8 @@ Lightning calls a strategy for every ``fit``, ``validate``, ``test`` and ``predi
 The first of them shards the module, which carries the handle from then on; the others
 find it.
 
-Private names: torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no
+Private names: ``_log_graph`` is the only place of what a TensorBoardLogger was asked;
+torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no
 public access to a module's registries as dicts (``_modules``, ``_parameters``,
 ``_buffers``).
 """
@@ -18,7 +19,8 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import LayerSync, MixedPrecision, Precision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -63,6 +65,26 @@ def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, No
     if sharded:
         for registry, kept in zip(registries, before, strict=True):
             registry.update(kept)
+
+
+def check_loggers(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse loggers that trace the model, which they do on rank 0 alone.
+
+    Raises:
+        ValueError: ``TensorBoardLogger(log_graph=True)`` with an example to trace.
+    """
+    # Without an example, or with one of another kind, Lightning says itself that there
+    # is no graph.
+    traces = isinstance(module.example_input_array, (torch.Tensor, tuple))
+    if not traces or not trainer.enable_autolog_hparams:
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
+            raise ValueError(
+                f"{type(logger).__name__}(log_graph=True) traces the model on rank 0 alone, and each rank has a "
+                "shard of it; leave log_graph out, and draw the graph of the module before the Trainer has it: "
+                "logger.experiment.add_graph(module, module.example_input_array) on rank 0"
+            )
 
 
 def with_recipe(

@@ -121,7 +121,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         """Reduce a tensor over the ranks that hold different tokens, or ``group``:
         ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; other objects stay.
         """
-        if group is not None or self._parallel is None or not torch.is_tensor(tensor):
+        if self._parallel is None or not torch.is_tensor(tensor):
             return super().reduce(tensor, group, reduce_op)
         # Lightning passes words, users may pass operators.
         is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
@@ -131,7 +131,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         )
         # Context ranks have parts of one batch: a number that each of them has in full
         # would be summed too often.
-        if is_sum and tensor.is_floating_point():
+        if group is None and is_sum and tensor.is_floating_point():
             instead = "self.log(..., sync_dist_group=self.trainer.strategy.data_group)"
             report_equal_terms(tensor, self.mesh, "a sum that is logged", instead)
         if (
@@ -141,9 +141,12 @@ class SteppingStrategy(ProcessGroupStrategy):
         ):
             # Ranks without a batch take part, and count nothing.
             weight = torch.tensor(self.evaluations.weight, device=tensor.device)
-            total = super().reduce(tensor * weight, reduce_op="sum")
-            return total if is_sum else total / super().reduce(weight, reduce_op="sum")
-        return super().reduce(tensor, reduce_op=reduce_op)
+            total = super().reduce(tensor * weight, group, "sum")
+            if is_sum:
+                return total
+            # A group may have no batch at all, and its number is shown nowhere.
+            return total / super().reduce(weight, group, "sum").clamp(min=1)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(
@@ -381,6 +384,16 @@ class SteppingStrategy(ProcessGroupStrategy):
         """
         with self._sequences.active():
             return self._sequences.weighted(loss)
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """Return the mean over all samples of what each rank's step returned as the
+        loss of the present batch. Collective."""
+        loss = loss.detach()
+        # Stages return the mean over a whole batch.
+        part = loss if self._pipelined is not None else self.weighted_loss(loss)
+        weight = 1.0 if self.joined is None else self.joined.weight
+        mean: Tensor = self.reduce(part * weight)
+        return mean
 
     def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along

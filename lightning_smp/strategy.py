@@ -34,7 +34,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smp import checkpoints
-from lightning_smp.averaging import averaging_keys, make_averages, take_over_callbacks
+from lightning_smp.averaging import (
+    averaging_keys,
+    make_averages,
+    show_mean_losses,
+    take_over_callbacks,
+)
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.callback_states import give_shards, let_wait, note_shards
 from lightning_smp.due_validation import begin_with_it, is_lacking
@@ -57,6 +62,7 @@ from lightning_smp.resume import (
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import (
     check_layer_sync,
+    check_loggers,
     is_sharded,
     keeping_what_is_sharded,
     reattach,
@@ -220,6 +226,7 @@ class SmpShardedStrategy(SteppingStrategy):
             evaluation.inference_mode = False
         trainer.predict_loop.inference_mode = False
         self.evaluations = Evaluations(trainer, self._leave_if_told)
+        self.watch_stops(trainer)
 
         # The sharded module.
         module = self._module
@@ -229,6 +236,7 @@ class SmpShardedStrategy(SteppingStrategy):
         # Refused before anything is sharded: a module that is sharded stays it.
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
+        check_loggers(trainer, module)
         if not is_sharded(module):
             assert self._topology is not None
             self._parallel = shard(
@@ -350,6 +358,7 @@ class SmpShardedStrategy(SteppingStrategy):
     def on_train_start(self) -> None:
         require_equal_training(self._trainer)
         require_joined_alone(self._trainer, self.mesh)
+        show_mean_losses(self._trainer)
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)
         self._has_stepped = True

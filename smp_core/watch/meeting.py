@@ -6,8 +6,8 @@ sharded ones. So calls like this one meet first, on the board that has the signs
 (smp_core/watch/signs.py): the first rank writes where it is, the last one says that all
 are there, and one that is somewhere else (at another such call, at the end of its
 process) says so to all. A rank that waits also looks at the next one: whether that one
-lives, and whether it has begun a forward pass, or the sums behind a backward pass, that
-it cannot end alone. Calls that only a partition group makes together meet among its
+lives, and whether it has begun a forward pass, the sums behind a backward pass, or
+another batch of a Trainer, that it cannot end alone. Calls that only a partition group makes together meet among its
 ranks.
 """
 
@@ -31,6 +31,7 @@ class Meetings:
     Attributes:
         forwards: calls into models begun that need all of ``peers``
             (:func:`smp_core.watch.rank_watch.count_call`).
+        batches: of a Trainer that this rank has begun, which ranks begin together.
         peers: the ranks that make forward passes together with this one.
         limit: seconds that a rank waits for others that live and do not come; None:
             forever.
@@ -45,6 +46,7 @@ class Meetings:
         self.world_size = world_size
         self.interval = interval
         self.forwards = 0
+        self.batches = 0
         self.peers: Sequence[int] = ()
         self._windows_before = here.windows
         self.limit: float | None = None
@@ -178,6 +180,8 @@ class Meetings:
                     key,
                     _apart(self.rank, place, neighbour, "the end of a backward pass"),
                 )
+            elif theirs["batches"] > self.batches:
+                self._settle(key, _apart(self.rank, place, neighbour, "the next batch"))
             # A sign of life: the neighbour goes on, and the silence begins anew.
             elif theirs["beats"] != before:
                 before, since = theirs["beats"], ours["beats"]

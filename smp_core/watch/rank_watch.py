@@ -452,6 +452,7 @@ class RankWatch:
             "between": self.between_runs,
         }
         state |= {"forwards": self.meetings.forwards, "windows": self.meetings.windows}
+        state["batches"] = self.meetings.batches
         if self._failure is not None:
             state["failed"] = self._failure
         if self._left:

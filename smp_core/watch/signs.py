@@ -50,7 +50,10 @@ _LONGEST = 2**28
 # where there are more.
 _STRANGERS = 64
 _WELCOME = b"welcome\n"
-NO_SIGN: Sign = {"beats": 0, "step": 0, "forwards": 0, "windows": 0, "between": False}
+NO_SIGN: Sign = {
+    **dict.fromkeys(("beats", "step", "forwards", "windows", "batches"), 0),
+    "between": False,
+}
 """Of a rank that has given none yet."""
 
 

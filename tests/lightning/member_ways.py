@@ -507,6 +507,16 @@ class SkipsSteps:
         return None if batch_idx == 1 else loss
 
 
+class NotedFinder(LearningRateFinder):
+    """Notes the losses that the finder has looked at."""
+
+    def lr_find(self, trainer: Any, pl_module: Any) -> None:
+        super().lr_find(trainer, pl_module)
+        assert self.optimal_lr is not None
+        losses = self.optimal_lr.results["loss"]
+        pl_module.seen += [("loss of the finder", float(each)) for each in losses]
+
+
 class FindsRates:
     lr = 0.02
 
@@ -514,7 +524,7 @@ class FindsRates:
         return self.optimizer_of(self.parameters(), self.lr)
 
     def configure_callbacks(self: Any) -> list[Any]:
-        return [LearningRateFinder(0.001, 0.1, 6, early_stop_threshold=None)]
+        return [NotedFinder(0.001, 0.1, 6, early_stop_threshold=None)]
 
 
 class FindsBatches:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -392,6 +393,44 @@ def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks
 
 
 @pytest.mark.slow
+class Sample:
+    """A batch of a class of one's own."""
+
+    __slots__ = ("next", "values")
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values, self.next = values, self
+
+
+BATCHES = {
+    "objects": Sample,
+    "numbers of NumPy": lambda values: [np.int64(each) for each in values],
+    "sets of text": lambda values: {f"item {each}" for each in values},
+}
+
+
+def read(kind: str, apart: bool) -> list[Any]:
+    """The numbers of a stream that is the same on all ranks, or dealt out by itself."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = list(range(8))[rank::world] if apart else list(range(8))
+    loader = DataLoader(Stream(numbers), batch_size=2, collate_fn=BATCHES[kind])
+    dealt = DealtLoader(loader, world, rank, need_alike=True, cuts=lambda: False)
+    found: list[int] = []
+    for batch in dealt:
+        values = batch.values if isinstance(batch, Sample) else batch
+        found += [int(str(each).removeprefix("item ")) for each in values]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_of_any_class_are_told_apart(kind: str) -> None:
+    """Streams that deal themselves out are not dealt out once more, which would lose
+    half of them; those that are the same are."""
+    for apart in (True, False):
+        of_ranks = run_ranks(read, 2, kind, apart)
+        assert sorted([*of_ranks[0], *of_ranks[1]]) == list(range(8)), apart
+
+
 def test_any_stream_is_dealt_out_as_one_process_reads_it() -> None:
     for first in range(100, 300, 20):
         assert_like_one_process([draw(seed) for seed in range(first, first + 20)])

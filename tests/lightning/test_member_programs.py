@@ -110,6 +110,9 @@ WRONG_ONCE: list[Program] = [
     member_program("pipeline 2, one micro-batch", members=CHANGED),
     # Hooks of the user's kept what a trial computed.
     member_program("context 2", ways=["probes"]),
+    # The learning rate finder looked at the losses of rank 0's samples.
+    member_program("shard 2", ways=["finds rates"]),
+    member_program("context 2", ways=["finds rates"]),
     # An optimizer that the Trainer was given while it trained stepped nothing.
     member_program("world", ways=["new optimizer"]),
 ]

@@ -196,6 +196,31 @@ def test_a_logger_that_would_upload_no_sharded_checkpoint_is_named_on_rank_0(
     ] == warnings
 
 
+def quick(folder: str) -> list[str]:
+    with warnings_said() as said:
+        make_trainer(logger=CSVLogger(folder), fast_dev_run=1).fit(Logged(1))
+    return [text for text in said if "log_model" in text]
+
+
+def test_the_loggers_of_a_quick_run_upload_nothing(tmp_path: Path) -> None:
+    assert run_ranks(quick, 2, str(tmp_path)) == [[], []]
+
+
+def fit_with_graph(folder: str) -> str:
+    module = Logged(1)
+    module.example_input_array = torch.zeros(1, 4)
+    logger = TensorBoardLogger(folder, log_graph=True)
+    with pytest.raises(ValueError, match="add_graph") as refused:
+        make_trainer(logger=logger).fit(module)
+    return str(refused.value)
+
+
+def test_a_graph_of_a_sharded_model_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    first, other = run_ranks(fit_with_graph, 2, str(tmp_path))
+    assert first == other
+
+
 def test_lightnings_loggers_keep_what_they_were_asked_to_upload_where_it_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
