@@ -23,14 +23,12 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smp_core.checkpoint import stepped_parameters
@@ -41,11 +39,12 @@ from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.gradient_readers import say_of_callers, say_of_states
-from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
+from smp_core.sharding.operands import take_part_of_gradient
+from smp_core.sharding.optimizer.gradient_readers import say_of_callers
+from smp_core.sharding.optimizer.group_kernels import choose_kernels
+from smp_core.sharding.optimizer.host import OnHost, step_on_host
 from smp_core.sharding.optimizer.kinds import (
     derive,
-    held,
     may_read_loss,
     refuse_unsaveable,
     require_elementwise,
@@ -57,8 +56,10 @@ from smp_core.sharding.optimizer.shards import (
     WorldSharding,
     local_of,
     master_dtype,
+    sharded_state,
     sharded_states,
 )
+from smp_core.sharding.optimizer.states_by_parameter import StatesByParameter
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
 from smp_core.torch_facts import clean_name, is_outermost, model_parameter
 from smp_core.watch import meet
@@ -351,9 +352,11 @@ class Homes:
                     world.stepped(group["params"]),
                 )
                 # A state from before there were masters is cut to this rank's part.
+                if isinstance(optimizer.state, StatesByParameter):
+                    continue
                 for old, new in zip(before, group["params"], strict=True):
                     if new is not old and old in optimizer.state:
-                        optimizer.state[new] = world.part_of_state(
+                        optimizer.state[new] = self.part_of_state(
                             old, optimizer.state.pop(old)
                         )
 
@@ -364,8 +367,16 @@ class Homes:
             return
         for group in optimizer.param_groups:
             group["params"] = [model_parameter(stepped) for stepped in group["params"]]
-        if not isinstance(optimizer.state, _States):
-            optimizer.state = _States(self.stepped, optimizer.state)
+        if not isinstance(optimizer.state, StatesByParameter):
+            optimizer.state = StatesByParameter(
+                self.stepped, self.part_of_state, optimizer.state
+            )
+
+    def part_of_state(self, parameter: Tensor, entry: Any) -> Any:
+        """Return this rank's part of a state that is like a parameter's."""
+        for world in self.worlds:
+            entry = world.part_of_state(parameter, sharded_state(parameter, entry))
+        return entry
 
     def stepped(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return what is stepped in the place of parameters."""
@@ -424,33 +435,9 @@ class Homes:
 
     def choose_kernels(self, optimizer: Optimizer, stepped_there: bool) -> None:
         """Choose kernels that take what is in each group (``stepped_there``: an
-        :class:`OnHost` does that itself), and in all of them for ``zero_grad``, which
-        goes by the defaults."""
+        :class:`OnHost` does that itself)."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
-        # Parameters live in host memory, where other kernels run than on the device.
-        for group in [] if stepped_there else optimizer.param_groups:
-            if _are_mixed(held(group)):
-                asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
-                if asked:
-                    logger.info(
-                        "%s=True has no effect where 0-d, shared or tensor parallel parameters are in the group",
-                        asked[0],
-                    )
-                group.update(
-                    {flag: False for flag in ("fused", "foreach") if flag in group}
-                )
-            elif on_host:
-                group.update(host_kernels(group, group["params"], type(optimizer)))
-        if _are_mixed(
-            parameter for group in optimizer.param_groups for parameter in held(group)
-        ):
-            optimizer.defaults.update(
-                {
-                    flag: False
-                    for flag in ("fused", "foreach")
-                    if flag in optimizer.defaults
-                }
-            )
+        choose_kernels(optimizer, on_host=on_host, stepped_there=stepped_there)
 
     def bring_weights(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the models' parameters.
@@ -458,30 +445,6 @@ class Homes:
         for world in self.worlds:
             world.after_step(optimizer)
         self.reshard()
-
-
-class _States(defaultdict[Any, Any]):
-    """An optimizer's states by what it steps, which are found by the model's
-    parameters, too."""
-
-    def __init__(
-        self, stepped: Callable[[Sequence[Tensor]], list[Tensor]], states: Any
-    ) -> None:
-        super().__init__(dict, states)
-        self._stepped = stepped
-
-    # A parameter is looked up by its master, which has the state.
-    def __missing__(self, parameter: Tensor) -> Any:
-        if isinstance(parameter, Tensor):
-            (stepped,) = self._stepped([parameter])
-            if stepped is not parameter:
-                say_of_states()
-                return self[stepped]
-        return super().__missing__(parameter)
-
-    # Pickled and copied as the dict that torch makes, without the models behind it.
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> bool:
@@ -664,6 +627,9 @@ def _before_weights_change(optimizer: Optimizer) -> None:
     # Set and not counted: a step that raised has left its own behind.
     optimizer._smp_homes.users = 1  # type: ignore[attr-defined]
     settle(optimizer)
+    # Gradients that the user assigned whole, or in another layout.
+    for stepped in stepped_by(optimizer):
+        take_part_of_gradient(stepped)
     # Weights may have been loaded, or edited, since the last step.
     for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]
         world.follow_parameters()
@@ -700,13 +666,3 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return moving
-
-
-def _are_mixed(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one kernel cannot take all: plain tensors, and DTensors of each
-    mesh, go by themselves."""
-    meshes = {
-        parameter.device_mesh if isinstance(parameter, DTensor) else None
-        for parameter in parameters
-    }
-    return len(meshes) > 1
