@@ -474,14 +474,11 @@ def _surgery(run: Run, step: int) -> None:
     run.kept["gradients"] = now
 
 
-def _vector(run: Run, step: int) -> None:
-    # torch flattens no shard of one row.
-    rows = [p.grad for p in _gradients(run) if p.shape[:1] != (1,)]
-    flat = torch.cat([gradient.reshape(-1) for gradient in rows])
-    run.note("flat norm", flat.norm())
-    threshold = flat.abs().quantile(0.3)
+def _threshold(run: Run, step: int) -> None:
+    largest = max(float(p.grad.abs().max()) for p in _gradients(run))
+    run.note("largest", largest)
     for p in _gradients(run):
-        p.grad.masked_fill_(p.grad.abs() < threshold, 0.0)
+        p.grad.masked_fill_(p.grad.abs() < 0.1 * largest, 0.0)
 
 
 def _momentum(run: Run, step: int) -> None:
@@ -537,7 +534,7 @@ EDITS: dict[str, Callable[[Run, int], None]] = {
     "project": _project,
     "normalise": _normalise,
     "surgery": _surgery,
-    "vector": _vector,
+    "threshold": _threshold,
     "momentum": _momentum,
     "foreach": _foreach,
     "look": _look,
