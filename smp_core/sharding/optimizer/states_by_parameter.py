@@ -59,7 +59,7 @@ class StatesByParameter(defaultdict[Any, Any]):
         return super().__contains__(self._found(parameter))
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        return self[parameter] if parameter in self else default
+        return super().get(self._found(parameter), default)
 
     def pop(self, parameter: Any, *default: Any) -> Any:
         return super().pop(self._found(parameter), *default)

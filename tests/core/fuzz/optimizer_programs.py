@@ -981,6 +981,9 @@ def draw(seed: int) -> Program:
     clips: Any = CLIPS_OVER_WORLD if over_world else CLIPS
     clip = rng.choice(list(clips)) if rng.random() < 0.5 else ""
     hooks = _some(rng, HOOKS_OVER_WORLD if over_world else HOOKS, 0.3, 2)
+    # torch calls hooks of a step that calls another one once for each, or once in all.
+    if any(each.kind == "Decayed" for each in steppers):
+        hooks = tuple(name for name in hooks if not name.endswith(("before", "after")))
     between = tuple(_some(rng, BETWEEN, 0.5, 2) for _ in range(STEPS))
     edits: Any = tuple(
         _some(rng, EDITS, 0.35, 2) if not over_world else () for _ in range(STEPS)
