@@ -47,7 +47,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        # Phase 1: the tensors of each mesh, and plain ones, by themselves.
+        # Phase 1: the tensors of each mesh, and plain ones, by themselves. What a window
+        # holds would be added with the scale still in it.
+        homes: Homes | None = getattr(optimizer, "_smp_homes", None)
+        if homes is not None:
+            homes.close_windows(optimizer)
         found: dict[torch.device, Tensor] = {}
         stepped = stepped_by(optimizer)
         for parameter in stepped:

@@ -40,7 +40,10 @@ from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
 from smp_core.sharding.operands import take_part_of_gradient
-from smp_core.sharding.optimizer.gradient_readers import say_of_callers
+from smp_core.sharding.optimizer.gradient_readers import (
+    say_of_callers,
+    say_where_gradients_are,
+)
 from smp_core.sharding.optimizer.group_kernels import choose_kernels
 from smp_core.sharding.optimizer.host import OnHost, step_on_host
 from smp_core.sharding.optimizer.kinds import (
@@ -117,6 +120,7 @@ class Prepared:
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, also of adapters that were attached since.
         Collective over the world."""
+        homes = _homes_of(self)
         # By the model's parameter: in the groups a master may stand for it.
         before = {
             model_parameter(parameter)
@@ -127,7 +131,7 @@ class Prepared:
         self._smp_unprepared.add_param_group(self, param_group)
         try:
             meet(
-                f"optimizer.add_param_group({self._smp_homes.in_words(self.param_groups[-1]['params'])})"
+                f"optimizer.add_param_group({homes.in_words(self.param_groups[-1]['params'])})"
             )
             settle(self, together=True)
             # Torch compared tensors before replaced parameters gave way to those of
@@ -189,6 +193,8 @@ class Homes:
         self.users = 0
         """How many methods at work need masters in the groups."""
         self._is_new = True
+        self.hooks_before: dict[int, Callable[..., Any]] = {}
+        """Hooks before the optimizer's step, ours included; the optimizer's own dict."""
 
     @property
     def worlds(self) -> list[WorldSharding]:
@@ -211,6 +217,8 @@ class Homes:
         """Warn before the first step of code that looks for gradients in vain."""
         if self._is_new and (self.worlds or self.in_stages):
             say_of_callers(inspect.currentframe(), in_stages=not self.worlds)
+        if self._is_new and self.worlds:
+            say_where_gradients_are(self.hooks_before.values(), in_step=True)
         self._is_new = False
 
     def mean_loss(self, loss: Any) -> Any:
@@ -520,6 +528,8 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     for registered in own:
         hooks: Any = registered.hooks_dict_ref()
         hooks.move_to_end(registered.id, last=False)
+    hooked: Any = own[0].hooks_dict_ref()
+    homes.hooks_before = hooked
     return True
 
 
@@ -578,10 +588,25 @@ def settle(optimizer: Optimizer, together: bool = False) -> None:
     homes.show_parameters(optimizer)
 
 
+def _homes_of(optimizer: Optimizer) -> Homes:
+    """Return the models of a prepared optimizer, which its copies have not.
+
+    Raises:
+        RuntimeError: it is a copy.
+    """
+    homes: Homes | None = getattr(optimizer, "_smp_homes", None)
+    if homes is None:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is a copy of a prepared optimizer (copy.deepcopy, pickle), whose "
+            "parameters are copies, too, and no model's; keep copy.deepcopy(optimizer.state_dict()), and load that"
+        )
+    return homes
+
+
 @contextlib.contextmanager
 def _masters_in_groups(optimizer: Any) -> Iterator[None]:
     """Let groups hold what is stepped, and states be found by that."""
-    homes: Homes = optimizer._smp_homes
+    homes = _homes_of(optimizer)
     # A count, because such methods call one another.
     homes.users += 1
     try:

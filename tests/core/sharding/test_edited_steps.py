@@ -3,9 +3,11 @@ kernels that are asked for) has one process's effect, to 1e-12 in float64."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +27,7 @@ from tests.core.sharding.prepared_runs import (
     weights,
 )
 from tests.harness import run_ranks
+from tests.logged import warnings_said
 
 Edit = Callable[[nn.Module], None]
 
@@ -212,3 +215,48 @@ def test_fused_kernels_that_cannot_run_give_way() -> None:
     """Where a scaler is, too: torch hands its scale to optimizers that were made for
     fused kernels. torch has no fused SGD and Adagrad for shards."""
     assert run_ranks(fused_kernels, WORLD) == [[]] * WORLD
+
+
+def warned_of_hooks() -> list[str]:
+    def clips(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
+
+    def slows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    with warnings_said() as said:
+        for hook in (clips, slows):
+            parallel = sharded({"shard_degree": 1, "optimizer_shard": "world"})
+            model = parallel.module
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            parallel.prepare_optimizer(optimizer)
+            optimizer.register_step_pre_hook(hook)
+            train(model, optimizer, own_batch(parallel))
+    return [text for text in said if "one dimension" in text]
+
+
+def test_hooks_before_a_step_that_look_at_parts_of_gradients_are_named() -> None:
+    first, *others = run_ranks(warned_of_hooks, WORLD)
+    assert len(first) == 1 and "clips is called with" in first[0]
+    assert others == [[]] * (WORLD - 1)
+
+
+def copied_optimizers() -> list[str]:
+    said = []
+    for knobs in LAYOUTS[:2]:
+        parallel = sharded(knobs)
+        optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+        parallel.prepare_optimizer(optimizer)
+        copied = copy.deepcopy(optimizer)
+        for use in (copied.zero_grad, copied.state_dict):
+            with pytest.raises(RuntimeError) as refused:
+                use()
+            said.append(str(refused.value))
+    return said
+
+
+def test_a_copy_of_a_prepared_optimizer_says_what_it_is() -> None:
+    for said in run_ranks(copied_optimizers, WORLD):
+        assert len(said) == 4
+        assert all("is a copy of a prepared optimizer" in each for each in said)
