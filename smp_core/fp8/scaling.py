@@ -242,10 +242,11 @@ class Fp8State:
         fresh = scale_for(basis, self._largest, self.recipe.margin)
         self._scale_by(torch.where(basis > 0, fresh, self.scale))
         self.current.zero_()  # a CUDA graph that records goes on with this memory
-        self.steps += 1
         # One copy to the host per step; the veto of a non-finite step has waited for
         # the device already.
-        seen, bad = torch.stack([basis > 0, torch.isinf(amax)]).tolist()
+        seen, bad, new = torch.stack([basis > 0, torch.isinf(amax), amax > 0]).tolist()
+        # Of several optimizers that step behind one backward pass the first one counts.
+        self.steps += any(row[INPUT] or row[GRADIENT] for row in new)
         self.calibrated = seen
         found = []
         for name, row in zip(self.names, bad, strict=True):

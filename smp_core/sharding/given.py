@@ -118,6 +118,9 @@ class NativeWindow:
         self.world: WorldSharding | None = None
         self.micro_batches = 0
         """Passes through :meth:`accumulate` since the window was closed."""
+        # Whose gradients were dropped since, beside others of their unit.
+        self._dropped: set[int] = set()
+        self._half_dropped: list[nn.Parameter] = []
 
     @property
     def is_open(self) -> bool:
@@ -150,6 +153,7 @@ class NativeWindow:
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
         """Treat backward passes inside as not the window's last."""
+        self._require_whole_units()
         # Contexts nest: the outer one decides whether the last pass may be inside.
         before, self._last = self._last, self._last and not enabled
         self._all_reduce(self._last)
@@ -167,6 +171,7 @@ class NativeWindow:
             RuntimeError: every backward pass ran inside ``accumulate``, so replicas
                 have not been reduced.
         """
+        self._require_whole_units()
         # Sums over the partition group are held until torch may reduce across replicas.
         if self.is_open:
             raise RuntimeError(
@@ -178,19 +183,35 @@ class NativeWindow:
     def abandon(self) -> None:
         """Drop the window's gradients, held and closed."""
         forget_partial_sums(self._model)
+        self._dropped.clear()
+        self._half_dropped.clear()
         for parameter in self._model.parameters():
             parameter.grad = None
         self.micro_batches = 0
 
     def drop(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
-        """Drop what is held, if these are all the trainable parameters; torch holds
-        gradients of a unit together."""
-        # Gradients of a unit lie in one tensor, of which nothing can be dropped by
-        # itself.
-        dropped = {id(parameter) for parameter in parameters}
-        if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):
-            forget_partial_sums(self._model)
+        """Drop what is held of these parameters. torch holds gradients of a unit
+        together: those of a part of a unit are an error at the next pass or step, if
+        the rest has not been dropped until then."""
+        if not self.is_open:
+            return
+        self._dropped |= {id(parameter) for parameter in parameters}
+        self._half_dropped = forget_partial_sums(self._model, self._dropped)
+        if not self.is_open:
             self.micro_batches = 0
+            self._dropped.clear()
+
+    def _require_whole_units(self) -> None:
+        kept, self._half_dropped = self._half_dropped, []
+        self._dropped.clear()
+        if kept:
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            raise RuntimeError(
+                f"zero_grad dropped gradients of {names[id(kept[0])]} between backward passes inside no_sync(), and "
+                "torch holds them in one tensor with others of the same module, which was not dropped; call zero_grad "
+                "of all optimizers of the model there, or behind the step, or let torch-smp shard the model (without "
+                "distributed_config)"
+            )
 
     def zero_grad(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
         self.drop(parameters, set_to_none)

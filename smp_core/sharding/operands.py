@@ -379,13 +379,16 @@ def _warn_once() -> None:
 
 def take_part_of_gradient(parameter: Tensor) -> None:
     """Let a sharded parameter's ``.grad`` that was assigned whole (``p.grad = p.grad *
-    mask``) be this rank's part of it. Local."""
-    if (
-        isinstance(parameter, DTensor)
-        and parameter.grad is not None
-        and not isinstance(parameter.grad, DTensor)
-    ):
-        parameter.grad = shard_like(parameter, parameter.grad)
+    mask``), or in another layout (``p.grad = p.grad.mean(0, keepdim=True).expand_as(p)``),
+    be this rank's part of it. Collective over the parameter's ranks in the second case,
+    which all of them have."""
+    gradient = parameter.grad
+    if gradient is None or not isinstance(parameter, DTensor):
+        return
+    if not isinstance(gradient, DTensor):
+        parameter.grad = shard_like(parameter, gradient)
+    elif gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import nn
@@ -104,7 +104,24 @@ def partial_sum_bytes(model: nn.Module) -> int:
     return sum(group.partial_sum_bytes() for group in groups_of(model))
 
 
-def forget_partial_sums(model: nn.Module) -> None:
-    """Drop what FSDP2's own replica all-reduce holds."""
+def forget_partial_sums(
+    model: nn.Module, dropped: Set[int] | None = None
+) -> list[nn.Parameter]:
+    """Drop what FSDP2's own replica all-reduce holds, of units of which all trainable
+    parameters are dropped.
+
+    Args:
+        dropped: ids of parameters; None: all.
+
+    Returns:
+        dropped parameters whose sum is still held, because others share it.
+    """
+    kept = []
     for group in groups_of(model):
-        group.forget_partial_sum()
+        trained = [each for each in group.parameters() if each.requires_grad]
+        gone = [each for each in trained if dropped is None or id(each) in dropped]
+        if dropped is None or len(gone) == len(trained):
+            group.forget_partial_sum()
+        elif group.partial_sum_bytes():
+            kept += gone
+    return kept

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.sharding.operands import take_part_of_gradient
 from smp_core.sharding.optimizer.prepared import Homes, stepped_by
 from smp_core.sharding.optimizer.shards import mesh_of
 from smp_core.torch_facts import model_parameter
@@ -46,9 +47,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        # Phase 1: the tensors of each mesh, and plain ones, by themselves.
+        # Phase 1: the tensors of each mesh, and plain ones, by themselves. What a window
+        # holds would be added with the scale still in it.
+        homes: Homes | None = getattr(optimizer, "_smp_homes", None)
+        if homes is not None:
+            homes.close_windows(optimizer)
         found: dict[torch.device, Tensor] = {}
         stepped = stepped_by(optimizer)
+        for parameter in stepped:
+            take_part_of_gradient(parameter)
         # Only the groups of the optimizer are read by torch, so a stand-in with these
         # is enough.
         for mesh in dict.fromkeys(map(mesh_of, stepped)):

@@ -29,11 +29,19 @@ _GRADIENTS_OF_A_STAGE = (
 )
 
 
+_IN_STEP_HOOKS = (
+    "optimizer_shard='world': %s is called with this rank's part of each gradient, as one dimension; changes of each "
+    "element by itself are right there, a norm, a mean or an index is that of the part. A norm of all is "
+    "%s.grad_norm(), clipping %s.clip_grad_norm_(max_norm); or write optimizer_shard='shard'"
+)
+
+
 def say_where_gradients_are(
     hooks: Iterable[Callable[..., Any]],
     parallel: str = "parallel",
     *,
     in_stages: bool = False,
+    in_step: bool = False,
 ) -> None:
     """Warn, on rank 0, of hooks between backward and step whose code names gradients of
     parameters, where parameters have none: what such a hook reads, edits or drops there
@@ -44,10 +52,12 @@ def say_where_gradients_are(
         parallel: what to type for the model's handle.
         in_stages: whether it is parameters of other pipeline stages alone that have
             none.
+        in_step: whether the optimizer itself calls them, with masters in its groups.
     """
     found = [hook.__qualname__ for hook in hooks if _names_gradients(hook)]
     if found and is_rank_0():
         said = _GRADIENTS_OF_A_STAGE if in_stages else _WHERE_GRADIENTS_ARE
+        said = _IN_STEP_HOOKS if in_step else said
         handles = [parallel] * (said.count("%s") - 1)
         logging.getLogger("smp").warning(said, " and ".join(found), *handles)
 

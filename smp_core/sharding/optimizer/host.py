@@ -189,6 +189,9 @@ class HostOptimizer:
         for parameter in with_gradient:
             take_part_of_gradient(parameter)
         chunks = list(self._chunks(with_gradient))
+        # A class of the user's may count steps, whether there is a gradient or not.
+        if not chunks and not self._in_chunks:
+            chunks = [[]]
         # Gradients and weights have to be complete on the device before they are
         # copied.
         if self._out is not None:
@@ -287,6 +290,9 @@ class HostOptimizer:
             for parameter in group["params"]
             if parameter in chosen
         ]
+        # One that counts its steps counts those without a gradient, too.
+        if not hosted and not self._in_chunks:
+            yield {**group, "params": []}
         # One group for each mesh, with kernels that take its kind of tensors.
         for mesh in dict.fromkeys(map(mesh_of, hosted)):
             members = [each for each in hosted if mesh_of(each) == mesh]

@@ -23,14 +23,12 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smp_core.checkpoint import stepped_parameters
@@ -41,11 +39,15 @@ from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.gradients.window import Window
-from smp_core.sharding.optimizer.gradient_readers import say_of_callers, say_of_states
-from smp_core.sharding.optimizer.host import OnHost, host_kernels, step_on_host
+from smp_core.sharding.operands import take_part_of_gradient
+from smp_core.sharding.optimizer.gradient_readers import (
+    say_of_callers,
+    say_where_gradients_are,
+)
+from smp_core.sharding.optimizer.group_kernels import choose_kernels
+from smp_core.sharding.optimizer.host import OnHost, step_on_host
 from smp_core.sharding.optimizer.kinds import (
     derive,
-    held,
     may_read_loss,
     refuse_unsaveable,
     require_elementwise,
@@ -57,8 +59,10 @@ from smp_core.sharding.optimizer.shards import (
     WorldSharding,
     local_of,
     master_dtype,
+    sharded_state,
     sharded_states,
 )
+from smp_core.sharding.optimizer.states_by_parameter import StatesByParameter
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
 from smp_core.torch_facts import clean_name, is_outermost, model_parameter
 from smp_core.watch import meet
@@ -116,6 +120,7 @@ class Prepared:
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, also of adapters that were attached since.
         Collective over the world."""
+        homes = _homes_of(self)
         # By the model's parameter: in the groups a master may stand for it.
         before = {
             model_parameter(parameter)
@@ -126,7 +131,7 @@ class Prepared:
         self._smp_unprepared.add_param_group(self, param_group)
         try:
             meet(
-                f"optimizer.add_param_group({self._smp_homes.in_words(self.param_groups[-1]['params'])})"
+                f"optimizer.add_param_group({homes.in_words(self.param_groups[-1]['params'])})"
             )
             settle(self, together=True)
             # Torch compared tensors before replaced parameters gave way to those of
@@ -188,6 +193,8 @@ class Homes:
         self.users = 0
         """How many methods at work need masters in the groups."""
         self._is_new = True
+        self.hooks_before: dict[int, Callable[..., Any]] = {}
+        """Hooks before the optimizer's step, ours included; the optimizer's own dict."""
 
     @property
     def worlds(self) -> list[WorldSharding]:
@@ -210,6 +217,8 @@ class Homes:
         """Warn before the first step of code that looks for gradients in vain."""
         if self._is_new and (self.worlds or self.in_stages):
             say_of_callers(inspect.currentframe(), in_stages=not self.worlds)
+        if self._is_new and self.worlds:
+            say_where_gradients_are(self.hooks_before.values(), in_step=True)
         self._is_new = False
 
     def mean_loss(self, loss: Any) -> Any:
@@ -351,9 +360,11 @@ class Homes:
                     world.stepped(group["params"]),
                 )
                 # A state from before there were masters is cut to this rank's part.
+                if isinstance(optimizer.state, StatesByParameter):
+                    continue
                 for old, new in zip(before, group["params"], strict=True):
                     if new is not old and old in optimizer.state:
-                        optimizer.state[new] = world.part_of_state(
+                        optimizer.state[new] = self.part_of_state(
                             old, optimizer.state.pop(old)
                         )
 
@@ -364,8 +375,16 @@ class Homes:
             return
         for group in optimizer.param_groups:
             group["params"] = [model_parameter(stepped) for stepped in group["params"]]
-        if not isinstance(optimizer.state, _States):
-            optimizer.state = _States(self.stepped, optimizer.state)
+        if not isinstance(optimizer.state, StatesByParameter):
+            optimizer.state = StatesByParameter(
+                self.stepped, self.part_of_state, optimizer.state
+            )
+
+    def part_of_state(self, parameter: Tensor, entry: Any) -> Any:
+        """Return this rank's part of a state that is like a parameter's."""
+        for world in self.worlds:
+            entry = world.part_of_state(parameter, sharded_state(parameter, entry))
+        return entry
 
     def stepped(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return what is stepped in the place of parameters."""
@@ -424,33 +443,9 @@ class Homes:
 
     def choose_kernels(self, optimizer: Optimizer, stepped_there: bool) -> None:
         """Choose kernels that take what is in each group (``stepped_there``: an
-        :class:`OnHost` does that itself), and in all of them for ``zero_grad``, which
-        goes by the defaults."""
+        :class:`OnHost` does that itself)."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
-        # Parameters live in host memory, where other kernels run than on the device.
-        for group in [] if stepped_there else optimizer.param_groups:
-            if _are_mixed(held(group)):
-                asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
-                if asked:
-                    logger.info(
-                        "%s=True has no effect where 0-d, shared or tensor parallel parameters are in the group",
-                        asked[0],
-                    )
-                group.update(
-                    {flag: False for flag in ("fused", "foreach") if flag in group}
-                )
-            elif on_host:
-                group.update(host_kernels(group, group["params"], type(optimizer)))
-        if _are_mixed(
-            parameter for group in optimizer.param_groups for parameter in held(group)
-        ):
-            optimizer.defaults.update(
-                {
-                    flag: False
-                    for flag in ("fused", "foreach")
-                    if flag in optimizer.defaults
-                }
-            )
+        choose_kernels(optimizer, on_host=on_host, stepped_there=stepped_there)
 
     def bring_weights(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the models' parameters.
@@ -458,30 +453,6 @@ class Homes:
         for world in self.worlds:
             world.after_step(optimizer)
         self.reshard()
-
-
-class _States(defaultdict[Any, Any]):
-    """An optimizer's states by what it steps, which are found by the model's
-    parameters, too."""
-
-    def __init__(
-        self, stepped: Callable[[Sequence[Tensor]], list[Tensor]], states: Any
-    ) -> None:
-        super().__init__(dict, states)
-        self._stepped = stepped
-
-    # A parameter is looked up by its master, which has the state.
-    def __missing__(self, parameter: Tensor) -> Any:
-        if isinstance(parameter, Tensor):
-            (stepped,) = self._stepped([parameter])
-            if stepped is not parameter:
-                say_of_states()
-                return self[stepped]
-        return super().__missing__(parameter)
-
-    # Pickled and copied as the dict that torch makes, without the models behind it.
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> bool:
@@ -557,6 +528,8 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     for registered in own:
         hooks: Any = registered.hooks_dict_ref()
         hooks.move_to_end(registered.id, last=False)
+    hooked: Any = own[0].hooks_dict_ref()
+    homes.hooks_before = hooked
     return True
 
 
@@ -615,10 +588,25 @@ def settle(optimizer: Optimizer, together: bool = False) -> None:
     homes.show_parameters(optimizer)
 
 
+def _homes_of(optimizer: Optimizer) -> Homes:
+    """Return the models of a prepared optimizer, which its copies have not.
+
+    Raises:
+        RuntimeError: it is a copy.
+    """
+    homes: Homes | None = getattr(optimizer, "_smp_homes", None)
+    if homes is None:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is a copy of a prepared optimizer (copy.deepcopy, pickle), whose "
+            "parameters are copies, too, and no model's; keep copy.deepcopy(optimizer.state_dict()), and load that"
+        )
+    return homes
+
+
 @contextlib.contextmanager
 def _masters_in_groups(optimizer: Any) -> Iterator[None]:
     """Let groups hold what is stepped, and states be found by that."""
-    homes: Homes = optimizer._smp_homes
+    homes = _homes_of(optimizer)
     # A count, because such methods call one another.
     homes.users += 1
     try:
@@ -664,6 +652,9 @@ def _before_weights_change(optimizer: Optimizer) -> None:
     # Set and not counted: a step that raised has left its own behind.
     optimizer._smp_homes.users = 1  # type: ignore[attr-defined]
     settle(optimizer)
+    # Gradients that the user assigned whole, or in another layout.
+    for stepped in stepped_by(optimizer):
+        take_part_of_gradient(stepped)
     # Weights may have been loaded, or edited, since the last step.
     for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]
         world.follow_parameters()
@@ -700,13 +691,3 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return moving
-
-
-def _are_mixed(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one kernel cannot take all: plain tensors, and DTensors of each
-    mesh, go by themselves."""
-    meshes = {
-        parameter.device_mesh if isinstance(parameter, DTensor) else None
-        for parameter in parameters
-    }
-    return len(meshes) > 1

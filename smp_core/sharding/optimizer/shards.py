@@ -589,9 +589,15 @@ def sharded_states(
     # Torch itself refuses groups of other lengths when it loads the rest.
     for number, parameter in zip(saved, stepped_parameters(optimizer), strict=False):
         if number in states:
-            part = functools.partial(_own_state, parameter, on_host=on_host)
-            states[number] = map_tensors(states[number], part)
+            states[number] = sharded_state(parameter, states[number], on_host)
     return states
+
+
+def sharded_state(parameter: Tensor, entry: Any, on_host: bool = False) -> Any:
+    """Return a parameter's state, in which unsharded tensors become this rank's
+    parts."""
+    part = functools.partial(_own_state, parameter, on_host=on_host)
+    return map_tensors(entry, part)
 
 
 def _own_state(parameter: Tensor, value: Tensor, *, on_host: bool) -> Tensor:

@@ -9,6 +9,7 @@ from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.sequence_plan import SequencePlan
 from tests.core.context_parallel.attention_cases import (
     Case,
+    group_of,
     largest_errors,
     matrix,
     sample,
@@ -72,3 +73,23 @@ def test_sinks_are_one_per_query_head() -> None:
     k = torch.randn(1, 8, 2, 8)
     with pytest.raises(ValueError, match=r"sinks \(2,\) do not fit 4 query heads"):
         attention(q, k, k, plan, sinks=torch.zeros(2))
+
+
+def second_derivatives() -> str:
+    group = group_of(1)
+    plan = SequencePlan(group.degree, 8, group=group.number)
+    q, k, v = (
+        torch.randn(1, 4, 2, 8, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    )
+    out = attention(q, k, v, plan.encode())
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError) as refused:
+        gradient.square().sum().backward()
+    return str(refused.value)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    for said in run_ranks(second_derivatives, 2):
+        assert "has no second derivative" in said
+        assert "write context_parallel_degree=1" in said

@@ -266,3 +266,21 @@ def test_scales_of_products_lie_where_cublas_takes_them() -> None:
     state.load_state_dict(state.state_dict())
     state.to("cpu")
     assert addresses() == {0} and torch.equal(state.inverse, 1 / state.scale)
+
+
+def test_optimizers_behind_one_backward_pass_count_one_step() -> None:
+    """``calibration_steps`` are those of training; a step that changed weights alone
+    makes their scales."""
+    net = nn.Linear(128, 256)
+    fp8 = convert_to_fp8(net, Fp8Recipe(calibration_steps=3))
+    for step in range(3):
+        net(torch.randn(64, 128)).sum().backward()
+        fp8.step()
+        assert fp8.state.steps == step + 1
+        history, scale = fp8.state.history[:, :, INPUT].clone(), fp8.state.scale.clone()
+        with torch.no_grad():
+            net.weight.mul_(4.0)
+        fp8.step()
+        assert fp8.state.steps == step + 1
+        assert torch.equal(fp8.state.history[:, :, INPUT], history)
+        assert fp8.state.scale[0, 1] == scale[0, 1] / 4

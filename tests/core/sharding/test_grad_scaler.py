@@ -3,6 +3,9 @@ kind of tensor it is."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,6 +120,43 @@ def test_a_scaler_that_a_loop_makes_unscales_what_is_stepped() -> None:
     """Masters and 0-d parameters together, sharded and whole ones, and parts on the
     host."""
     assert run_ranks(scalers_of_ones_own, WORLD) == [[]] * WORLD
+
+
+def scaled_windows(model: torch.nn.Module, optimizer: Any, parallel: Any) -> Any:
+    """Windows whose passes all run inside of ``accumulate``."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    ranks = range(WORLD) if parallel is None else own_batch(parallel)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        held = nullcontext() if parallel is None else parallel.window.accumulate()
+        with held:
+            for rank in ranks:
+                scaler.scale(model(batch(step, rank)) / len(ranks)).backward()
+        if step == 1:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return weights(model)
+
+
+def windows_that_a_scaler_closes() -> list[str]:
+    model = net()
+    kept = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, wrong = scaled_windows(model, kept, None), []
+    for knobs in LAYOUTS:
+        parallel = sharded(knobs)
+        optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+        parallel.prepare_optimizer(optimizer)
+        own = scaled_windows(parallel.module, optimizer, parallel)
+        apart = difference(own, expected)
+        if not apart <= 1e-12:
+            wrong.append(f"{knobs}: {apart}")
+    return wrong
+
+
+def test_a_scaler_unscales_what_a_window_holds() -> None:
+    """A window that the step closed added gradients with the scale in them."""
+    assert run_ranks(windows_that_a_scaler_closes, WORLD) == [[]] * WORLD
 
 
 class _WithAWayOfItsOwn(torch.amp.GradScaler):
