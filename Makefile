@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate bench-cluster gpu-check versions test quick test-slow lint style types suite docs package clean
+.PHONY: help venv demo demo-accelerate bench-cluster gpu-check versions test quick test-slow lint style types suite contract docs package clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,15 +69,17 @@ types: $(STAMP)
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# mypy and the site take one core for a minute: beside the tests, so that no core waits for them. What they say follows
-# what the tests say. Where `make versions` has left environments the contract runs in each of them. Neither the site
-# nor the contract is looked at where a part of the tests was asked for.
+# mypy, the site and the contract take one core for two minutes: beside the tests, so that no core waits for them. What
+# they say follows what the tests say. Where `make versions` has left environments the contract runs in each of them.
+# Neither the site nor the contract is looked at where a part of the tests was asked for.
 test: style ## style, types, the site and the tests of every change (without those marked slow)
 	@said=$$(mktemp); trap 'rm -f $$said' EXIT; \
-	$(MAKE) --no-print-directory --keep-going types $(if $(strip $(PYTEST_ARGS)),,docs) > $$said 2>&1 & beside=$$!; \
+	$(MAKE) --no-print-directory --keep-going types $(if $(strip $(PYTEST_ARGS)),,docs contract) > $$said 2>&1 & beside=$$!; \
 	$(MAKE) --no-print-directory suite; suite=$$?; \
 	wait $$beside; beside=$$?; cat $$said; exit $$((suite || beside))
-	@$(if $(strip $(PYTEST_ARGS)),:,$(BIN)/python benchmarks/versions.py --made --workers $(TEST_WORKERS))
+
+contract: $(STAMP)
+	@$(BIN)/python benchmarks/versions.py --made
 
 quick: $(STAMP) ## the tests that start no processes, for the desk
 	QUICK_TESTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)

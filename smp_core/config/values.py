@@ -23,6 +23,13 @@ Reader = Callable[[str, Any], Any]
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 NONE = ("none", "null")
+# The names of dtypes in Accelerate's, Lightning's and Transformers' options.
+_SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+}
 
 
 def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
@@ -343,5 +350,12 @@ def _word_hint(value: Any, allowed: str) -> str:
     quoted in `allowed`, else no text."""
     # The words are those in quotes in the description of what is allowed.
     quoted = allowed.replace('"', "'").split("'")[1::2]
-    near = nearest_name(value, quoted, cutoff=0.6) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return ""
+    spelled_out = _SHORT_DTYPES.get(value.lower())
+    near = (
+        spelled_out
+        if spelled_out in quoted
+        else nearest_name(value, quoted, cutoff=0.6)
+    )
     return f"did you mean {near!r}?" if near else ""

@@ -50,10 +50,10 @@ def trace_model(
     :func:`smp_core.planner.trace.trace_model`, with the degrees that its layers can be
     split over."""
     with alike():
-        return trace.trace_model(words, tokens, given, _runs)
+        return trace.trace_model(words, tokens, given, run_split)
 
 
-def _runs(
+def run_split(
     source: Source,
     lists: list[str],
     heads: int,

@@ -463,10 +463,11 @@ def test_every_launcher_trains_like_one_process(tmp_path: Path, name: str) -> No
 
 ALONE = """
 import sys
-from transformers import TrainingArguments
 from accelerate_smp import SmpAccelerator
 
 if sys.argv[1] == "late":
+    from transformers import TrainingArguments
+
     TrainingArguments("out", use_cpu=True).device
 accelerator = SmpAccelerator()
 print("ranks", accelerator.num_processes, accelerator.process_index, flush=True)

@@ -348,13 +348,13 @@ def test_the_contract_runs_in_whole_environments_only(
 
     monkeypatch.setattr(versions, "run_tests", run_tests)
     monkeypatch.setattr(versions, "suites", lambda only: {only: versions.CONTRACT})
-    assert versions.contract_where_made(2) and capsys.readouterr().out == ""
+    assert versions.contract_where_made() and capsys.readouterr().out == ""
     for name in ("newest", "torch-2.10.0", "torch-2.9.0"):
         installed(envs, name, versions.fingerprint())
     installed(envs, "torch-2.11.0")
     installed(envs, "torch-of-mine", versions.fingerprint())
     (envs / "torch-2.13.0.lock").touch()
-    assert not versions.contract_where_made(2)
+    assert not versions.contract_where_made()
     assert capsys.readouterr().out.splitlines() == [
         "contract, torch-2.9.0: 3 passed, 0 failed, 1 skipped in 7 s",
         "what pytest printed",
@@ -363,7 +363,7 @@ def test_the_contract_runs_in_whole_environments_only(
         "contract, newest: 3 passed, 0 failed, 1 skipped in 7 s",
     ]
     monkeypatch.setattr(versions, "suites", lambda only: {})
-    assert versions.contract_where_made(2) and capsys.readouterr().out == ""
+    assert versions.contract_where_made() and capsys.readouterr().out == ""
 
 
 def test_a_checkout_without_the_contract_runs_the_selection(
