@@ -154,13 +154,13 @@ class Hardware:
 
     def slowed(self, nodes: int) -> float:
         """Return how many times longer the bytes of a collective over so many nodes
-        take than those of one over two.
+        take than at the share of the rate that other links reach.
 
         Measured links are taken as they are.
         """
         if not self.first_efa or self.measured is not None:
             return 1.0
-        return float(max(nodes / 2, 1.0) ** self.fitted.falls)
+        return float(nodes**self.fitted.falls)
 
     def with_links(self, path: str | os.PathLike[str]) -> Hardware:
         """Return the same with links that `smp topology --measure --store` wrote.

@@ -588,7 +588,8 @@ class _Search:
             plan = decide_pipeline(plan, {**flow, "microbatches": batch.in_stages})
         else:
             time = way.model.step(batch.size, batch.count)
-        band = band_of(plan.layout, plan.knobs.fp8 is not None)
+        knobs = plan.knobs
+        band = band_of(plan.layout, knobs.fp8 is not None, knobs.compile is not None)
         return Candidate(
             plan, batch.size, batch.count, way.memory, time, *self.of_all, band
         )
