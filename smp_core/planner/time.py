@@ -170,23 +170,17 @@ class StepModel:
     def __init__(
         self, plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int
     ) -> None:
-        self.plan, self.trace, self.hardware, self.tokens = (
-            plan,
-            trace,
-            hardware,
-            tokens,
-        )
+        self.plan = plan
+        self.trace = trace
+        self.hardware = hardware
+        self.tokens = tokens
         self.fitted, self.mode = hardware.fitted, recomputation(plan)
-        self.collectives, self.experts = (
-            _GroupCollectives(plan, hardware),
-            expert_degree(plan),
-        )
+        self.collectives = _GroupCollectives(plan, hardware)
+        self.experts = expert_degree(plan)
         # Only trained parameters have gradients to reduce and states to step.
         first = plan.shapes.first_trained
-        gathered, reduced = (
-            plan.dtypes.of_gathered(first),
-            plan.dtypes.of_reduced(first),
-        )
+        gathered = plan.dtypes.of_gathered(first)
+        reduced = plan.dtypes.of_reduced(first)
         self.stored, self.reduced = gathered.itemsize, reduced.itemsize
         # Elements of a block and of the root, as one tensor rank holds them, and those
         # of them that are trained.
