@@ -114,53 +114,41 @@ def foundry(path: Path) -> list[Case]:
     """Read the runs of FSDP over all devices; parameters and sums in bfloat16."""
     cases = []
     for row in read(path):
-        device = row["gpu"].replace("_", "-").replace("80gb", "80g")
-        gpus, sequence = int(row["gpus"]), int(row["sequence"])
-        hardware = Hardware(
-            max(gpus // 8, 1),
-            min(gpus, 8),
-            DEVICES[device],
-            3200 if "h100" in device else 1600,
-        )
+        hardware, sequence = foundry_hardware(row), int(row["sequence"])
+        gpus, is_pure = hardware.devices, row["mp_mode"] == "PURE"
         trace = of_their_kernels(
             mpt(int(row["hidden"]), int(row["layers"]), int(row["heads"]), 50368),
             attention=TRITON_ATTENTION,
         )
         mode = "full" if row["checkpointing"] == "True" else "none"
-        pure = row["mp_mode"] == "PURE"
         asked = SmpConfig(
             shard_degree=gpus,
-            param_dtype=None if pure else "bfloat16",
+            param_dtype=None if is_pure else "bfloat16",
             reduce_dtype="bfloat16",
             activations=mode,
         )
-        plan = decide(
-            trace.of_precision(mode, "bfloat16" if pure else "mixed"),
-            asked,
-            hardware.cluster(),
-        )
+        traced_so = trace.of_precision(mode, "bfloat16" if is_pure else "mixed")
+        plan = decide(traced_so, asked, hardware.cluster())
         counts = int(row["micro_batch"]), int(row["grad_accum"])
-        measured = (
-            int(row["global_batch"])
-            * sequence
-            / (gpus * float(row["tokens_per_s_per_gpu"]))
-        )
-        used = peak_memory(plan, trace, *counts, sequence)
+        tokens = int(row["global_batch"]) * sequence
+        measured = tokens / (gpus * float(row["tokens_per_s_per_gpu"]))
         predict = stepped(plan, trace, hardware, sequence, counts)
-        group = f"{hardware.device.name}, {'several nodes' if gpus > 8 else 'one node'}"
-        kind = foundry_kind(row)
-        cases.append(
-            Case(
-                row,
-                row["model"],
-                measured,
-                predict,
-                group,
-                kind,
-                used.total / used.capacity,
-            )
+        case = Case(row, row["model"], measured, predict)
+        case.group = (
+            f"{hardware.device.name}, {'several nodes' if gpus > 8 else 'one node'}"
         )
+        case.kind = foundry_kind(row)
+        used = peak_memory(plan, trace, *counts, sequence)
+        case.used = used.total / used.capacity
+        cases.append(case)
     return cases
+
+
+def foundry_hardware(row: Row) -> Hardware:
+    """Return the machines of a row, of eight GPUs each."""
+    device = row["gpu"].replace("_", "-").replace("80gb", "80g")
+    gpus, gbit = int(row["gpus"]), 3200 if "h100" in device else 1600
+    return Hardware(max(gpus // 8, 1), min(gpus, 8), DEVICES[device], gbit)
 
 
 def foundry_kind(row: Row) -> str:
@@ -353,16 +341,17 @@ def together(data: Path) -> dict[str, Any]:
         }
         for case in programs["seeds"]
     ]
+    found["ibm_compiled"] = ibm_compiled(second, found["fitted_on_all"])
     return found
 
 
-def ibm_compiled(data: Path) -> dict[str, Any]:
-    """IBM's later steps, of compiled models, by the planner's constants."""
+def ibm_compiled(path: Path, constants: Constants) -> dict[str, Any]:
+    """IBM's later steps, of compiled models, which are in no fit."""
     errors = []
-    cases = published(data / "published_2.csv", "fms-fsdp", compiled)
+    cases = published(path, "fms-fsdp", compiled)
     for case, rate in zip(cases, COMPILED, strict=True):
         tokens = int(case.row["micro_batch"]) * int(case.row["seq"])
-        errors.append(case.predict({}) * rate / tokens - 1)
+        errors.append(case.predict(constants) * rate / tokens - 1)
     return {"rows": len(errors), "mape": mape(errors), "errors": errors}
 
 
@@ -383,7 +372,6 @@ PARTS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "kempner_memory": kempner_memory,
     "together": together,
-    "ibm_compiled": ibm_compiled,
     "lab_by_scaling_model": lab,
 }
 

@@ -131,59 +131,59 @@ def published(
     for row in read(path):
         if row["program"] != program:
             continue
-        hardware = Hardware(
-            int(row["nodes"]),
-            int(row["gpus_per_node"]),
-            DEVICES[row["device"]],
-            float(row["gbit"]),
-        )
-        trace, mode, stages = (
-            change(traced(_as_run(row))),
-            row["recompute"],
-            int(row["pipeline"]),
-        )
-        counts = int(row["micro_batch"]), int(row["micro_batches"])
-        knobs: dict[str, Any] = json.loads(row["knobs"] or "{}")
-        is_in_nodes = row["id"].startswith(IN_NODES)
+        trace, hardware = change(traced(_as_run(row))), _machines(row)
         if program == "nanotron":
             trace = of_their_kernels(trace, head=ODD_HEAD)
-        if stages > 1:
-            knobs["pipeline"] = {
-                "schedule": row["schedule"],
-                "microbatches": counts[1],
-                "split": THEIR_CUT[stages],
-            }
-        asked = SmpConfig(
-            shard_degree=int(row["gpus_per_node" if is_in_nodes else "shard"]),
-            tensor_parallel_degree=int(row["tensor"]),
-            pipeline_parallel_degree=stages,
-            param_dtype="bfloat16",
-            reduce_dtype="bfloat16" if program == "fms-fsdp" else "float32",
-            activations=mode,
-            **knobs,
-        )
-        plan = decide(
-            trace.of_precision(mode, row["precision"]), asked, hardware.cluster()
-        )
-        case = Case(
-            row,
-            row["id"].split()[1],
-            float(row["step_s"]),
-            stepped(plan, trace, hardware, int(row["seq"]), counts),
-        )
+        asked = _asked(row)
+        traced_so = trace.of_precision(row["recompute"], row["precision"])
+        plan = decide(traced_so, asked, hardware.cluster())
+        counts, tokens = _counts(row), int(row["seq"])
+        predict = stepped(plan, trace, hardware, tokens, counts)
+        case = Case(row, row["id"].split()[1], float(row["step_s"]), predict)
         if row["memory_gib"]:
-            # That of rank 0 was noted, which is of the first stage.
-            peak = peak_memory(
-                plan,
-                trace,
-                *counts,
-                int(row["seq"]),
-                states=states_of(plan)[:1],
-                in_stages=counts[1],
-            )
-            case.used = (peak.total - peak.margin) / GIB / float(row["memory_gib"]) - 1
+            case.used = _memory_error(row, plan, trace)
         cases.append(case)
     return cases
+
+
+def _machines(row: Row) -> Hardware:
+    nodes, ranks = int(row["nodes"]), int(row["gpus_per_node"])
+    return Hardware(nodes, ranks, DEVICES[row["device"]], float(row["gbit"]))
+
+
+def _counts(row: Row) -> tuple[int, int]:
+    """Return samples of a micro-batch, and micro-batches."""
+    return int(row["micro_batch"]), int(row["micro_batches"])
+
+
+def _asked(row: Row) -> SmpConfig:
+    """Return a row's configuration."""
+    knobs: dict[str, Any] = json.loads(row["knobs"] or "{}")
+    stages = int(row["pipeline"])
+    if stages > 1:
+        knobs["pipeline"] = {
+            "schedule": row["schedule"],
+            "microbatches": int(row["micro_batches"]),
+            "split": THEIR_CUT[stages],
+        }
+    is_in_nodes = row["id"].startswith(IN_NODES)
+    return SmpConfig(
+        shard_degree=int(row["gpus_per_node" if is_in_nodes else "shard"]),
+        tensor_parallel_degree=int(row["tensor"]),
+        pipeline_parallel_degree=stages,
+        param_dtype="bfloat16",
+        reduce_dtype="bfloat16" if row["program"] == "fms-fsdp" else "float32",
+        activations=row["recompute"],
+        **knobs,
+    )
+
+
+def _memory_error(row: Row, plan: Plan, trace: ModelTrace) -> float:
+    """Return how far the planned peak is off. That of rank 0 was noted, which is of the
+    first stage."""
+    counts, tokens, first = _counts(row), int(row["seq"]), states_of(plan)[:1]
+    peak = peak_memory(plan, trace, *counts, tokens, states=first, in_stages=counts[1])
+    return (peak.total - peak.margin) / GIB / float(row["memory_gib"]) - 1
 
 
 @dataclass(frozen=True)

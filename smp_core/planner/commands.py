@@ -104,23 +104,13 @@ def plan(
         )
     # Machines, then the batch, then knobs: whatever is written wrongly is said before
     # the trace.
-    hardware = Hardware.parse(cluster)
-    if links is not None:
-        hardware = hardware.with_links(links)
-    if price is not None:
-        hardware = replace(hardware, price=price)
+    hardware = _hardware(cluster, links, price)
     samples = _samples(global_batch, batch_tokens, seq)
     workload = Workload(seq, samples, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
     fixed, questions = (list(map(_pair, written or [])) for written in (fix, why_not))
     planned: str | ModelTrace = model
-    # The trace is needed for the calibration, and is not made twice.
     if from_log is not None:
-        planned = trace(model, workload.sequence)
-        calibration = calibrate(from_log, planned, hardware, workload)
-        hardware = replace(hardware, fitted=calibration.fitted)
-        for line in calibration.lines():
-            # With --json standard output is JSON alone.
-            typer.echo(line, err=as_json_)
+        planned, hardware = _calibrated(from_log, model, hardware, workload, as_json_)
     try:
         with long_wait("planning"):
             found = plan_model(
@@ -136,10 +126,7 @@ def plan(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(NOTHING_FITS) from None
     found = replace(found, model=model)
-    if out is not None:
-        out.write_text(as_yaml(found), encoding="utf-8")
-    if picture is not None:
-        draw_plans(found, picture)
+    _write(found, out, picture)
     if as_json_:
         typer.echo(as_json(found), nl=False)
         return
@@ -148,6 +135,35 @@ def plan(
         typer.echo(
             f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch"
         )
+
+
+def _hardware(cluster: str, links: Path | None, price: float | None) -> Hardware:
+    """Return the machines with what was measured on them, and with their price."""
+    hardware = Hardware.parse(cluster)
+    if links is not None:
+        hardware = hardware.with_links(links)
+    return hardware if price is None else replace(hardware, price=price)
+
+
+def _calibrated(
+    log: Path, model: str, hardware: Hardware, workload: Workload, in_json: bool
+) -> tuple[ModelTrace, Hardware]:
+    """Refit the machines' constants on a run's log, and say how; return the trace too,
+    which the plan needs and is not made twice."""
+    traced = trace(model, workload.sequence)
+    calibration = calibrate(log, traced, hardware, workload)
+    for line in calibration.lines():
+        # With --json standard output is JSON alone.
+        typer.echo(line, err=in_json)
+    return traced, replace(hardware, fitted=calibration.fitted)
+
+
+def _write(found: Recommendation, out: Path | None, picture: Path | None) -> None:
+    """Write the configuration and the picture where they were asked for."""
+    if out is not None:
+        out.write_text(as_yaml(found), encoding="utf-8")
+    if picture is not None:
+        draw_plans(found, picture)
 
 
 def _show(

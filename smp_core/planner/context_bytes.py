@@ -25,6 +25,19 @@ def exchanges(plan: Plan) -> tuple[float, float]:
     return 3.0 if plan.knobs.activations.checkpoint == "full" else 2.0, _widened(plan)
 
 
+def copies(plan: Plan) -> tuple[float, float]:
+    """Return what copies around one gather, and around the sum of gradients, read and
+    write, in those units."""
+    degree, sums = plan.layout.context, _widened(plan)
+    # A rank's own keys and values are laid end to end; those of all are taken apart, and
+    # put into the sequence's order, of which second halves are turned round before.
+    gathered = 4 / degree + 2 + 1 + 2
+    # Sums begin as zeros, are added to, turned round, put into the ranks' order, and
+    # into the buffer that is sent; of what arrives come gradients of the model's dtype.
+    summed = sums + (1 + 2 * sums) + 3 * sums + 2 * sums + (1 + sums) / degree
+    return gathered, summed
+
+
 def beside_attention(plan: Plan, block: Figures, heads: int) -> tuple[float, float]:
     """Return the bytes that attention takes at most while it runs, forward and
     backward, beside its inputs, outputs and gradients.

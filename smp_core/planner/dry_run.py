@@ -165,14 +165,10 @@ def compared(recommended: Recommendation, found: DryRun) -> Table:
         counted: dict[str, float] = {
             f"{kind}, GiB": n_bytes / GIB for kind, n_bytes in ran.memory.items()
         }
-        planned["communicators"], counted["communicators"] = (
-            len(communicators(plan)),
-            len(ran.communicators),
-        )
-        planned["memory, GiB"], counted["memory, GiB"] = (
-            (memory.total - memory.margin) / GIB,
-            ran.total / GIB,
-        )
+        planned["communicators"] = len(communicators(plan))
+        counted["communicators"] = len(ran.communicators)
+        planned["memory, GiB"] = (memory.total - memory.margin) / GIB
+        counted["memory, GiB"] = ran.total / GIB
         # Kinds that only one of both has are shown too, as 0 in the other.
         sent = sent_bytes(plan, recommended.trace, *sizes, ran.stage)
         for name in sorted({*sent, *ran.sent}):

@@ -71,10 +71,8 @@ def token_bytes(
     degree = expert_degree(plan)
     if degree == 1:
         return None
-    experts, of_token = (
-        trace.shapes["none"].experts[0].experts,
-        round(trace.experts_of_token),
-    )
+    experts = trace.shapes["none"].experts[0].experts
+    of_token = round(trace.experts_of_token)
     # One for each expert of a token.
     rows = of_token * trace.block["full"].at(micro_batch, held).kept
     counts = float(_COUNT * experts)
@@ -95,14 +93,10 @@ def token_bytes(
         experts, of_token
     )
     crossing = nodes * (1 - elsewhere) * micro_batch * held
-    across, weights = (
-        crossing * rows / (of_token * micro_batch * held),
-        crossing * of_token * _WEIGHT,
-    )
-    beside, counts_across = (
-        crossing * of_token * _NAME + weights,
-        counts + nodes * _COUNT,
-    )
+    across = crossing * rows / (of_token * micro_batch * held)
+    weights = crossing * of_token * _WEIGHT
+    beside = crossing * of_token * _NAME + weights
+    counts_across = counts + nodes * _COUNT
     kept = 2 * (rows + across)
     return TokenBytes(
         ranks, nodes, rows, across, beside, weights, counts / nodes, counts_across, kept

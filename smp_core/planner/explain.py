@@ -158,10 +158,8 @@ def _caption(found: Recommendation) -> str:
     parameters, hardware = found.trace.parameters, found.hardware
     # SMP's users know its rule of thumb: the pick is set beside it.
     by_rule = max(round(parameters / _PARAMETERS_OF_A_NODE), 1)
-    chosen, fastest = (
-        found.chosen,
-        min(found.found.ranked, key=lambda each: each.time.total),
-    )
+    chosen = found.chosen
+    fastest = min(found.found.ranked, key=lambda each: each.time.total)
     experts = experts_of(found, chosen)
     # Rates change times alone, by which the lowest peak is not chosen.
     flips = (

@@ -118,10 +118,8 @@ class Hardware:
         """Return the facts that decisions use. Measured links only: data sheets are no
         reason to leave a default."""
         topology = Topology.uniform(self.devices, self.ranks_per_node)
-        memory, host_memory = (
-            int(self.device.memory_gib * GIB),
-            int(self.host_gib * GIB),
-        )
+        memory = int(self.device.memory_gib * GIB)
+        host_memory = int(self.host_gib * GIB)
         return Cluster(topology, "cuda", memory, host_memory, self.measured)
 
     @cached_property
@@ -154,13 +152,13 @@ class Hardware:
 
     def slowed(self, nodes: int) -> float:
         """Return how many times longer the bytes of a collective over so many nodes
-        take than those of one over two.
+        take than at the share of the rate that other links reach.
 
         Measured links are taken as they are.
         """
         if not self.first_efa or self.measured is not None:
             return 1.0
-        return float(max(nodes / 2, 1.0) ** self.fitted.falls)
+        return float(nodes**self.fitted.falls)
 
     def with_links(self, path: str | os.PathLike[str]) -> Hardware:
         """Return the same with links that `smp topology --measure --store` wrote.
@@ -213,10 +211,8 @@ def _of_fields(path: Path, values: Any) -> Hardware:
         )
         hardware = Hardware(nodes, ranks, device, _number(path, values, "gbit_per_s"))
     given = {name: _number(path, values, name) for name in _OF_BOTH if name in values}
-    price, host = (
-        given.get("price_per_node_hour", hardware.price),
-        given.get("host_gib", hardware.host_gib),
-    )
+    price = given.get("price_per_node_hour", hardware.price)
+    host = given.get("host_gib", hardware.host_gib)
     return replace(hardware, price=price, host_gib=host)
 
 

@@ -373,11 +373,9 @@ def layout_words(candidate: Candidate) -> str:
 def experts_words(traced: ModelTrace) -> str:
     """Return how many of a mixture's parameters are experts, and how many a token
     meets."""
-    experts, active, total = (
-        traced.expert_elements / 1e9,
-        traced.active_parameters / 1e9,
-        traced.parameters / 1e9,
-    )
+    experts = traced.expert_elements / 1e9
+    active = traced.active_parameters / 1e9
+    total = traced.parameters / 1e9
     return f"Experts: {experts:.1f} of {total:.1f} billion parameters, of which a token meets {active:.1f} in all"
 
 

@@ -261,17 +261,13 @@ class _Search:
     def __init__(
         self, space: SearchSpace, precision: Precision, of_memory: bool, prunes: bool
     ) -> None:
-        self.space, self.precision, self.of_memory, self.prunes = (
-            space,
-            precision,
-            of_memory,
-            prunes,
-        )
-        self.trace, self.hardware, self.workload = (
-            space.trace,
-            space.hardware,
-            space.workload,
-        )
+        self.space = space
+        self.precision = precision
+        self.of_memory = of_memory
+        self.prunes = prunes
+        self.trace = space.trace
+        self.hardware = space.hardware
+        self.workload = space.workload
         self.best = math.inf  # seconds, or bytes
         # By degrees and recomputation.
         self.best_of: dict[tuple[Layout, str], float] = {}
@@ -506,10 +502,8 @@ class _Search:
         in_less = self.space.fixed.get("fp8") or self.space.fixed.get("compile")
         if stages == 1 or not self.prunes or in_less:
             return False
-        context, mode = (
-            layout["context_parallel_degree"],
-            knobs["activations"].checkpoint,
-        )
+        context = layout["context_parallel_degree"]
+        mode = knobs["activations"].checkpoint
         # The model does not run with this mode of recomputation, which has no figures.
         if mode not in self.trace.block:
             return False  # refused later
@@ -540,10 +534,8 @@ class _Search:
     def _decided_later(self, plan: Plan, knobs: dict[str, Any]) -> Plan:
         own = {knob: value for knob, value in knobs.items() if knob != "pipeline"}
         # Shapes depend on the mode: which modules are recomputed is part of them.
-        mode, dealt = (
-            str(knobs["activations"].checkpoint),
-            plan.knobs.expert_parallel_degree != 1,
-        )
+        mode = str(knobs["activations"].checkpoint)
+        dealt = plan.knobs.expert_parallel_degree != 1
         plan = decide_activations(
             plan, self.trace.of_precision(mode, self.workload.precision, dealt), **own
         )
@@ -588,7 +580,8 @@ class _Search:
             plan = decide_pipeline(plan, {**flow, "microbatches": batch.in_stages})
         else:
             time = way.model.step(batch.size, batch.count)
-        band = band_of(plan.layout, plan.knobs.fp8 is not None)
+        knobs = plan.knobs
+        band = band_of(plan.layout, knobs.fp8 is not None, knobs.compile is not None)
         return Candidate(
             plan, batch.size, batch.count, way.memory, time, *self.of_all, band
         )

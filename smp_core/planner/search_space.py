@@ -26,10 +26,8 @@ LATER = ("activations", "chunked_cross_entropy", "pipeline")
 # Chunks send several times as much; and where messages take long, all forwards before
 # all backwards wait for fewer of them than 1F1B. Both take more memory than 1F1B, which
 # is the last therefore.
-_BEHIND_SLOW_LINKS, _BEHIND_FAST_LINKS = (
-    ("gpipe", "1f1b"),
-    ("interleaved:4", "interleaved:2", "1f1b"),
-)
+_BEHIND_SLOW_LINKS = ("gpipe", "1f1b")
+_BEHIND_FAST_LINKS = ("interleaved:4", "interleaved:2", "1f1b")
 _SLOW = 0.1  # a message by a stage's forward and backward
 _LARGEST_MICRO_BATCH = 256
 # Shorter pieces of a sequence are not worth their exchange of keys.
@@ -73,17 +71,13 @@ class SearchSpace:
         fixed: Mapping[str, Any],
         cluster: Cluster,
     ) -> None:
-        self.trace, self.hardware, self.workload, self.cluster = (
-            trace,
-            hardware,
-            workload,
-            cluster,
-        )
+        self.trace = trace
+        self.hardware = hardware
+        self.workload = workload
+        self.cluster = cluster
         self.fixed = dict(fixed)
-        self.micro_batch, self.count = (
-            self.fixed.pop(MICRO_BATCH, None),
-            self.fixed.pop(COUNT, None),
-        )
+        self.micro_batch = self.fixed.pop(MICRO_BATCH, None)
+        self.count = self.fixed.pop(COUNT, None)
         # A schedule that is given leaves its micro-batches open, and the other way
         # round.
         asked = self.fixed.get("pipeline")
@@ -125,11 +119,9 @@ class SearchSpace:
         """Refuse a fixed degree that does not divide the experts of a layer, or that is
         neither a part of a node's ranks nor of whole nodes; of those over several nodes
         only what is fixed is planned."""
-        asked, k, world = (
-            self.fixed.get(EXPERTS, 1),
-            self.hardware.ranks_per_node,
-            self.hardware.devices,
-        )
+        asked = self.fixed.get(EXPERTS, 1)
+        k = self.hardware.ranks_per_node
+        world = self.hardware.devices
         # Experts of all layers are dealt alike, so that each count has to be divided.
         counts = {site.experts for site in self.trace.shapes["none"].experts}
         common = math.gcd(world, *counts)
@@ -158,11 +150,9 @@ class SearchSpace:
     def _layouts_inside(self, topology: Topology) -> Iterator[dict[str, int]]:
         """Yield the degrees of one stage's ranks."""
         k = topology.ranks_per_node
-        heads, words, unsplit = (
-            self.trace.heads,
-            self.trace.vocabulary,
-            self.trace.split.unsplit,
-        )
+        heads = self.trace.heads
+        words = self.trace.vocabulary
+        unsplit = self.trace.split.unsplit
         takes = [
             n
             for n in divisors(k)
@@ -254,10 +244,8 @@ class SearchSpace:
             for n in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1)
             if samples % n == 0
         ]
-        loaded, fixed = (
-            self.micro_batch,
-            self.pipeline.get("microbatches") if in_stages else None,
-        )
+        loaded = self.micro_batch
+        fixed = self.pipeline.get("microbatches") if in_stages else None
         if self.count is not None:  # of a run: its loader's batches make a step
             if loaded is None or loaded * self.count != samples:
                 return []

@@ -207,10 +207,8 @@ class _Sent:
         """
         degree, stages = self.plan.layout.tensor, self.plan.stages
         gathers, scatters = _AGAIN[recomputation(self.plan)]
-        is_first, is_last = (
-            self.stage == 0,
-            stages is None or self.stage == stages.count - 1,
-        )
+        is_first = self.stage == 0
+        is_last = stages is None or self.stage == stages.count - 1
         if self.plan.knobs.tensor_parallel.sequence_parallel:
             # Tokens are split before the first block, and joined behind the last.
             self._ring(

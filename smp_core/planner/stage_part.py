@@ -60,10 +60,8 @@ class StagePart:
                 outside,
                 outside,
             )
-        sizes, elements = (
-            plan.stages.blocks_of(stage),
-            shapes_of_stage(plan, stage).over(plan.layout.tensor).elements,
-        )
+        sizes = plan.stages.blocks_of(stage)
+        elements = shapes_of_stage(plan, stage).over(plan.layout.tensor).elements
         # Only the last stage has the head and the loss; what other stages hold outside
         # of blocks comes before them.
         blocks, is_last = sum(sizes), stage == plan.stages.count - 1

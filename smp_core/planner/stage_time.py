@@ -210,10 +210,8 @@ class StagedModel(StepModel):
         end = max(sum(each) for each in zip(ends, replicas, stepped, strict=True))
         # Reported is the busiest stage, because its parts add up to what it does; all
         # else of the step is the bubble and messages.
-        busiest, tied = (
-            self._busiest(of_size, count, replicas, stepped),
-            self._tied_seconds(),
-        )
+        busiest = self._busiest(of_size, count, replicas, stepped)
+        tied = self._tied_seconds()
         rest = max(end - busiest.total, 0.0)
         return replace(busiest, replicas=busiest.replicas + tied, pipeline=rest)
 
@@ -326,11 +324,9 @@ class StagedModel(StepModel):
         )
 
     def _measured(self, micro_batch: int) -> _OfSize:
-        held, share, degree = (
-            self.tokens / self.plan.layout.context,
-            self.fitted.exposed,
-            self.plan.layout.tensor,
-        )
+        held = self.tokens / self.plan.layout.context
+        share = self.fitted.exposed
+        degree = self.plan.layout.tensor
         # A block's figures on a rank: of its experts, and of FP8 products where there
         # are some.
         block = block_figures(
@@ -347,10 +343,8 @@ class StagedModel(StepModel):
         computing, around = self._shared[key]
         # What a block waits for in forward and in backward, whatever the micro-batch's
         # place in the step.
-        split, of_shared = (
-            self._tensor_seconds(micro_batch, held),
-            self._context_seconds(block),
-        )
+        split = self._tensor_seconds(micro_batch, held)
+        of_shared = self._context_seconds(block)
         of_tokens = self._expert_seconds(micro_batch, held)
         copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
         passes = 3 if self.mode == "full" else 2
@@ -468,10 +462,8 @@ class StagedModel(StepModel):
         found = [0.0] * 6
         for way in range(2):
             for place, weight in enumerate(in_places(count)):
-                times, of_block = (
-                    weight * self.parts[stage].blocks,
-                    of_size.of_block[way][place],
-                )
+                times = weight * self.parts[stage].blocks
+                of_block = of_size.of_block[way][place]
                 found = [
                     total + times * seconds
                     for total, seconds in zip(found, of_block, strict=True)
@@ -547,11 +539,9 @@ def _played(
 ) -> list[float]:
     # When each stage is free, when each link is free, and when each turn's message has
     # arrived.
-    clocks, free, arrivals = (
-        [0.0] * stages,
-        [0.0] * (stages * stages),
-        [0.0] * len(turns),
-    )
+    clocks = [0.0] * stages
+    free = [0.0] * (stages * stages)
+    arrivals = [0.0] * len(turns)
     for number, turn in enumerate(turns):
         # A turn begins when its stage is free and its input is there.
         begin = clocks[turn.stage]

@@ -204,18 +204,14 @@ class _Points:
         self, plan: Plan, of_stage: StageStates, batch: _Batch, frees: bool = True
     ) -> None:
         trace, micro_batch, held = batch.trace, batch.micro_batch, batch.held
-        self.plan, self.states, self.trace, self.frees = (
-            plan,
-            of_stage.memory,
-            trace,
-            frees,
-        )
+        self.plan = plan
+        self.states = of_stage.memory
+        self.trace = trace
+        self.frees = frees
         # Of one stage: its blocks and root, and sums of its gradients.
         self.count, self.in_stages = batch.count, batch.in_stages
-        self.part, self.sums = (
-            StagePart.of(plan, trace, of_stage.stage),
-            of_stage.gradients,
-        )
+        self.part = StagePart.of(plan, trace, of_stage.stage)
+        self.sums = of_stage.gradients
         self.tensor, self.split = plan.layout.tensor, token_ranks(plan)
         mode = recomputation(plan)
         # What was traced: of split layers, or shares of unsplit ones.
@@ -400,10 +396,8 @@ class _Points:
             )
         if self.plan.gathers:
             unsharded = held or self.sizes.root_gradients * self.of_gradient
-            taken, put_out = (
-                self.sizes.root_reduced,
-                self.sizes.root_reduced / self.plan.shard_degree,
-            )
+            taken = self.sizes.root_reduced
+            put_out = self.sizes.root_reduced / self.plan.shard_degree
             behind = (
                 sums
                 + self.sums.of_masters * of_root
@@ -436,11 +430,9 @@ class _Points:
         backward has come to so many blocks; one more: it has left all."""
         if not self.plan.gathers:
             return self.states.gathered
-        blocks, block, kept = (
-            self.part.blocks,
-            self.sizes.gathered,
-            self.plan.knobs.reshard_after_forward,
-        )
+        blocks = self.part.blocks
+        block = self.sizes.gathered
+        kept = self.plan.knobs.reshard_after_forward
         # With stages other micro-batches have gone forward meanwhile, for which all
         # blocks are there again.
         freed = reached if self.plan.stages is None else 0
@@ -562,10 +554,8 @@ class _UnitBytes:
         elsewhere = whole - dealt
         of_all = root + part.blocks * block
         first = plan.shapes.first_trained
-        gathered, reduced = (
-            plan.dtypes.of_gathered(first).itemsize,
-            plan.dtypes.of_reduced(first).itemsize,
-        )
+        gathered = plan.dtypes.of_gathered(first).itemsize
+        reduced = plan.dtypes.of_reduced(first).itemsize
         # FSDP2 casts what a reduction puts out if parameters are stored in another
         # dtype.
         stored = plan.dtypes.of_stored(first).itemsize

@@ -24,7 +24,7 @@ from enum import IntEnum
 
 from smp_core.cluster import Collectives, Kind
 from smp_core.plan import Plan, compression
-from smp_core.planner.context_bytes import exchanges, keys_and_values
+from smp_core.planner.context_bytes import copies, exchanges, keys_and_values
 from smp_core.planner.expert_bytes import dealt_elements, expert_degree, token_bytes
 from smp_core.planner.fp8_figures import amax_bytes, block_figures, gathered_bytes
 from smp_core.planner.hardware import Hardware
@@ -170,23 +170,17 @@ class StepModel:
     def __init__(
         self, plan: Plan, trace: ModelTrace, hardware: Hardware, tokens: int
     ) -> None:
-        self.plan, self.trace, self.hardware, self.tokens = (
-            plan,
-            trace,
-            hardware,
-            tokens,
-        )
+        self.plan = plan
+        self.trace = trace
+        self.hardware = hardware
+        self.tokens = tokens
         self.fitted, self.mode = hardware.fitted, recomputation(plan)
-        self.collectives, self.experts = (
-            _GroupCollectives(plan, hardware),
-            expert_degree(plan),
-        )
+        self.collectives = _GroupCollectives(plan, hardware)
+        self.experts = expert_degree(plan)
         # Only trained parameters have gradients to reduce and states to step.
         first = plan.shapes.first_trained
-        gathered, reduced = (
-            plan.dtypes.of_gathered(first),
-            plan.dtypes.of_reduced(first),
-        )
+        gathered = plan.dtypes.of_gathered(first)
+        reduced = plan.dtypes.of_reduced(first)
         self.stored, self.reduced = gathered.itemsize, reduced.itemsize
         # Elements of a block and of the root, as one tensor rank holds them, and those
         # of them that are trained.
@@ -349,17 +343,18 @@ class StepModel:
 
     def _context_seconds(self, block: Figures) -> tuple[float, float]:
         """Return a block's gathers of keys and values in forward; and in backward with
-        the sum of their gradients."""
+        the sum of their gradients; with the copies around them."""
         degree, (gathers, summed) = self.plan.layout.context, exchanges(self.plan)
         if degree == 1:
             return 0.0, 0.0
         # All keys and values of the sequence are gathered, and their gradients reduced
         # to the ranks that have them.
-        whole = keys_and_values(self.plan, block)
-        gather = self.collectives.over("all_gather", whole, degree=degree)
-        return gather, (gathers - 1) * gather + self.collectives.over(
-            "reduce_scatter", summed * whole, degree=degree
-        )
+        whole, of = keys_and_values(self.plan, block), self.collectives
+        rate = self.hardware.device.hbm * self.fitted.moving
+        gather, reduce = (whole * each / rate for each in copies(self.plan))
+        gather += of.over("all_gather", whole, degree=degree)
+        reduce += of.over("reduce_scatter", summed * whole, degree=degree)
+        return gather, (gathers - 1) * gather + reduce
 
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
         """Return a block's exchanges of tokens with the ranks of their experts, in
