@@ -116,7 +116,15 @@ class Preemption:
             signal.signal(number, self._handler(users if callable(users) else None))
 
     def _handler(self, users: Any) -> Any:
+        owner = os.getpid()
+
         def take(number: int, frame: FrameType | None) -> None:
+            # A forked child (a worker, a background process) has inherited the handler
+            # and no run to save: its parent's `terminate()` has to end it.
+            if os.getpid() != owner:
+                signal.signal(number, users or signal.SIG_DFL)
+                signal.raise_signal(number)
+                return
             # Nothing else: a handler may run at any instruction, and a save needs all
             # ranks.
             self.notify(number)

@@ -3,8 +3,10 @@ who still read."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import smp_core.watch.rank_watch as rank_watch
+from smp_core.watch.preemption import Preemption
 from smp_core.watch.rank_watch import RankWatch
 from tests.core.watch.liveness_runs import INTERVAL, Report, after, silence_rank_2
 from tests.harness import run_ranks
@@ -46,6 +49,24 @@ def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_tell
     (found, text), handled, restored = run_ranks(told_to_end_while_it_looks, 4)[0]
     assert found is not None and "rank 2 was lost" in found and found in text
     assert handled == [] and restored
+
+
+def test_what_the_users_code_forked_ends_when_it_is_told_to() -> None:
+    # A child that only notes the signal would be waited for at the parent's end.
+    preemption = Preemption(grace=30.0)
+    preemption.install()
+    try:
+        child = multiprocessing.get_context("fork").Process(
+            target=threading.Event().wait, daemon=True
+        )
+        child.start()
+        child.terminate()
+        child.join(60.0)
+        status = child.exitcode
+        child.kill()
+    finally:
+        preemption.restore()
+    assert status == -signal.SIGTERM
 
 
 def test_one_process_watches_nobody() -> None:
