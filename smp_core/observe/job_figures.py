@@ -235,8 +235,9 @@ class JobFigures:
         self._since.flops += samples * (self._flops_per_sample or 0.0)
         if loss is not None:
             self._since.batches += 1
-            # The loss stays on its device: reading it would stop the device.
-            self._since.loss = self._since.loss + loss.detach()
+            # The loss stays on its device: reading it would stop the device. A sum of
+            # many bfloat16 losses would stand still at some hundreds.
+            self._since.loss = self._since.loss + loss.detach().float()
 
     def start_clock(self) -> None:
         """Start the clock, unless it runs. Call it after the first optimizer step,
