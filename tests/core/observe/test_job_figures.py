@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from smp_core.observe import JobFigures
@@ -24,3 +25,20 @@ def test_the_mean_of_many_losses_of_few_digits_is_theirs() -> None:
         figures.count(1, None, torch.tensor(1.5, dtype=torch.bfloat16))
     figures.report(1, {})
     assert figures.loss == 1.5
+
+
+def test_a_forward_that_never_ended_is_not_measured_on() -> None:
+    figures, product = figures_alone(), torch.ones(4, 4)
+    figures.measure_forward()
+    product @ product  # it fails, or its batch is skipped
+    figures.measure_forward()
+    product @ product
+    figures.count(1, None)
+    product @ product
+    figures.end_step()
+    figures.start_clock()
+    figures.count(2, None)
+    rates = figures.report(1, {})
+    measured = rates["tflops_per_device"] * 1e12 / rates["samples_per_second"]
+    assert measured == pytest.approx(3 * 2 * 4**3)
+    assert torch._C._len_torch_dispatch_stack() == 0
