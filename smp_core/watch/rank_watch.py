@@ -158,7 +158,7 @@ class RankWatch:
         if self._stopped.is_set():
             return
         # Ranks that wait at a meeting learn that this one does not come.
-        self.meetings.leave()
+        self.meetings.leave(self._failure or "")
         self._stopped.set()
         self._thread.join(timeout=2 * self.interval)
         self._left = True
@@ -385,6 +385,7 @@ class RankWatch:
         if board.keeper == self.rank or "left" not in (sign or NO_SIGN):
             return
         if board.keeper == 0:
+            self.meetings.rank_0_failure = (sign or NO_SIGN).get("failed", "")
             self.meetings.rank_0_ended = True
         if not self._reported:  # otherwise this rank still looks what the board has
             attempt(board.set, f"done/{self.rank}", True)

@@ -87,6 +87,29 @@ def test_stopping_is_final_and_may_be_repeated() -> None:
     run_ranks(stop_twice, 4)
 
 
+def meets_the_end_of(failing: int) -> str:
+    """What a rank hears that comes to a call behind the failure of another one."""
+    watching = RankWatch.start(interval=INTERVAL)
+    assert watching is not None
+    if dist.get_rank() == failing:
+        watching.report(ValueError("no such row"))
+        watching.stop()
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        watching.meetings.meet("trainer.predict(...)", limit=600.0)
+    watching.stop()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_call_behind_a_failure_is_told_of_it(failing: int) -> None:
+    said = run_ranks(meets_the_end_of, 2, failing)[1 - failing]
+    assert said.startswith(
+        f"rank {1 - failing} is at trainer.predict(...) and rank {failing} at the end "
+        "of its process, after it failed with ValueError: no such row: "
+    )
+
+
 def rank_0_ends_first() -> bool:
     watching = RankWatch.start()
     assert watching is not None
