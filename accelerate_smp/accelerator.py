@@ -555,8 +555,11 @@ class SmpAccelerator(
 
     def end_training(self) -> None:
         """End training as Accelerate does, after the save in flight: free the states in
-        memory, and stop the watch over the ranks."""
+        memory, take no more notices by signals, and stop the watch over the ranks."""
         self.wait_for_save()
+        # What the script does from here on asks for no notices, so SIGTERM ends it.
+        if self._preemption is not None:
+            self._preemption.restore()
         self.close_memory(ended_well=True)
         if self.sharding:
             stop_watching()

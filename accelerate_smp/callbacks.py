@@ -130,6 +130,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         )
         self._samples = 0
         self._tokens: int | None = None
+        self._reported = state.global_step
         if self._stages is not None:
             self._hooks = [
                 model.register_forward_pre_hook(self._before_stage, with_kwargs=True)
@@ -169,8 +170,13 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         control: TrainerControl,
         **_: Any,
     ) -> None:
+        self.end(state.global_step)
+
+    def end(self, step: int, error: BaseException | None = None) -> None:
+        """End the run's log, and watch the model no more; SmpTrainer calls it where an
+        error ends training, which has no hook."""
         if self._record is not None:
-            self._record.end(state.global_step)
+            self._record.end(step, error)
             self._record = None
         self._abandon_watch()
         self._end()
@@ -248,12 +254,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         if self._watch is not None:
             self._watch.end(state.global_step)
         self._figures.end_step()
-        # Before the clock's parts of evaluation and save, which belong to no step.
-        if control.should_log:
-            self._report(state.global_step)
-        self._figures.start_clock()
-        if control.should_evaluate or control.should_save:
-            self._figures.pause()
+        self.before_log_evaluate_save(state, control)
 
     def on_epoch_end(
         self,
@@ -262,10 +263,24 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         control: TrainerControl,
         **_: Any,
     ) -> None:
-        assert self._figures is not None
         # Strategies of "epoch": Trainer logs, evaluates and saves behind this hook.
-        if control.should_log:
+        self.before_log_evaluate_save(state, control)
+
+    def before_log_evaluate_save(
+        self, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Make the report of the log entry that comes next, and stop the clock where an
+        evaluation or a save does. Collective.
+
+        SmpTrainer calls it again behind the hooks: callbacks that come after this one
+        ask for such things too.
+        """
+        if self._figures is None:
+            return
+        # Before the clock's parts of evaluation and save, which belong to no step.
+        if control.should_log and state.global_step > self._reported:
             self._report(state.global_step)
+        self._figures.start_clock()
         if control.should_evaluate or control.should_save:
             self._figures.pause()
 
@@ -287,6 +302,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         """Make a report for the next log entry. Collective: every rank calls it after
         the same optimizer step."""
         assert self._figures is not None
+        self._reported = step
         self._note_peak(self._device)
         self.latest = self._figures.report(step, self._highest)
         del self.latest["samples"]  # the Trainer's own log tells the progress

@@ -40,7 +40,7 @@ class SmpMonitor(WatchesMemory):
 
     Raises:
         ValueError: ``every_n_steps`` below 1, a peak that is not positive, a model that
-            was not prepared, pipeline stages.
+            was not prepared, pipeline stages, a second monitor of an accelerator.
     """
 
     def __init__(
@@ -60,6 +60,12 @@ class SmpMonitor(WatchesMemory):
                 f"every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more"
             )
         check_peak(peak_tflops)
+        if accelerator.monitor is not None:
+            raise ValueError(
+                "SmpMonitor: this accelerator has a monitor, which counts all its backward passes, whatever the model; "
+                "a second one would count none or the other's: leave it out, or end the first one on all ranks with "
+                "accelerator.monitor.end()"
+            )
         handle = parallel_of(model)
         if accelerator.sharding and handle is None:
             raise ValueError(
@@ -96,7 +102,8 @@ class SmpMonitor(WatchesMemory):
         # accelerator), step.
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
+            # Also where a forward fails: a loop may go on with a smaller batch.
+            model.register_forward_hook(self._after_forward, always_call=True),
             after_each_step(stepping, self._after_step),
         ]
         accelerator.monitor = self

@@ -312,6 +312,11 @@ class SmpTrainerMixin(
         self.add_callback(says)
         try:
             output = super().train(resume_from_checkpoint, *arguments, **keywords)
+        except BaseException as error:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, SmpMonitorCallback):
+                    callback.end(self.state.global_step, error)
+            raise
         finally:
             self.remove_callback(says)
         loss = self._over_ranks(output.training_loss)

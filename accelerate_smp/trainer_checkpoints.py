@@ -32,6 +32,7 @@ from transformers.trainer_utils import (
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.averaging import SmpAveragingCallback
+from accelerate_smp.callbacks import SmpMonitorCallback
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_memory import KeepsInMemory
 from accelerate_smp.trainer_preemption import LeavesWhenTold
@@ -125,6 +126,9 @@ class CheckpointingTrainerMixin(_Base):
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
         """Log, evaluate and save as Trainer does after a step; then keep the state in
         memory."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SmpMonitorCallback):
+                callback.before_log_evaluate_save(self.state, self.control)
         super()._maybe_log_save_evaluate(*arguments, **keywords)
         if self.kept is not None:
             self.kept.after_step()

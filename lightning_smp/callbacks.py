@@ -296,7 +296,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer) and self._figures is not None:
             self._figures.pause()
-            self._logged = dict(trainer.callback_metrics)
+            # An epoch may be shorter than a report; what evaluations log comes apart.
+            self._write_logged(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer) and self._figures is not None:

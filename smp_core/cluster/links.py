@@ -301,10 +301,15 @@ def _collectives(values: dict[str, Any] | None) -> Collectives | None:
     for kind in KINDS:
         fit = dict(values[kind])
         points = tuple((_positive(n), _positive(s)) for n, s in fit.pop("points"))
+        bandwidth = _positive(fit.pop("bandwidth"))
+        if bandwidth == 0:  # times are bytes over it
+            raise ValueError(f"the bandwidth of {kind} is 0")
         fits[kind] = LinkFit(
             _positive(fit.pop("latency")),
-            _positive(fit.pop("bandwidth")),
-            points=points,
+            bandwidth,
+            _positive(fit.pop("error", 0.0)),
+            points,
+            str(fit.pop("by", "")),
             **fit,
         )
     return Collectives(int(values["ranks"]), **fits)

@@ -186,6 +186,10 @@ class JobFigures:
         self._measures = self._flops_per_sample is None
         # Pipeline stages measure each forward pass by itself (`_around`).
         if self._measures and self._pipeline is None:
+            # One that has not ended was of a forward that failed, or of a batch that a
+            # hook has skipped.
+            if self._measurement is not None:
+                self._measurement.stop()
             self._measurement = FlopMeasurement()
             self._measurement.start()
 
@@ -235,8 +239,9 @@ class JobFigures:
         self._since.flops += samples * (self._flops_per_sample or 0.0)
         if loss is not None:
             self._since.batches += 1
-            # The loss stays on its device: reading it would stop the device.
-            self._since.loss = self._since.loss + loss.detach()
+            # The loss stays on its device: reading it would stop the device. A sum of
+            # many bfloat16 losses would stand still at some hundreds.
+            self._since.loss = self._since.loss + loss.detach().float()
 
     def start_clock(self) -> None:
         """Start the clock, unless it runs. Call it after the first optimizer step,
@@ -256,6 +261,7 @@ class JobFigures:
 
     def pause(self) -> None:
         """Stop the clock until :meth:`resume`: for evaluations and saves."""
+        self.end_forward()  # of a batch that a hook has skipped
         self._rates.pause()
         self.enter(None)
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         join as join,
         length_of as length_of,
     )
+    from smp_core.watch.lost_peer import (
+        looks_like_a_lost_peer as looks_like_a_lost_peer,
+    )
     from smp_core.watch.preemption import (
         SIGNALS as SIGNALS,
         Preempted as Preempted,
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
         RankWatch as RankWatch,
         count_call as count_call,
         expect_calls as expect_calls,
-        looks_like_a_lost_peer as looks_like_a_lost_peer,
         meet as meet,
         meet_between_calls as meet_between_calls,
         meet_between_runs as meet_between_runs,

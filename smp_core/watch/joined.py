@@ -56,24 +56,25 @@ def join(
         elif samples is not None:
             weight = samples(batch)
         if not dist.is_initialized():
-            of_all, ranks = float(weight), 1
+            of_all, going_on, ranks = float(weight), float(batch is not nothing), 1
         else:
-            # Two sums in one all-reduce: of the weights, and of the ranks that have no
-            # batch to repeat.
+            # Three sums in one all-reduce: of the weights, of the ranks that have a
+            # batch, and of those that have none to repeat.
             with here.waiting("the other ranks' next batch"):
-                (of_all, without), ranks = (
-                    _sums(weight, last is nothing),
-                    dist.get_world_size(),
+                of_all, going_on, without = _sums(
+                    weight, batch is not nothing, last is nothing
                 )
+                ranks = dist.get_world_size()
                 # Ranks that never had a batch borrow one; all take part in sending it.
-                if of_all and without:
+                if going_on and without:
                     last = _or_anothers(None if last is nothing else last)
         # No rank had a batch: all stop after the same number.
-        if of_all == 0:
+        if not going_on:
             return
         # The mean over ranks divides by all of them, the weights make it one over those
-        # with batches.
-        yield last if batch is nothing else batch, weight * ranks / of_all
+        # with batches; over batches without a sample there is none.
+        factor = weight * ranks / of_all if of_all else 0.0
+        yield last if batch is nothing else batch, factor
 
 
 def _host_group() -> dist.ProcessGroup:

@@ -37,6 +37,7 @@ class Meetings:
             forever.
         rank_0_ended: whether the process that keeps the board has ended, or is about
             to.
+        rank_0_failure: the error that it had met by then; "" if there was none.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Meetings:
         self._windows_before = here.windows
         self.limit: float | None = None
         self.rank_0_ended = False
+        self.rank_0_failure = ""
         self._board = board
         self._held: dict[tuple[int, ...], int] = {}
         self._over = False
@@ -111,9 +113,13 @@ class Meetings:
         for group in sorted(self._held, key=len):
             self.meet(place, group)
 
-    def leave(self) -> None:
+    def leave(self, failure: str = "") -> None:
         """Say to those that wait, now or later, that this rank comes to no further
-        meeting. Does not wait."""
+        meeting. Does not wait.
+
+        Args:
+            failure: the error that it has met; "" if there was none.
+        """
         if self._over:
             # A second call has nothing more to say.
             return
@@ -121,7 +127,7 @@ class Meetings:
         try:
             for group in self._held if not self.rank_0_ended else ():
                 self._held[group] += 1
-                self._arrive(group, _END)
+                self._arrive(group, _end_after(failure))
         except ConnectionError:
             return  # the board is gone, and with it those that it would reach
 
@@ -136,10 +142,14 @@ class Meetings:
         # The first rank's place is the one that all others are compared with.
         first, rank = self._board.claim(f"{key}/first", [place, self.rank])
         # A rank at its end is named second: the remedy is about the call that waits.
-        if first != place:
+        both_end = first.startswith(_END) and place.startswith(_END)
+        if first != place and not both_end:
             ours, theirs = (self.rank, place), (rank, first)
             return self._settle(
-                key, _apart(*ours, *theirs) if first == _END else _apart(*theirs, *ours)
+                key,
+                _apart(*ours, *theirs)
+                if first.startswith(_END)
+                else _apart(*theirs, *ours),
             )
         if self._board.add(f"{key}/arrived", 1) < len(group):
             return ""
@@ -197,13 +207,18 @@ class Meetings:
                 )
         # Rank 0 alone has the board; where it is one of the group, its end is the
         # verdict, which those that wait have just received.
-        return _apart(self.rank, place, 0, _END) if 0 in group else "all"
+        end = _end_after(self.rank_0_failure)
+        return _apart(self.rank, place, 0, end) if 0 in group else "all"
 
 
 _ALL_OF_THEM = (
     "every rank has to make this call, because each holds a part of the model; take it out of `if rank == 0:` and its "
     "like (is_main_process, is_global_zero; files are written by rank 0 alone)"
 )
+
+
+def _end_after(failure: str) -> str:
+    return f"{_END}, after it failed with {failure}" if failure else _END
 
 
 def _apart(rank: int, call: str, other: int, place: str) -> str:

@@ -114,9 +114,17 @@ class Preemption:
             if callable(users) and number != signal.SIGTERM:
                 continue
             self._handlers[number] = installed
-            signal.signal(number, functools.partial(self._take, users))
+            signal.signal(number, functools.partial(self._take, users, os.getpid()))
 
-    def _take(self, users: Any, number: int, frame: FrameType | None) -> None:
+    def _take(
+        self, users: Any, owner: int, number: int, frame: FrameType | None
+    ) -> None:
+        # A forked child (a worker, a background process) has inherited the handler
+        # and no run to save: its parent's `terminate()` has to end it.
+        if os.getpid() != owner:
+            signal.signal(number, users if callable(users) else signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         # Nothing else: a handler may run at any instruction, and a save needs all
         # ranks.
         self.notify(number)

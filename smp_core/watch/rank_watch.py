@@ -40,6 +40,7 @@ import torch.distributed as dist
 from smp_core.run_log import write as run_log
 from smp_core.torch_facts import collective_timeout
 from smp_core.watch.compared_windows import ComparedWindows
+from smp_core.watch.lost_peer import DEVICE_STOPPED, looks_like_a_lost_peer
 from smp_core.watch.meeting import Meetings
 from smp_core.watch.preemption import Preempted, ignoring_sigterm
 from smp_core.watch.signs import NO_SIGN, Board, BoardSilent, Sign, attempt, open_boards
@@ -47,8 +48,6 @@ from smp_core.watch.whereabouts import WaitWatch, here, innermost_user_line
 
 logger = logging.getLogger("smp")
 
-# What the error of an accelerator says whose own check has failed.
-_DEVICE_STOPPED = "device-side assert"
 # Intervals that a keeper's board stays for ranks that do not notice that the keeper
 # ends.
 _GOODBYES = 20
@@ -159,7 +158,7 @@ class RankWatch:
         if self._stopped.is_set():
             return
         # Ranks that wait at a meeting learn that this one does not come.
-        self.meetings.leave()
+        self.meetings.leave(self._failure or "")
         self._stopped.set()
         self._thread.join(timeout=2 * self.interval)
         self._left = True
@@ -210,7 +209,7 @@ class RankWatch:
         if not looks_like_a_lost_peer(error):
             self._failure = f"{type(error).__name__}: {error}{_place(error)}"
             self._beat()
-            if _DEVICE_STOPPED not in str(error).lower():
+            if DEVICE_STOPPED not in str(error).lower():
                 return None
             with ignoring_sigterm():  # torchrun sends it once another rank has ended
                 found = self._windows.difference(self.boards, self._runs)
@@ -386,6 +385,7 @@ class RankWatch:
         if board.keeper == self.rank or "left" not in (sign or NO_SIGN):
             return
         if board.keeper == 0:
+            self.meetings.rank_0_failure = (sign or NO_SIGN).get("failed", "")
             self.meetings.rank_0_ended = True
         if not self._reported:  # otherwise this rank still looks what the board has
             attempt(board.set, f"done/{self.rank}", True)
@@ -528,34 +528,6 @@ def end_within(seconds: float) -> None:
         os._exit(1)
 
     threading.Thread(target=end, name="smp-end", daemon=True).start()
-
-
-def looks_like_a_lost_peer(error: BaseException) -> bool:
-    """Return whether an error came from a collective that lost its peer, and not from
-    this rank itself."""
-    text = str(error).lower()
-    own = (
-        "out of memory",
-        "calloc",
-        "unhandled cuda error",
-        "invalid usage",
-        "peer access",
-        _DEVICE_STOPPED,
-    )
-    # An error of this rank alone can mention NCCL too: such texts decide first.
-    if any(sign in text for sign in own):
-        return False  # also where NCCL says so
-    signs = (
-        "connection",
-        "timed out",
-        "timeout",
-        "broken pipe",
-        "remote",
-        "nccl",
-        "gloo",
-        "peer",
-    )
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 _last_boards: list[Board] = []
@@ -705,7 +677,7 @@ def _reporting(
     trace: TracebackType | None,
 ) -> None:
     """Show an uncaught error as it was shown before, and then report it."""
-    if _watch is not None and _DEVICE_STOPPED in str(error).lower():
+    if _watch is not None and DEVICE_STOPPED in str(error).lower():
         # First of all: torch's watchdog over NCCL may end this process any moment.
         _watch.show_windows()
     before(kind, error, trace)

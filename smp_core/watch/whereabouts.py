@@ -404,12 +404,15 @@ def line_about(
     # A rank's place and step are its group: ranks that do the same stand in one part.
     for rank, state in signs.items():
         at, step = state.get("at"), f"step {state['step'] + 1}"
-        if rank in silent:
+        # One that has ended gives no further sign, and is not lost.
+        if "failed" in state:
+            elsewhere.setdefault(f"failed: {state['failed']}", []).append(rank)
+        elif "left" in state:
+            elsewhere.setdefault("ended in good order", []).append(rank)
+        elif rank in silent:
             elsewhere.setdefault(
                 "no sign of life: stopped, swapped out or lost", []
             ).append(rank)
-        elif "left" in state:
-            elsewhere.setdefault("ended in good order", []).append(rank)
         elif at is None:
             elsewhere.setdefault(f"goes on, {step}", []).append(rank)
         else:

@@ -322,6 +322,20 @@ def loop(
     return losses, full_weights(model), None
 
 
+def handlers_of_a_loop() -> list[bool]:
+    """Whether SIGTERM is handled while a loop asks for notices, and at its end."""
+    accelerator = prepared(torch.float64, 1, steps=1, shard_degree=2)[0]
+    before = signal.getsignal(TERM)
+    accelerator.is_preempted()
+    taken = [signal.getsignal(TERM) is not before]
+    accelerator.end_training()
+    return [*taken, signal.getsignal(TERM) is not before]
+
+
+def test_a_loop_that_has_ended_leaves_sigterm_to_the_script() -> None:
+    assert run_ranks(handlers_of_a_loop, 2) == [[True, False]] * 2
+
+
 def loops(folder: str) -> tuple[Any, Any, Any]:
     return loop(None, -1), loop(folder, 3), loop(folder, -1, resume=True)
 

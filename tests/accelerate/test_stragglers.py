@@ -124,6 +124,8 @@ def loop(part: Part, rank: int, folder: str) -> dict[str, Any]:
             model(torch.zeros(4, 8))
             time.sleep(SLOW * dist.get_rank())  # no part of a step
             model.train()
+    with pytest.raises(ValueError, match=r"accelerator\.monitor\.end\(\)"):
+        SmpMonitor(accelerator, model, optimizer)
     latest, found = monitor.latest, monitor.straggler
     monitor.end()  # what end_training does, which also ends the process group
     return {

@@ -137,6 +137,69 @@ def test_figures_of_epochs_are_logged_without_their_evaluations(tmp_path: Path) 
         assert events == ["pause", "evaluates", "resume"] * 2
 
 
+class AsksAtStep3(TrainerCallback):
+    """Asks for a log entry and an evaluation, as users' callbacks do."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            control.should_log = control.should_evaluate = True
+
+
+def monitored_before_another_asks(
+    folder: str,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """As above; what asks for the entry comes behind the monitor."""
+    knobs = {"shard_degree": 2}
+    trainer, _ = make_trainer(folder, 8, 1, knobs, logging_steps=2)
+    events: list[str] = []
+    for each in (SmpMonitorCallback(), AsksAtStep3(), Evaluates(events)):
+        trainer.add_callback(each)
+    pauses = mock.patch.object(JobFigures, "pause", lambda _: events.append("pause"))
+    with pauses:
+        trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return entries, [event for event, _ in itertools.groupby(events)]
+
+
+def test_an_entry_that_a_later_callback_asks_for_has_figures_of_its_own(
+    tmp_path: Path,
+) -> None:
+    for entries, events in run_ranks(monitored_before_another_asks, 2, str(tmp_path)):
+        assert [entry["step"] for entry in entries] == [2, 3, 4, 6]
+        rates = [entry["seconds_step"] for entry in entries]
+        assert len(set(rates)) == len(rates), "each is measured"
+        assert events == ["pause", "evaluates"]
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise OSError(f"step {state.global_step} <fails>")
+
+
+def ended_by_an_error(folder: str) -> tuple[Any, int]:
+    """Return how the log says that a training ended, and the bytes of tensors behind it
+    that are still counted as the step's."""
+    trainer, _ = make_trainer(folder, 8, 1, {"shard_degree": 2})
+    monitor = SmpMonitorCallback(memory_every_n_steps=1)
+    for each in (Fails(), monitor):
+        trainer.add_callback(each)
+    with pytest.raises(OSError):
+        trainer.train()
+    assert monitor._watch is not None
+    before = monitor._watch._report.activations()
+    saved = torch.ones(1000, requires_grad=True).square()
+    counted = monitor._watch._report.activations() - before
+    del saved
+    dist.barrier()
+    return (Log.read(Path(folder)).end or {}).get("how"), counted
+
+
+def test_an_error_that_ends_training_ends_the_monitor_too(tmp_path: Path) -> None:
+    for how, counted in run_ranks(ended_by_an_error, 2, str(tmp_path)):
+        assert how == "OSError: step 1 <fails>"
+        assert counted == 0
+
+
 def without_clock(values: trackers.Values) -> trackers.Values:
     return {
         name: points

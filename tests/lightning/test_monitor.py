@@ -369,6 +369,42 @@ def test_loggers_and_the_runs_log_get_the_reports_beside_the_losses_of_the_same_
     )
 
 
+class LogsLosses(Model):
+    """Logs the loss of each batch, and of validations; keeps the former."""
+
+    kept: list[float]
+
+    def training_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int
+    ) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.kept.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch), sync_dist=True)
+
+
+def epochs_shorter_than_a_report(folder: str) -> list[float]:
+    model = LogsLosses(batches=2)
+    model.kept = []
+    monitor, logger = SmpMonitor(every_n_steps=50), CSVLogger(folder, "", "")
+    flags: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 1}
+    make_trainer(callbacks=[monitor], logger=logger, **flags).fit(model)
+    return model.kept
+
+
+def test_what_short_epochs_log_is_in_the_runs_log(tmp_path: Path) -> None:
+    losses = run_ranks(epochs_shorter_than_a_report, 2, str(tmp_path))[0]
+    run = Run.read(tmp_path)
+    assert run.logged["loss"] == [
+        (2, pytest.approx(losses[1], rel=1e-6)),
+        (4, pytest.approx(losses[3], rel=1e-6)),
+    ]
+    assert [step for step, _ in run.logged["val/loss"]] == [2, 4]
+
+
 EXPERTS, CHOSEN = 24, 2
 
 

@@ -3,6 +3,7 @@ picture shows every rank once."""
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -162,6 +163,25 @@ def test_a_file_of_another_kind_is_refused_with_what_to_type(
         Links.load(path)
     shown = CliRunner().invoke(app, ["topology"], env={"SMP_LINKS": str(path)})
     assert shown.exit_code == 2 and "--measure" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"bandwidth": 0}, "the bandwidth of all_gather is 0"),
+        ({"error": "much"}, "could not convert"),
+    ],
+)
+def test_a_fit_that_predicts_nothing_is_refused(
+    fields: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "links.json"
+    Links(2, 1, None, alike(2, 1e-5, 1e9), None).save(path)
+    content = json.loads(path.read_text())
+    content["inter"]["all_gather"].update(fields)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"links\.json: no measurement.*{why}"):
+        Links.load(path)
 
 
 FAST, NO_LATENCY = 1e15, 0.0

@@ -19,7 +19,7 @@ from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
 from smp_core.topology import Topology
-from smp_core.watch.rank_watch import looks_like_a_lost_peer
+from smp_core.watch.lost_peer import looks_like_a_lost_peer
 from tests.harness import run_ranks
 
 VERBS = ("all_to_all", "sum_rows", "gather_rows")

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 import smp_core.watch.rank_watch as rank_watch
 import smp_core.watch.signs as signs
@@ -115,6 +118,48 @@ def test_a_rank_that_fails_with_an_error_of_its_own_is_named_with_it() -> None:
     for rank in (0, 2):
         assert reports[rank][0] == "rank 1 failed: ValueError: the sample is broken"
     assert "rank 1 failed: ValueError: the sample is broken" in written(reports)
+
+
+def read_a_database() -> None:
+    raise RuntimeError("the feature store timed out: connection refused")
+
+
+class Slow(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, place: int) -> int:
+        threading.Event().wait()
+        return place
+
+
+def fail_elsewhere_on_rank_1(watching: RankWatch, rank: int, kind: str) -> None:
+    if rank != 1:
+        return
+    loader = DataLoader(Slow(), num_workers=1, timeout=0.1)
+    try:
+        next(iter(loader)) if kind == "loader" else read_a_database()
+    except RuntimeError as error:
+        assert report(watching, [], error) == (None, "")
+
+
+def rank_1_fails_elsewhere(kind: str) -> Report:
+    prepare = functools.partial(fail_elsewhere_on_rank_1, kind=kind)
+    return after(prepare, reporting=[0], alive=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("loader", "RuntimeError: DataLoader timed out after 0.1 seconds"),
+        ("database", "RuntimeError: the feature store timed out: connection refused"),
+    ],
+)
+def test_connections_that_are_no_ranks_are_that_ranks_own_failure(
+    kind: str, text: str
+) -> None:
+    found = run_ranks(rank_1_fails_elsewhere, 2, kind)[0][0]
+    assert found is not None and found.startswith(f"rank 1 failed: {text}")
 
 
 def fail_and_silence(watching: RankWatch, rank: int) -> None:

@@ -214,6 +214,10 @@ def test_a_line_groups_ranks_and_says_where_they_went_apart() -> None:
         "rank 5: no sign of life: stopped, swapped out or lost; rank 6: ended in good order; rank 7: goes on, step 3"
         f" | went apart: in micro-batch 2, ranks 0-2: number 5; rank 3: number 7 ({HINT})"
     )
+    # Ranks that have ended give no sign of life either.
+    given[5]["failed"] = "ValueError: bad row (train.py:3 in f)"
+    ended = "rank 5: failed: ValueError: bad row (train.py:3 in f); rank 6: ended in"
+    assert ended in line_about(given, {5, 6}, str)
     # One that is only behind has not gone apart.
     given[3]["at"] = at("train.py:3 in f", waits=False, **shown(1, 0))
     assert "went apart" not in line_about(given, set(), str)

@@ -3,8 +3,10 @@ who still read."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import smp_core.watch.rank_watch as rank_watch
+from smp_core.watch.preemption import Preemption
 from smp_core.watch.rank_watch import RankWatch
 from tests.core.watch.liveness_runs import INTERVAL, Report, after, silence_rank_2
 from tests.harness import run_ranks
@@ -48,6 +51,24 @@ def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_tell
     assert handled == [] and restored
 
 
+def test_what_the_users_code_forked_ends_when_it_is_told_to() -> None:
+    # A child that only notes the signal would be waited for at the parent's end.
+    preemption = Preemption(grace=30.0)
+    preemption.install()
+    try:
+        child = multiprocessing.get_context("fork").Process(
+            target=threading.Event().wait, daemon=True
+        )
+        child.start()
+        child.terminate()
+        child.join(60.0)
+        status = child.exitcode
+        child.kill()
+    finally:
+        preemption.restore()
+    assert status == -signal.SIGTERM
+
+
 def test_one_process_watches_nobody() -> None:
     assert RankWatch.start(interval=INTERVAL) is None
 
@@ -64,6 +85,29 @@ def stop_twice() -> None:
 
 def test_stopping_is_final_and_may_be_repeated() -> None:
     run_ranks(stop_twice, 4)
+
+
+def meets_the_end_of(failing: int) -> str:
+    """What a rank hears that comes to a call behind the failure of another one."""
+    watching = RankWatch.start(interval=INTERVAL)
+    assert watching is not None
+    if dist.get_rank() == failing:
+        watching.report(ValueError("no such row"))
+        watching.stop()
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        watching.meetings.meet("trainer.predict(...)", limit=600.0)
+    watching.stop()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_call_behind_a_failure_is_told_of_it(failing: int) -> None:
+    said = run_ranks(meets_the_end_of, 2, failing)[1 - failing]
+    assert said.startswith(
+        f"rank {1 - failing} is at trainer.predict(...) and rank {failing} at the end "
+        "of its process, after it failed with ValueError: no such row: "
+    )
 
 
 def rank_0_ends_first() -> bool:
