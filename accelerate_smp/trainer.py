@@ -36,7 +36,7 @@ from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.callbacks import Fp8MonitorCallback, SmpMonitorCallback
 from accelerate_smp.full_weights import full_state
 from accelerate_smp.handle import parallel_of
-from accelerate_smp.loss_counts import ReadsValue
+from accelerate_smp.loss_counts import seeing_use
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
@@ -243,22 +243,17 @@ class SmpTrainerMixin(
             if self._ignores_count is None and isinstance(count, torch.Tensor)
             else None
         )
-        if parallel is None or not self._can_see_use(parallel):
+        # Over context ranks the loss is computed with counts of its own.
+        if parallel is None or parallel.config.context_parallel_degree > 1:
             yield
             return
-        with ReadsValue(count) as reads:
+        with seeing_use(count) as reads:
             yield
         ignores = not reads.seen
         # The last stage computes the loss; a step tells the others behind it.
         if parallel.pipeline is not None and not self._takes_micro_batches:
             ignores = parallel.pipeline.share(ignores)
         self._ignores_count = ignores
-
-    def _can_see_use(self, parallel: ParallelModel) -> bool:
-        """Return whether the loss is computed as written: not compiled, nor over
-        context ranks."""
-        compiles = self.args.torch_compile or parallel.config.compile
-        return not compiles and parallel.config.context_parallel_degree == 1
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._counting_ranks_once():
