@@ -40,6 +40,7 @@ from accelerate_smp.loss_counts import seeing_use
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
+from smp_core.checkpoint import Ranks
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.engine import ParallelModel
@@ -388,13 +389,15 @@ class SmpTrainerMixin(
             super().save_model(output_dir, _internal_call)
             return
         meet("trainer.save_model(...)")
-        # Trainer's own writer, given the unsharded state on rank 0 and nothing on the
-        # others.
+        # Trainer's own writer, or a subclass's, which only the rank that writes runs.
+        folder = output_dir or self.args.output_dir
+        state = full_state(handle)
+
+        def write() -> None:
+            self._save(folder, state_dict=state)
+
         with _as_one_model(handle.module):
-            self._save(
-                output_dir or self.args.output_dir, state_dict=full_state(handle)
-            )
-        self.accelerator.wait_for_everyone()
+            Ranks().on_first(f"trainer.save_model({folder!r})", write)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(
                 commit_message="Model save", revision=self.args.hub_revision

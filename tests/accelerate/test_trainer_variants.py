@@ -75,9 +75,7 @@ class Classifier(GPT2LMHeadModel):
         }
 
 
-def variant(
-    folder: Path, knobs: dict[str, Any] | None, name: str, **flags: Any
-) -> Run:
+def variant(folder: Path, knobs: dict[str, Any] | None, name: str, **flags: Any) -> Run:
     if name == "bf16":
         flags |= {"bf16": True, "use_cpu": True}
     if name == "gradient checkpointing":
