@@ -43,7 +43,6 @@ from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.checkpoint import Ranks
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
-from smp_core.engine import ParallelModel
 from smp_core.expert_parallel import losses_multiplied_by
 from smp_core.sharding.optimizer import say_where_gradients_are
 from smp_core.watch import meet
