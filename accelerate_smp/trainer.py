@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.checkpoint import Ranks
+from smp_core.cluster import Axis
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.expert_parallel import losses_multiplied_by
@@ -305,10 +307,18 @@ class SmpTrainerMixin(
         of a user's callbacks and methods look for gradients where there are none."""
         says = _SaysWhereGradientsAre(self)
         self.add_callback(says)
+        alpha = self.neftune_noise_alpha
+        if alpha is not None:
+            # NEFTune's noise is smaller for longer sequences, of which a rank that
+            # shares them sees a part.
+            layout = self.accelerator.layout
+            parts = 1 if layout is None else layout.size(Axis.CONTEXT)
+            self.neftune_noise_alpha = alpha / math.sqrt(parts)
         try:
             output = super().train(resume_from_checkpoint, *arguments, **keywords)
         finally:
             self.remove_callback(says)
+            self.neftune_noise_alpha = alpha
         loss = self._over_ranks(output.training_loss)
         return TrainOutput(
             output.global_step, loss, {**output.metrics, "train_loss": loss}
