@@ -150,25 +150,7 @@ class SmpTrainerMixin(
             self.accelerator.take_over(before)
         # Targets are counted in whole batches first.
         self.accelerator.split_in_loader = False
-        if (
-            self.args.save_only_model
-            and self.args.load_best_model_at_end
-            and self.accelerator.sharding
-        ):
-            raise ValueError(
-                "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
-                "save_only_model=False"
-            )
-        if getattr(self.args, "enable_jit_checkpoint", False):  # Transformers 5
-            raise ValueError(
-                "enable_jit_checkpoint=True saves on a rank when that rank is told to end, where a save needs all of "
-                "them; leave it out: SmpTrainer saves on SIGTERM and SIGUSR1 by itself, on all ranks after one step"
-            )
-        if self.args.save_on_each_node:
-            raise ValueError(
-                "save_on_each_node=True: a checkpoint is one folder that every rank sees; write False and use a "
-                "shared folder"
-            )
+        _refuse_arguments(self.args, self.accelerator.sharding)
 
     def _see_the_other_cpus(self) -> None:
         """Set ``use_cpu=True``: TrainingArguments take a CPU process under torchrun for
@@ -515,6 +497,34 @@ def _written_by_user(kind: type, name: str) -> Iterator[Callable[..., Any]]:
             "accelerate_smp",
         ):
             yield vars(base)[name]
+
+
+def _refuse_arguments(args: TrainingArguments, sharding: bool) -> None:
+    """Refuse what Trainer does on one rank alone, or to states that are not there.
+
+    Raises:
+        ValueError: names the argument, and what to write.
+    """
+    if args.save_only_model and args.load_best_model_at_end and sharding:
+        raise ValueError(
+            "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
+            "save_only_model=False"
+        )
+    if getattr(args, "enable_jit_checkpoint", False):  # Transformers 5
+        raise ValueError(
+            "enable_jit_checkpoint=True saves on a rank when that rank is told to end, where a save needs all of "
+            "them; leave it out: SmpTrainer saves on SIGTERM and SIGUSR1 by itself, on all ranks after one step"
+        )
+    if args.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True: a checkpoint is one folder that every rank sees; write False and use a "
+            "shared folder"
+        )
+    if args.auto_find_batch_size and sharding and args.world_size > 1:
+        raise ValueError(
+            f"auto_find_batch_size=True begins again on the rank that runs out of memory, for which the others of "
+            f"{args.world_size} would wait; leave it out, and find per_device_train_batch_size with `smp plan`"
+        )
 
 
 # What WandbCallback does on rank 0 alone, by the variable that asks for it, and what to
