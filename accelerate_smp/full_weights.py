@@ -108,11 +108,15 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if given is not None and not given:
         return None  # what get_state_dict gives all ranks but the one that writes
     inside = "state_dict" in vars(self)  # of a model whose parts save themselves
-    if inside or (given is not None and not holds_shards(given)):
+    handle, prefix = getattr(self, _PART)
+    if inside:
         return own(self, *args, **kwargs)
+    if given is not None and not holds_shards(given):
+        # The class may call a part of its model: PEFT's prompts are computed.
+        with handle.unsharded(self, given):
+            return own(self, *args, **kwargs)
     call = f"{type(self).__name__.removeprefix('FSDP')}.save_pretrained(...)"
     meet(call)
-    handle, prefix = getattr(self, _PART)
     state = (
         full_state(handle, prefix)
         if given is None

@@ -7,6 +7,8 @@ the step's loss, which adds up; a model that takes the count and does not divide
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,3 +58,11 @@ class ReadsValue(TorchFunctionMode):
             elif isinstance(result, torch.Tensor):
                 self._copies.append(result)
         return result
+
+
+@contextlib.contextmanager
+def seeing_use(count: torch.Tensor) -> Iterator[ReadsValue]:
+    """Let ``count`` be watched inside the block, where nothing runs compiled: compiled
+    code calls no functions that a mode would see."""
+    with torch.compiler.set_stance("force_eager"), ReadsValue(count) as reads:
+        yield reads

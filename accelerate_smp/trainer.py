@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -36,13 +37,14 @@ from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.callbacks import Fp8MonitorCallback, SmpMonitorCallback
 from accelerate_smp.full_weights import full_state
 from accelerate_smp.handle import parallel_of
-from accelerate_smp.loss_counts import ReadsValue
+from accelerate_smp.loss_counts import seeing_use
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
+from smp_core.checkpoint import Ranks
+from smp_core.cluster import Axis
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
-from smp_core.engine import ParallelModel
 from smp_core.expert_parallel import losses_multiplied_by
 from smp_core.sharding.optimizer import say_where_gradients_are
 from smp_core.watch import meet
@@ -148,25 +150,7 @@ class SmpTrainerMixin(
             self.accelerator.take_over(before)
         # Targets are counted in whole batches first.
         self.accelerator.split_in_loader = False
-        if (
-            self.args.save_only_model
-            and self.args.load_best_model_at_end
-            and self.accelerator.sharding
-        ):
-            raise ValueError(
-                "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
-                "save_only_model=False"
-            )
-        if getattr(self.args, "enable_jit_checkpoint", False):  # Transformers 5
-            raise ValueError(
-                "enable_jit_checkpoint=True saves on a rank when that rank is told to end, where a save needs all of "
-                "them; leave it out: SmpTrainer saves on SIGTERM and SIGUSR1 by itself, on all ranks after one step"
-            )
-        if self.args.save_on_each_node:
-            raise ValueError(
-                "save_on_each_node=True: a checkpoint is one folder that every rank sees; write False and use a "
-                "shared folder"
-            )
+        _refuse_arguments(self.args, self.accelerator.sharding)
 
     def _see_the_other_cpus(self) -> None:
         """Set ``use_cpu=True``: TrainingArguments take a CPU process under torchrun for
@@ -243,22 +227,17 @@ class SmpTrainerMixin(
             if self._ignores_count is None and isinstance(count, torch.Tensor)
             else None
         )
-        if parallel is None or not self._can_see_use(parallel):
+        # Over context ranks the loss is computed with counts of its own.
+        if parallel is None or parallel.config.context_parallel_degree > 1:
             yield
             return
-        with ReadsValue(count) as reads:
+        with seeing_use(count) as reads:
             yield
         ignores = not reads.seen
         # The last stage computes the loss; a step tells the others behind it.
         if parallel.pipeline is not None and not self._takes_micro_batches:
             ignores = parallel.pipeline.share(ignores)
         self._ignores_count = ignores
-
-    def _can_see_use(self, parallel: ParallelModel) -> bool:
-        """Return whether the loss is computed as written: not compiled, nor over
-        context ranks."""
-        compiles = self.args.torch_compile or parallel.config.compile
-        return not compiles and parallel.config.context_parallel_degree == 1
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._counting_ranks_once():
@@ -310,6 +289,13 @@ class SmpTrainerMixin(
         of a user's callbacks and methods look for gradients where there are none."""
         says = _SaysWhereGradientsAre(self)
         self.add_callback(says)
+        alpha = self.neftune_noise_alpha
+        if alpha is not None:
+            # NEFTune's noise is smaller for longer sequences, of which a rank that
+            # shares them sees a part.
+            layout = self.accelerator.layout
+            parts = 1 if layout is None else layout.size(Axis.CONTEXT)
+            self.neftune_noise_alpha = alpha / math.sqrt(parts)
         try:
             output = super().train(resume_from_checkpoint, *arguments, **keywords)
         except BaseException as error:
@@ -319,6 +305,7 @@ class SmpTrainerMixin(
             raise
         finally:
             self.remove_callback(says)
+            self.neftune_noise_alpha = alpha
         loss = self._over_ranks(output.training_loss)
         return TrainOutput(
             output.global_step, loss, {**output.metrics, "train_loss": loss}
@@ -398,13 +385,15 @@ class SmpTrainerMixin(
             super().save_model(output_dir, _internal_call)
             return
         meet("trainer.save_model(...)")
-        # Trainer's own writer, given the unsharded state on rank 0 and nothing on the
-        # others.
+        # Trainer's own writer, or a subclass's, which only the rank that writes runs.
+        folder = output_dir or self.args.output_dir
+        state = full_state(handle)
+
+        def write() -> None:
+            self._save(folder, state_dict=state)
+
         with _as_one_model(handle.module):
-            self._save(
-                output_dir or self.args.output_dir, state_dict=full_state(handle)
-            )
-        self.accelerator.wait_for_everyone()
+            Ranks().on_first(f"trainer.save_model({folder!r})", write)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(
                 commit_message="Model save", revision=self.args.hub_revision
@@ -513,6 +502,34 @@ def _written_by_user(kind: type, name: str) -> Iterator[Callable[..., Any]]:
             "accelerate_smp",
         ):
             yield vars(base)[name]
+
+
+def _refuse_arguments(args: TrainingArguments, sharding: bool) -> None:
+    """Refuse what Trainer does on one rank alone, or to states that are not there.
+
+    Raises:
+        ValueError: names the argument, and what to write.
+    """
+    if args.save_only_model and args.load_best_model_at_end and sharding:
+        raise ValueError(
+            "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
+            "save_only_model=False"
+        )
+    if getattr(args, "enable_jit_checkpoint", False):  # Transformers 5
+        raise ValueError(
+            "enable_jit_checkpoint=True saves on a rank when that rank is told to end, where a save needs all of "
+            "them; leave it out: SmpTrainer saves on SIGTERM and SIGUSR1 by itself, on all ranks after one step"
+        )
+    if args.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True: a checkpoint is one folder that every rank sees; write False and use a "
+            "shared folder"
+        )
+    if args.auto_find_batch_size and sharding and args.world_size > 1:
+        raise ValueError(
+            f"auto_find_batch_size=True begins again on the rank that runs out of memory, for which the others of "
+            f"{args.world_size} would wait; leave it out, and find per_device_train_batch_size with `smp plan`"
+        )
 
 
 # What WandbCallback does on rank 0 alone, by the variable that asks for it, and what to

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
-from accelerate_smp.loss_counts import ReadsValue
+from accelerate_smp.loss_counts import seeing_use
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -54,9 +54,8 @@ class PipelinedTrainerMixin(_Base):
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
         divisor = 1 if scaled else self.current_gradient_accumulation_steps
-        compiles = self.args.torch_compile or bool(handle.config.compile)
         count = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
-        can_see = scaled and not compiles and count is not None
+        can_see = scaled and count is not None
         # Trainer's training_step calls compute_loss once, and divides and goes backward
         # behind it: it gets a loss whose backward is over.
         own, shadowed = self.compute_loss, vars(self).get("compute_loss")
@@ -100,7 +99,7 @@ class PipelinedTrainerMixin(_Base):
         divided by the count of the whole step's targets."""
         if self._averages is not None:
             return compute_loss(inputs)
-        with ReadsValue(count) as reads:
+        with seeing_use(count) as reads:
             result = compute_loss(inputs)
         self._averages = not reads.seen
         return result

@@ -162,8 +162,8 @@ class ParallelModel:
         self, module: nn.Module, values: Mapping[str, Tensor]
     ) -> Iterator[None]:
         """Let the model or a part of it be a plain module inside the block, for code
-        that one rank runs alone. Only where weights are sharded and nothing more can it
-        be called there; otherwise a call raises ``RuntimeError``.
+        that one rank runs alone. What all ranks compute together, as layers that are
+        split, raises ``RuntimeError`` when it is called there.
 
         Args:
             values: unsharded weights on the host, by the names of ``module``.
@@ -188,10 +188,38 @@ class ParallelModel:
             )
         self.calls.unsharded = True
         try:
-            with unsharded(module, values, refusal):
+            refused = self._computed_together() if split else frozenset()
+            with unsharded(module, values, refusal, refused):
                 yield
         finally:
             self.calls.unsharded = False
+
+    def _computed_together(self) -> frozenset[nn.Module]:
+        """List what one rank cannot compute: blocks, split layers, layers in FP8, those
+        of other stages, and what is in or around one of them."""
+        named = {
+            clean_name(name): module for name, module in self.module.named_modules()
+        }
+        names = [name for name in self.plan.shapes.units.blocks if name in named]
+        if self.tensor is not None:
+            names += [split.name for split in self.tensor.splits]
+        by_module = {module: name for name, module in named.items()}
+        if self.fp8 is not None:
+            layers = [module for module, _, _ in self.fp8.sites]
+            names += [by_module[layer] for layer in layers if layer in by_module]
+        names += [
+            name
+            for name, module in named.items()
+            if any(map(is_absent, module.parameters(recurse=False)))
+        ]
+        around = {""}
+        for name in names:
+            parts = name.split(".")
+            around |= {".".join(parts[:length]) for length in range(len(parts))}
+        inside = {
+            part for name in names if name in named for part in named[name].modules()
+        }
+        return frozenset(inside | {named[name] for name in around if name in named})
 
     def require_same_collectives(self) -> None:
         """Compare what ranks that share parameters issued, where no window closes:

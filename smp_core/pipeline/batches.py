@@ -34,6 +34,8 @@ def split_batch(batch: Any, count: int) -> list[Any]:
         ValueError: tensors of different length, a length that ``count`` does not
             divide, a list of things that are no tensors.
     """
+    if count == 1:
+        return [_split_maps(batch, lambda tensor: tensor)]
     # The samples are the first dim of all tensors that have one.
     lengths = {
         tensor.shape[0]
@@ -47,7 +49,8 @@ def split_batch(batch: Any, count: int) -> list[Any]:
             else "no tensors"
         )
         raise ValueError(
-            f"a batch of {found} cannot be cut into {count} micro-batches; its tensors need one first dim"
+            f"pipeline.microbatches={count}: a batch of {found} cannot be cut; its tensors need one first dim (TRL's "
+            "packing: packing_strategy='wrapped', padding_free=False), or write pipeline={'microbatches': 1}"
         )
     (length,) = lengths
     if length % count:

@@ -30,7 +30,7 @@ from smp_core.cluster import SmpMesh
 from smp_core.pipeline.stand_ins import Played
 from smp_core.plan import Stages
 from smp_core.plan.chain import StandIn, argument, given_by, with_argument
-from smp_core.torch_facts import caches_in, first_names
+from smp_core.torch_facts import caches_in, first_names, is_absent, lies_in
 
 Outside = Callable[[Callable[[], Any], Any], Any]
 """(forward of the root, its arguments) -> what the last stage's gave."""
@@ -178,6 +178,7 @@ class Stage:
                 stand_in, module, played.get(stand_in.name), is_held=stage == 0
             )
             self._replace_forward(module, forward)
+        self._refuse_absent(model)
         # The blocks, by their numbers: a call decides by these what it has to do.
         self._numbers = {
             model.get_submodule(name): number
@@ -199,6 +200,29 @@ class Stage:
         self._undo.append(
             lambda: own.pop("forward") if before is None else own.update(forward=before)
         )
+
+    def _refuse_absent(self, model: nn.Module) -> None:
+        """Let modules that other stages hold, and that nothing stands in for, refuse
+        calls: they did not run when the chain was recorded."""
+        covered = [*self._chain.blocks, *(each.name for each in self._chain.stand_ins)]
+
+        def refusing(name: str) -> Callable[..., None]:
+            def refuse(*_: Any) -> None:
+                raise ValueError(
+                    f"pipeline_parallel_degree={self._stages.count}: {name} was called on a stage that has none of "
+                    f"its parameters: it did not run in the call that {self._name} was cut into stages by. Let that "
+                    "call have what makes it run (pixel_values, for example), as a mapping: "
+                    "model.example_input_array = {...} before it is prepared; or write pipeline_parallel_degree=1"
+                )
+
+            return refuse
+
+        for name, module in model.named_modules():
+            if any(map(is_absent, module.parameters(recurse=False))) and not any(
+                lies_in(name, each) for each in covered
+            ):
+                hook = module.register_forward_pre_hook(refusing(name), prepend=True)
+                self._undo.append(hook.remove)
 
     def show(self, chunk: int) -> None:
         """Let calls of the model compute one of this stage's chunks."""

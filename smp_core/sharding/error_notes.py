@@ -68,6 +68,11 @@ _NO_LOGITS = (
     "None for them beside that loss. Called without labels it returns whole logits; compute the loss from these: "
     "labels = inputs.pop('labels'); logits = model(**inputs).logits."
 )
+_CAST = (
+    "a sharded model keeps the dtype that it had in its first forward. Cast it before it is prepared: "
+    "model.to(torch.bfloat16), or from_pretrained(..., dtype=torch.bfloat16); to compute in another dtype than weights "
+    "are kept in write mixed_precision='bf16' (Trainer: bf16=True; Lightning: precision='bf16-mixed')."
+)
 _NO_STRATEGY = (
     "torch has no such operation on a sharded parameter. Compute with the whole one, on all ranks alike, and write it "
     "back, with torch.no_grad(): value = parameter.full_tensor(); torch.manual_seed(0); nn.init.orthogonal_(value); "
@@ -86,6 +91,7 @@ _NOTES = {
     "Trying to resize storage that is not resizable": _HELD,
     "does not have a sharding strategy registered": _NO_STRATEGY,
     "Sharding propagation failed": _NO_STRATEGY,
+    "Expected out tensor to have dtype": _CAST,
     "Connection closed by peer": _NOT_TOGETHER,
     "Timed out waiting": _NOT_TOGETHER,
 }

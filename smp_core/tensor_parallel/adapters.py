@@ -55,6 +55,27 @@ def with_adapters(split: Split) -> Iterator[Split]:
         yield second if column else replace(second, role="adapter", blocks=1)
 
 
+def refuse_later_adapters(split: Split) -> None:
+    """Let a layer that PEFT has wrapped refuse adapters that are added to it from now
+    on: their matrices would be whole beside a split layer."""
+    known = frozenset(getattr(split.module, "lora_A", ()))
+
+    def refuse(layer: Any, *_: Any) -> None:
+        later = [
+            adapter
+            for adapter in layer.active_adapters
+            if adapter in layer.lora_A and adapter not in known
+        ]
+        if later:
+            raise ValueError(
+                f"tensor_parallel: adapter {later[0]!r} was added to {split.name} after the layer was split over "
+                "tensor ranks; add it (add_adapter, load_adapter) before prepare(model), or write "
+                "tensor_parallel_degree=1"
+            )
+
+    split.module.register_forward_pre_hook(refuse)
+
+
 def _require_lora(split: Split) -> None:
     layer: Any = split.module
     kind = f"{type(layer).__module__.rpartition('.')[0]}.{type(layer).__name__}"

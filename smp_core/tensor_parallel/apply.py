@@ -24,7 +24,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smp_core.tensor_parallel.adapters import around, is_of_adapter, with_adapters
+from smp_core.tensor_parallel.adapters import (
+    around,
+    has_adapters,
+    is_of_adapter,
+    refuse_later_adapters,
+    with_adapters,
+)
 from smp_core.tensor_parallel.blocks import BlockForward, Stack
 from smp_core.tensor_parallel.inspection import Inspected, settle_splits
 from smp_core.tensor_parallel.layers import (
@@ -117,6 +123,9 @@ def apply_tensor_parallel(
     refuse_hooks(model, splitting.blocks)
     splitting.random = settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
+    for split in found:
+        if has_adapters(split.module):
+            refuse_later_adapters(split)
     # Logits, and the loss of them.
     known = transformers_model(model)
     # Only a head that is a column layer has logits that are split.

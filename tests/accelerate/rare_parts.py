@@ -24,14 +24,20 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lokr": ("LoKrConfig", {"r": 2}),
     "oft": ("OFTConfig", {"r": 0, "oft_block_size": 4}),
     "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 2}),
+    "p-tuning": (
+        "PromptEncoderConfig",
+        {"num_virtual_tokens": 2, "encoder_hidden_size": 8},
+    ),
     "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 2}),
 }
+# Those that have no layers around others: prompts of their own.
+PROMPTS = ("prompt", "p-tuning", "prefix")
 
 
 def with_adapter(model: Any, kind: str) -> nn.Module:
     """Adapters in float64, all of whose parts matter."""
     name, options = ADAPTERS[kind]
-    if kind not in ("prompt", "prefix"):
+    if kind not in PROMPTS:
         is_gpt2 = hasattr(model, "transformer")
         options = {
             **options,

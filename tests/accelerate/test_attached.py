@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.sharding.gradients import RanksDiverged
+from tests.accelerate.program_parts import make_model as make_lora_base, with_lora
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_dataset, make_model, whole_weights
 from tests.core.sharding.attached_nets import WIDTH, attach, net
@@ -159,3 +160,30 @@ def test_pefts_second_adapter_trains_as_in_one_process(
         assert any("second" in name for name in seen)
         for name, value in expected.items():
             assert (seen[name] - value).abs().max() <= EXACT, name
+
+
+def later_than_the_split() -> str:
+    import peft
+
+    torch.manual_seed(0)
+    model = with_lora(make_lora_base("llama", 0))
+    accelerator: Any = fresh_accelerator(tensor_parallel_degree=2)
+    model = accelerator.prepare(model)
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        model(input_ids=tokens)
+        model.add_adapter("late", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        model(input_ids=tokens)
+        model.set_adapter("late")
+        try:
+            model(input_ids=tokens)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_an_adapter_that_comes_behind_the_split_is_refused_where_it_is_used() -> None:
+    pytest.importorskip("peft")
+    for words in run_ranks(later_than_the_split, 2):
+        assert "adapter 'late' was added to" in words and "q_proj" in words
+        assert "before prepare(model)" in words

@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -293,6 +294,57 @@ def test_models_that_take_a_mean_over_their_own_targets_are_refused(
 class Stream(IterableDataset):
     def __iter__(self):  # type: ignore[no-untyped-def]
         yield from make_rows(3 * BATCH, 1)
+
+
+class Listens(TrainerCallback):
+    """Keeps the largest noise that embeddings get in training."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        embeddings = model.get_input_embeddings()
+
+        def note(module: Any, tokens: Any, output: torch.Tensor) -> None:
+            if module.training:
+                clean = F.embedding(tokens[0], module.weight)
+                self.largest = max(self.largest, float((output - clean).abs().max()))
+
+        embeddings.register_forward_hook(note)
+
+
+def largest_noise(folder: str, knobs: dict[str, Any]) -> float:
+    listens = Listens()
+    tokens = torch.arange(LENGTH).remainder(VOCABULARY)
+    trainer = SmpTrainer(
+        model=make_model(),
+        args=TrainingArguments(
+            output_dir=folder,
+            max_steps=2,
+            neftune_noise_alpha=8.0,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=[{"input_ids": tokens, "labels": tokens}] * 16,
+        callbacks=[listens],
+        smp_config=knobs,
+    )
+    trainer.train()
+    assert trainer.neftune_noise_alpha == 8.0
+    return listens.largest
+
+
+def test_noise_of_embeddings_is_no_larger_over_parts_of_sequences(
+    tmp_path: Path,
+) -> None:
+    """NEFTune draws it up to alpha / sqrt(tokens x features)."""
+    bound = 8.0 / math.sqrt(LENGTH * 16)
+    for largest in run_ranks(
+        largest_noise, 2, str(tmp_path), {"context_parallel_degree": 2}
+    ):
+        assert 0.9 * bound < largest <= 1.001 * bound
 
 
 def bare_loop(arguments: dict[str, Any] | None, stream: bool) -> dict[str, Any]:

@@ -194,6 +194,10 @@ def refusals() -> dict[str, str]:
         except ValueError as error:
             said[name] = str(error)
 
+    refused(
+        "searched batch",
+        lambda: make_trainer("unused", 8, 1, {}, auto_find_batch_size=True),
+    )
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
     refused("degree", lambda: fresh_accelerator(shard_degree=3))
@@ -248,6 +252,10 @@ def refusals() -> dict[str, str]:
 
 def test_refusals_on_ranks() -> None:
     for said in run_ranks(refusals, 4, ranks_per_node=2):
+        assert (
+            "auto_find_batch_size=True" in said["searched batch"]
+            and "per_device_train_batch_size" in said["searched batch"]
+        )
         assert (
             "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes"
             in said["product"]

@@ -55,6 +55,11 @@ def explained() -> dict[str, str]:
     def norms() -> None:
         torch.tensor([parameter.norm() for parameter in model.parameters()])
 
+    def cast() -> None:
+        model(torch.zeros(2, 4, dtype=torch.long))
+        model.to(torch.bfloat16)
+        model(torch.zeros(2, 4, dtype=torch.long))
+
     def peer_gone() -> None:
         raise RuntimeError(
             "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49052."
@@ -67,6 +72,7 @@ def explained() -> dict[str, str]:
         "copy": lambda: copy.deepcopy(model),
         "LocalSGD": local_sgd,
         "gradients": gradients,
+        "cast": cast,
     }
     return {name: message_with_notes(case) for name, case in cases.items()}
 
@@ -123,6 +129,7 @@ def test_errors_that_are_not_ours_say_what_to_type() -> None:
         assert "write float(x) for each x" in said["norms"]
         assert "before it is prepared" in said["copy"]
         assert "read parameter.grad" in said["gradients"]
+        assert "Cast it before it is prepared" in said["cast"]
         assert (
             "accelerator.no_sync(model)" in said["LocalSGD"]
             and "LocalSGD" in said["LocalSGD"]

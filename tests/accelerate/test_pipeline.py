@@ -22,6 +22,7 @@ from tests.accelerate.trainers import (
     assert_close,
     fit,
     life,
+    make_model,
     make_trainer,
     noise_between,
 )
@@ -340,3 +341,39 @@ def test_misuse_is_refused_in_words(tmp_path: Path) -> None:
         assert "generate(use_cache=False)" in found["cache"]
         assert found["written"] == first["written"]
         assert "cannot gather inside a step" in found["gather"]
+
+
+class Looking(GPT2LMHeadModel):
+    """Takes pictures too, which the call that stages are found by has not."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.look = torch.nn.Linear(3, config.n_embd)
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Any = None, labels: Any = None, pixels: Any = None, **_: Any
+    ) -> Any:
+        embedded = self.transformer.wte(input_ids)
+        if pixels is not None:
+            embedded = embedded + self.look(pixels)
+        return super().forward(inputs_embeds=embedded, labels=labels)
+
+
+def looking() -> str:
+    accelerator = fresh_accelerator(cpu=True, **KNOBS)
+    torch.manual_seed(0)
+    model = accelerator.prepare(Looking(make_model().config))
+
+    @accelerator.pipeline_step
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**batch).loss
+
+    tokens = torch.ones(4, 6, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens, "pixels": torch.ones(4, 6, 3)}
+    return said(lambda: step(batch))
+
+
+def test_a_module_that_stages_were_cut_without_is_named() -> None:
+    for words in run_ranks(looking, 2):
+        assert "look was called on a stage that has none of its parameters" in words
+        assert "model.example_input_array" in words

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, TrainingArguments
 
+from accelerate_smp.trainer import SmpTrainer
 from smp_core.watch.rank_watch import stop_watching
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_dataset, make_model
@@ -323,3 +325,46 @@ def hooked_states(folder: str) -> list[int]:
 def test_hooks_of_saved_states_pop_what_they_handle_themselves(tmp_path: Path) -> None:
     for seen in run_ranks(hooked_states, 2, str(tmp_path)):
         assert seen[0] == seen[2] == 1 and seen[1] == seen[3] > 20
+
+
+class WritesItself(SmpTrainer):
+    """A Trainer whose weights a method of the user's writes."""
+
+    is_full = False
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.is_full:
+            raise OSError("the disk is full")
+        assert output_dir is not None
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(state_dict, Path(output_dir) / f"of rank {dist.get_rank()}.pt")
+
+
+def written_by_a_users_method(folder: str) -> str:
+    trainer = WritesItself(
+        model=make_model(),
+        args=TrainingArguments(
+            output_dir=folder,
+            max_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=make_dataset(8),
+        smp_config={"shard_degree": 2},
+    )
+    trainer.train()
+    trainer.save_model(folder)
+    trainer.is_full = True
+    return said(lambda: trainer.save_model(folder))
+
+
+def test_a_users_method_writes_on_one_rank_and_fails_on_all(tmp_path: Path) -> None:
+    for words in run_ranks(written_by_a_users_method, 2, str(tmp_path)):
+        assert "save_model" in words and "the disk is full" in words
+    (written,) = tmp_path.glob("*.pt")
+    state = torch.load(written, weights_only=True)
+    assert {name: value.shape for name, value in state.items()} == {
+        name: value.shape for name, value in make_model().state_dict().items()
+    }

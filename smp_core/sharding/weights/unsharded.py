@@ -10,7 +10,7 @@ from a user's by the module in which they are defined.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 @contextlib.contextmanager
 def unsharded(
-    module: nn.Module, values: Mapping[str, Tensor], refusal: str = ""
+    module: nn.Module,
+    values: Mapping[str, Tensor],
+    refusal: str = "",
+    refused: Container[nn.Module] = (),
 ) -> Iterator[None]:
     """Let a module and its parts hold unsharded values inside the block, and run
     without their sharding hooks.
@@ -31,8 +34,8 @@ def unsharded(
     Args:
         module: a sharded module, or a part of one.
         values: unsharded tensors on the host, by the module's names.
-        refusal: why the module cannot run on one rank: calls of it or its parts raise
-            ``RuntimeError``. "": it can.
+        refusal: why calls of the ``refused`` raise ``RuntimeError``.
+        refused: modules that one rank cannot run.
     """
     # Everything is undone in the reverse order, also where the block raises.
     with contextlib.ExitStack() as restored:
@@ -41,7 +44,7 @@ def unsharded(
             prefix = clean_name(f"{name}.") if name else ""
             _show_values(part, prefix, values, shown, restored)
             _hide_hooks(part, restored)
-            if refusal:
+            if part in refused:
                 handle = part.register_forward_pre_hook(_refusing(refusal))
                 restored.callback(handle.remove)
         yield

@@ -276,6 +276,14 @@ def test_batches_are_cut_in_equal_parts() -> None:
     assert all(part["scale"] == 2.0 and part["also"][1] == 1 for part in parts)
 
 
+def test_one_micro_batch_is_the_batch_whatever_its_tensors_are() -> None:
+    """As TRL packs rows into one, beside a list of their lengths."""
+    batch = {"ids": torch.arange(6).view(1, 6), "lengths": torch.tensor([2, 4])}
+    (part,) = split_batch(batch, 1)
+    assert torch.equal(part["ids"], batch["ids"])
+    assert torch.equal(part["lengths"], batch["lengths"])
+
+
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
