@@ -145,7 +145,10 @@ def consolidate_command(
         str, typer.Option("--verify", help="Check before: digests, sizes or none.")
     ] = "digests",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is at OUT.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace a file, a checkpoint or an export at OUT."
+        ),
     ] = False,
     allow_pickle: Annotated[
         bool,
@@ -235,7 +238,10 @@ def export_command(
         ),
     ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is at OUT.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace a file, a checkpoint or an export at OUT."
+        ),
     ] = False,
     allow_pickle: Annotated[
         bool,
