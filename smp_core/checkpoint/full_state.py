@@ -91,7 +91,7 @@ def consolidate(
         strip_prefix: taken off tensor names; None: ``metadata["module_prefix"]`` when
             given, but nothing for ``ckpt``.
         verify: check of the checkpoint before: ``"digests"``, ``"sizes"`` or None.
-        overwrite: replace what is at ``out``.
+        overwrite: replace what is at ``out``: a file, a checkpoint or an export.
         allow_pickle: for a checkpoint saved with ``allow_pickle=True``. Runs code from
             the file.
         progress: called with the total in bytes, gives a context manager over a

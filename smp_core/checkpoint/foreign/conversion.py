@@ -398,7 +398,7 @@ def export_checkpoint(
             Lightning's ModelParallelStrategy; ``"accelerate"``: Accelerate's FSDP2
             (model and optimizer).
         verify: check of the checkpoint before: ``"digests"``, ``"sizes"`` or None.
-        overwrite: replace what is at ``out``.
+        overwrite: replace what is at ``out``: a file, a checkpoint or an export.
         allow_pickle: for a checkpoint saved with ``allow_pickle=True``. Runs code from
             the file.
 
