@@ -134,10 +134,10 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4, 1e-4),
     "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=STEPS + 2),
-    "cycle": lambda o: lr_scheduler.CyclicLR(
-        o, 0.001, 0.02, 2, cycle_momentum="momentum" in o.defaults
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(
+        o, 0.02, total_steps=STEPS + 2, cycle_momentum="betas" in o.defaults
     ),
+    "cycle": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.02, 2, cycle_momentum=False),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
     "chained": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]
