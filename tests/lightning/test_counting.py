@@ -472,3 +472,34 @@ def test_context_ranks_add_up_tokens_and_samples_over_the_data_group() -> None:
     assert [said for _, said in results] == [1, 0], (
         "rank 0 says once that a sum may have been of samples"
     )
+
+
+class InGroups(BySample):
+    """Notes the mean of the present step's numbers, over all ranks and over a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[tuple[float, float]] = []
+
+    def validation_step(self, pair: Any, batch_idx: int) -> None:  # type: ignore[override]
+        _, number = pair
+        strategy: Any = self.trainer.strategy
+        of_all, of_group = (
+            float(strategy.reduce(number.double().mean(), group=group))
+            for group in (None, strategy.data_group)
+        )
+        self.means.append((of_all, of_group))
+
+
+def evaluate_in_groups() -> list[tuple[float, float]]:
+    module = InGroups()
+    trainer = make_trainer({"shard_degree": 1}, precision="64-true")
+    numbers = torch.tensor([2.0, 4.0, 9.0])  # rank 1 has the second one alone
+    pairs = TensorDataset(rows(3, 1), numbers)
+    trainer.validate(module, DataLoader(pairs, batch_size=1), verbose=False)
+    return module.means
+
+
+def test_a_group_of_an_uneven_evaluation_counts_ranks_that_have_a_batch() -> None:
+    first, other = run_ranks(evaluate_in_groups, 2)
+    assert first == [(3.0, 3.0), (9.0, 9.0)] and other == first[:1]
