@@ -40,7 +40,10 @@ _Directory = Annotated[
     ),
 ]
 _Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what is at OUT.")
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace a file, a checkpoint or an export at OUT."
+    ),
 ]
 _AllowPickle = Annotated[
     bool,
@@ -154,24 +157,8 @@ def consolidate_command(
     verify_mode: Annotated[
         str, typer.Option("--verify", help="Check before: digests, sizes or none.")
     ] = "digests",
-<<<<<<< HEAD
     overwrite: _Overwrite = False,
     allow_pickle: _AllowPickle = False,
-=======
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", help="Replace a file, a checkpoint or an export at OUT."
-        ),
-    ] = False,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle",
-            help="Read values saved with allow_pickle. RUNS CODE from the file.",
-        ),
-    ] = False,
->>>>>>> ckpt
 ) -> None:
     """Write a sharded checkpoint as unsharded tensors, streaming."""
     made = consolidate(
@@ -252,24 +239,8 @@ def export_command(
             "--format", help="dcp, lightning (ModelParallel) or accelerate (FSDP2)."
         ),
     ],
-<<<<<<< HEAD
     overwrite: _Overwrite = False,
     allow_pickle: _AllowPickle = False,
-=======
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", help="Replace a file, a checkpoint or an export at OUT."
-        ),
-    ] = False,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle",
-            help="Read values saved with allow_pickle. RUNS CODE from the file.",
-        ),
-    ] = False,
->>>>>>> ckpt
 ) -> None:
     """Write a checkpoint as another program's sharded folder. Safetensors and .ckpt:
     see consolidate."""
