@@ -316,7 +316,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        loop = trainer.fit_loop
+        loop: Any = trainer.fit_loop
         epochs, most = loop.epoch_progress.current.processed, trainer.max_epochs
         by_epochs = most is not None and 0 <= most <= epochs
         by_steps = 0 <= trainer.max_steps <= trainer.global_step
