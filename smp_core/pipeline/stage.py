@@ -204,7 +204,8 @@ class Stage:
     def _refuse_absent(self, model: nn.Module) -> None:
         """Let modules that other stages hold, and that nothing stands in for, refuse
         calls: they did not run when the chain was recorded."""
-        covered = [*self._chain.blocks, *(each.name for each in self._chain.stand_ins)]
+        blocks = self._chain.blocks
+        covered = [*blocks, *(each.name for each in self._chain.stand_ins)]
 
         def refusing(name: str) -> Callable[..., None]:
             def refuse(*_: Any) -> None:
@@ -218,9 +219,11 @@ class Stage:
             return refuse
 
         for name, module in model.named_modules():
-            if any(map(is_absent, module.parameters(recurse=False))) and not any(
-                lies_in(name, each) for each in covered
-            ):
+            # A module around blocks is called on every stage.
+            is_around = any(lies_in(block, name) for block in blocks)
+            is_covered = any(lies_in(name, each) for each in covered)
+            is_elsewhere = any(map(is_absent, module.parameters(recurse=False)))
+            if is_elsewhere and not is_around and not is_covered:
                 hook = module.register_forward_pre_hook(refusing(name), prepend=True)
                 self._undo.append(hook.remove)
 
