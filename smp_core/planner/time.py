@@ -349,11 +349,13 @@ class StepModel:
             return 0.0, 0.0
         # All keys and values of the sequence are gathered, and their gradients reduced
         # to the ranks that have them.
-        whole, of = keys_and_values(self.plan, block), self.collectives
+        whole, over = keys_and_values(self.plan, block), self.collectives.over
         rate = self.hardware.device.hbm * self.fitted.moving
-        gather, reduce = (whole * each / rate for each in copies(self.plan))
-        gather += of.over("all_gather", whole, degree=degree)
-        reduce += of.over("reduce_scatter", summed * whole, degree=degree)
+        around_gather, around_sum = copies(self.plan)
+        gather = whole * around_gather / rate
+        gather += over("all_gather", whole, degree=degree)
+        reduce = whole * around_sum / rate
+        reduce += over("reduce_scatter", summed * whole, degree=degree)
         return gather, (gathers - 1) * gather + reduce
 
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:
