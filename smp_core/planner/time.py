@@ -344,7 +344,8 @@ class StepModel:
     def _context_seconds(self, block: Figures) -> tuple[float, float]:
         """Return a block's gathers of keys and values in forward; and in backward with
         the sum of their gradients; with the copies around them."""
-        degree, (gathers, summed) = self.plan.layout.context, exchanges(self.plan)
+        degree = self.plan.layout.context
+        gathers, summed = exchanges(self.plan)
         if degree == 1:
             return 0.0, 0.0
         # All keys and values of the sequence are gathered, and their gradients reduced
