@@ -486,23 +486,24 @@ class ParallelModel:
                 if name not in passing
             ]
         broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
-        # Buffers work on one stage, from which all others get them.
         if self.pipeline is not None:
-            buffers = dict(self.module.named_buffers(remove_duplicate=False))
-            extra = {}
-            for name, stage in self.pipeline.stages.buffers.items():
-                module, _, last = name.rpartition(".")
-                if last == EXTRA_STATE:
-                    extra[module] = stage
-                    continue
-                broadcast_from_rank_0(
-                    [buffers[name]],
-                    self.mesh.device,
-                    self.pipeline.group,
-                    source=stage,
-                )
-            if extra:
-                self._share_extra_states(extra)
+            self._share_between_stages(self.pipeline)
+
+    def _share_between_stages(self, pipeline: Pipeline) -> None:
+        """Give all stages what is saved beside parameters, from the stage on which it
+        works. Collective over the stages."""
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        extra_states = {}
+        for name, stage in pipeline.stages.buffers.items():
+            owner, _, last = name.rpartition(".")
+            if last == EXTRA_STATE:
+                extra_states[owner] = stage
+                continue
+            broadcast_from_rank_0(
+                [buffers[name]], self.mesh.device, pipeline.group, source=stage
+            )
+        if extra_states:
+            self._share_extra_states(extra_states)
 
     def _share_extra_states(self, stages: Mapping[str, int]) -> None:
         """Give modules on other stages the extra states of the stage on which each
