@@ -29,7 +29,6 @@ DRAWN_BACK = 0.01
 """How much a constant is drawn to where it starts, times log(constant / start) squared:
 one that the rows do not identify stays there, and one that they do hardly feels it."""
 
-
 NEAR = 0.05
 """Errors below it count by about their square. The fit changes one constant at a time,
 and where the loss has an edge, which mean sizes of errors have where a row is exact, no

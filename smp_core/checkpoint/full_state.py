@@ -191,21 +191,25 @@ def check_free(target: Path, overwrite: bool, source: str | os.PathLike[str]) ->
 
 
 def _is_one_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint of ours or what an export makes, and
-    holds no folders of anything else."""
+    """Return whether a folder is a checkpoint of ours, or what an export makes without
+    folders of anything else."""
     if is_checkpoint(folder):
         return True
-    entries = list(folder.iterdir())
-    inside = [
-        f"{entry.name}/{name.name}"
-        for entry in entries
-        if entry.is_dir()
-        for name in entry.iterdir()
-    ]
-    kind = foreign_kind(str(folder), [*(entry.name for entry in entries), *inside])
-    if kind == "accelerate":
-        return True
-    return kind is not None and not any(entry.is_dir() for entry in entries)
+    names, folders = [], []
+    for entry in folder.iterdir():
+        names.append(entry.name)
+        if entry.is_dir():
+            folders.append(entry.name)
+            names += [f"{entry.name}/{inner.name}" for inner in entry.iterdir()]
+    # By kind, how the names of its folders begin.
+    exports = {
+        "huggingface": (),
+        "dcp": (),
+        "lightning": (),
+        "accelerate": ("pytorch_model_fsdp_", "optimizer_"),
+    }
+    begin = exports.get(foreign_kind(str(folder), names) or "")
+    return begin is not None and all(name.startswith(begin) for name in folders)
 
 
 def _format(output_format: str, target: Path) -> str:
@@ -308,8 +312,9 @@ def refuse_second_model(
     """Refuse a state with something else under "state_dict", where a Lightning file has
     the model."""
     if "state_dict" in others and key != "state_dict":
+        where = "at its top" if key is None else f"under {key!r}"
         raise CheckpointError(
-            f"{opened.address} has its model under {key or 'no key'!r} and something else under 'state_dict', where a "
+            f"{opened.address} has its model {where} and something else under 'state_dict', where a "
             "Lightning checkpoint has the model; export it as safetensors, pt or dcp"
         )
 

@@ -31,9 +31,10 @@ from torch.distributed.tensor import DTensor
 from smp_core.torch_facts import local_part
 
 _SMALL_BYTES = 1 << 20
-# Keys of weights and their states, which replicas have alike.
+# Keys of weights, averages of them and states, which replicas have alike.
 _ALIKE_ON_REPLICAS = (
     *("state_dict", "more_state_dicts", "model", "models", "module"),
+    *("current_model_state", "smp_average"),
     *("optimizer_states", "optimizer", "optimizers"),
 )
 

@@ -169,8 +169,10 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
     if world > 1 and "MASTER_ADDR" not in environ:
         raise _missing(environ, "MASTER_ADDR", "the host of rank 0")
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        _require_no_larger_launch(environ, world)
+    # A world of several waits for its other ranks. It may be a part of a launch: Ray on
+    # hosts that srun prepared, one of several instance groups, one model of many.
+    if world == 1 and "TORCHELASTIC_RUN_ID" not in environ:
+        _require_no_larger_launch(environ)
     return LaunchEnvironment(
         "torchrun",
         rank,
@@ -182,9 +184,9 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-def _require_no_larger_launch(environ: Mapping[str, str], world: int) -> None:
-    """Refuse RANK and WORLD_SIZE of a shell, in which another launcher has started more
-    processes: each of them would take itself for that rank.
+def _require_no_larger_launch(environ: Mapping[str, str]) -> None:
+    """Refuse a world of one of a shell, in which another launcher has started more
+    processes: each of them would train by itself.
 
     Raises:
         ValueError: on all of them.
@@ -196,11 +198,11 @@ def _require_no_larger_launch(environ: Mapping[str, str], world: int) -> None:
     if "SM_HOSTS" in environ:
         told["SM_HOSTS"] = str(len(_sagemaker_hosts(environ)))
     for size, text in told.items():
-        if text.isdecimal() and int(text) > world:
+        if text.isdecimal() and int(text) > 1:
             raise ValueError(
-                f"RANK={environ['RANK']} and WORLD_SIZE={world} are set, but {size} says {text}: each of the {text} "
-                "processes would take itself for that rank; unset RANK and WORLD_SIZE to train over all of them, or "
-                f"unset {size} if each is to train by itself"
+                f"RANK={environ['RANK']} and WORLD_SIZE=1 are set, but {size} says {text}: each of the {text} "
+                "processes would train by itself; unset RANK and WORLD_SIZE to train over all of them, or unset "
+                f"{size} if that is meant"
             )
 
 

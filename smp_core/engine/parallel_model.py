@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
-from smp_core.checkpoint import named_optimizer_state
+from smp_core.checkpoint import Ranks, map_tensors, named_optimizer_state
 from smp_core.cluster import DEGREES, SmpMesh, degrees_of
 from smp_core.comm import CommMeter, Traffic
 from smp_core.config import DEFAULTS, SmpConfig, lines_about_asked, table_as_text
@@ -486,38 +486,49 @@ class ParallelModel:
                 if name not in passing
             ]
         broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
-        # Buffers work on one stage, from which all others get them.
         if self.pipeline is not None:
-            buffers = dict(self.module.named_buffers(remove_duplicate=False))
-            for name, stage in self.pipeline.stages.buffers.items():
-                if name in buffers:
-                    broadcast_from_rank_0(
-                        [buffers[name]],
-                        self.mesh.device,
-                        self.pipeline.group,
-                        source=stage,
-                    )
-            self._share_extra_states()
+            self._share_between_stages(self.pipeline)
 
-    def _share_extra_states(self) -> None:
-        """Give modules on other stages the extra states of the stage on which each
+    def _share_between_stages(self, pipeline: Pipeline) -> None:
+        """Give all stages what is saved beside parameters, from the stage on which it
         works. Collective over the stages."""
-        assert self.pipeline is not None
-        group, own = self.mesh.column.host, self.mesh.stage
-        places = [
-            (name.rpartition(".")[0], stage)
-            for name, stage in self.pipeline.stages.buffers.items()
-            if name.rpartition(".")[2] == EXTRA_STATE
-        ]
-        if not places:
-            return
-        mine = {
-            name: self.module.get_submodule(name).get_extra_state()
-            for name, stage in places
-            if stage == own
-        }
-        told: list[Any] = [None] * self.pipeline.stages.count
-        dist.all_gather_object(told, mine, group=group)
-        for name, stage in places:
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        extra_states = {}
+        for name, stage in pipeline.stages.buffers.items():
+            owner, _, last = name.rpartition(".")
+            if last == EXTRA_STATE:
+                extra_states[owner] = stage
+                continue
+            broadcast_from_rank_0(
+                [buffers[name]], self.mesh.device, pipeline.group, source=stage
+            )
+        if extra_states:
+            self._share_extra_states(extra_states)
+
+    def _share_extra_states(self, stages: Mapping[str, int]) -> None:
+        """Give modules on other stages the extra states of the stage on which each
+        works, with tensors in host memory. Collective over the stages.
+
+        Args:
+            stages: by the module's name; the same on all of them.
+
+        Raises:
+            CheckpointError: a module of one stage raises when it is asked; on all.
+        """
+        own = self.mesh.stage
+
+        # Tensors on a device would arrive on one of the same number.
+        def of_this_stage() -> dict[str, Any]:
+            found = {}
+            for name in stages:
+                if stages[name] == own:
+                    state = self.module.get_submodule(name).get_extra_state()
+                    found[name] = map_tensors(state, lambda tensor: tensor.cpu())
+            return found
+
+        _, told = Ranks(self.mesh.column.host).together(
+            "modules' extra states", of_this_stage, lambda found: found
+        )
+        for name, stage in stages.items():
             if stage != own:
                 self.module.get_submodule(name).set_extra_state(told[stage][name])

@@ -192,7 +192,8 @@ def _require_no_buffers_between_chunks(chain: Chain, schedule: str) -> None:
     outside = [
         name
         for name, place in chain.buffers
-        if place not in range(len(chain.blocks)) and not name.endswith(EXTRA_STATE)
+        if place not in range(len(chain.blocks))
+        and name.rpartition(".")[2] != EXTRA_STATE
     ]
     if outside and schedule.startswith("interleaved"):
         raise ValueError(

@@ -103,9 +103,9 @@ class Stages:
 
     @cached_property
     def buffers(self) -> dict[str, int]:
-        """The stage on which each saved buffer works, and may change: its block's, or
-        the first; of what is no module that runs before the blocks the last, which runs
-        all of the code."""
+        """The stage on which each saved buffer, and each module's extra state, works and
+        may change: its block's, or the first; of what is no module that runs before the
+        blocks the last, which runs all of the code."""
         # By the block's stage; outside of blocks by what runs there.
         stages: dict[int | None, int] = {-1: 0, None: self.count - 1}
         for chunk in range(self.n_chunks):

@@ -344,16 +344,19 @@ class StepModel:
     def _context_seconds(self, block: Figures) -> tuple[float, float]:
         """Return a block's gathers of keys and values in forward; and in backward with
         the sum of their gradients; with the copies around them."""
-        degree, (gathers, summed) = self.plan.layout.context, exchanges(self.plan)
+        degree = self.plan.layout.context
+        gathers, summed = exchanges(self.plan)
         if degree == 1:
             return 0.0, 0.0
         # All keys and values of the sequence are gathered, and their gradients reduced
         # to the ranks that have them.
-        whole, of = keys_and_values(self.plan, block), self.collectives
+        whole, over = keys_and_values(self.plan, block), self.collectives.over
         rate = self.hardware.device.hbm * self.fitted.moving
-        gather, reduce = (whole * each / rate for each in copies(self.plan))
-        gather += of.over("all_gather", whole, degree=degree)
-        reduce += of.over("reduce_scatter", summed * whole, degree=degree)
+        around_gather, around_sum = copies(self.plan)
+        gather = whole * around_gather / rate
+        gather += over("all_gather", whole, degree=degree)
+        reduce = whole * around_sum / rate
+        reduce += over("reduce_scatter", summed * whole, degree=degree)
         return gather, (gathers - 1) * gather + reduce
 
     def _expert_seconds(self, micro_batch: int, held: float) -> tuple[float, float]:

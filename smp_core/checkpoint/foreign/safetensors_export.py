@@ -170,13 +170,13 @@ def _plan(
     ties: dict[str, str],
 ) -> list[_OutputFile]:
     """Divide a list of tensors into files of at most ``shard_bytes``, in order."""
-    # The header of a file has these for itself.
-    reserved = sorted({"__metadata__"} & {*names, *ties} | {"format"} & {*ties})
-    if reserved:
-        raise CheckpointError(
-            f"a tensor is called {reserved[0]!r}, which safetensors files keep for themselves; rename it, or write a "
-            ".ckpt or .pt file"
-        )
+    # The header of a file has the first for itself, and the second beside ties.
+    for word, taken in (("__metadata__", {*names, *ties}), ("format", {*ties})):
+        if word in taken:
+            raise CheckpointError(
+                f"a tensor is called {word!r}, which safetensors files keep for themselves; rename it, or write a "
+                ".ckpt or .pt file"
+            )
     groups: list[list[tuple[Entry, str]]] = [[]]
     filled = 0
     for outside, name in names.items():

@@ -27,8 +27,6 @@ _GRADIENTS_OF_A_STAGE = (
     "pipeline_parallel_degree: a rank has gradients of its own stage's parameters and None of the others, so what %s "
     "makes of several, a norm or a sum, is of one stage; a norm of all is %s.grad_norm()"
 )
-
-
 _IN_STEP_HOOKS = (
     "optimizer_shard='world': %s is called with this rank's part of each gradient, as one dimension; changes of each "
     "element by itself are right there, a norm, a mean or an index is that of the part. A norm of all is "

@@ -267,7 +267,10 @@ def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "small"]
 
 
-@pytest.mark.parametrize("inside", ["precious", "checkpoint-1/weights", "both"])
+@pytest.mark.parametrize(
+    "inside",
+    ["precious", "run_partial.csv", "checkpoint-1/weights", "both", "logs/run"],
+)
 def test_overwriting_removes_no_folder_that_is_more_than_an_export(
     saved: tuple[Path, Any], tmp_path: Path, inside: str
 ) -> None:
@@ -276,6 +279,8 @@ def test_overwriting_removes_no_folder_that_is_more_than_an_export(
     if inside == "both":
         consolidate(saved[0], out)
         inside = "checkpoint-1/weights"
+    if inside == "logs/run":
+        export_checkpoint(saved[0], out, "accelerate")
     file = out / inside
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("x")

@@ -54,6 +54,15 @@ SAGEMAKER = {
     ("environ", "found"),
     [
         (TORCHRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "head", 1234)),
+        # Two of Ray's workers, on eight hosts that srun prepared.
+        (
+            {
+                **{**SLURM, "SLURM_STEP_NUM_TASKS": "8"},
+                **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+                **{"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "head"},
+            },
+            LaunchEnvironment("torchrun", 1, 2, 1, 2, "head", 29500),
+        ),
         (
             {**SLURM, **SAGEMAKER, **TORCHRUN},
             LaunchEnvironment("torchrun", 5, 8, 1, 4, "head", 1234),

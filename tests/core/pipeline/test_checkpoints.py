@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from smp_core.checkpoint import consolidate
+from smp_core.checkpoint import CheckpointError, consolidate
 from smp_core.checkpoint.optimizers import load_named_optimizer_state
 from smp_core.checkpoint.reader import load_checkpoint, read_rest
 from smp_core.checkpoint.writer import save_checkpoint
@@ -196,3 +196,25 @@ def test_extra_states_are_those_of_the_stage_that_a_module_works_on(
     assert (
         run_ranks(counts_after_loading, 2, tmp_path / "a") == [([2] * 4, [2] * 4)] * 2
     )
+
+
+class Unsaveable(CountingBlock):
+    """A block that has no extra state where it is asked for it."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        raise KeyError("no state")
+
+
+def refusal_of_extra_states() -> str:
+    model = nn.Sequential(*[CountingBlock() for _ in range(3)], Unsaveable())
+    model.example_input_array = torch.ones(2, 6)
+    recipe = {"microbatches": 2}
+    knobs = SmpConfig(pipeline_parallel_degree=2, shard_degree=1, pipeline=recipe)
+    with pytest.raises(CheckpointError) as refused:
+        parallelize(model, knobs).broadcast_buffers()
+    return str(refused.value)
+
+
+def test_an_extra_state_that_one_stage_cannot_give_is_an_error_on_all() -> None:
+    said = run_ranks(refusal_of_extra_states, 2)
+    assert said[0] == said[1] and "rank 1" in said[0] and "no state" in said[0]
