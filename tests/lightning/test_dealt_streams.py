@@ -392,7 +392,6 @@ def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks
         assert len(about) == (1 if rank == 0 else 0)
 
 
-@pytest.mark.slow
 class Sample:
     """A batch of a class of one's own."""
 
@@ -431,6 +430,7 @@ def test_batches_of_any_class_are_told_apart(kind: str) -> None:
         assert sorted([*of_ranks[0], *of_ranks[1]]) == list(range(8)), apart
 
 
+@pytest.mark.slow
 def test_any_stream_is_dealt_out_as_one_process_reads_it() -> None:
     for first in range(100, 300, 20):
         assert_like_one_process([draw(seed) for seed in range(first, first + 20)])
