@@ -393,18 +393,20 @@ def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks
 
 
 class Sample:
-    """A batch of a class of one's own."""
+    """A batch of a class of one's own, on a device of its rank's own."""
 
-    __slots__ = ("next", "values")
+    __slots__ = ("device", "next", "values")
 
     def __init__(self, values: list[Any]) -> None:
         self.values, self.next = values, self
+        self.device = torch.device("cuda", dist.get_rank())
 
 
 BATCHES = {
     "objects": Sample,
     "numbers of NumPy": lambda values: [np.int64(each) for each in values],
     "sets of text": lambda values: {f"item {each}" for each in values},
+    "arrays of text": lambda values: np.array([f"item {n}" for n in values], object),
 }
 
 
