@@ -6,9 +6,8 @@ The first of them shards the module, which carries the handle from then on; the 
 find it.
 
 Private names: ``_log_graph`` is the only place of what a TensorBoardLogger was asked;
-torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no
-public access to a module's registries as dicts (``_modules``, ``_parameters``,
-``_buffers``).
+torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no public access
+to a module's registries as dicts (``_modules``, ``_parameters``, ``_buffers``).
 """
 
 from __future__ import annotations
