@@ -281,7 +281,7 @@ class SmpTrainerMixin(
 
     def train(
         self,
-        resume_from_checkpoint: str | bool | None = None,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
         *arguments: Any,
         **keywords: Any,
     ) -> Any:

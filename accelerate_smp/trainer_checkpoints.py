@@ -168,7 +168,7 @@ class CheckpointingTrainerMixin(_Base):
 
     def train(
         self,
-        resume_from_checkpoint: str | bool | None = None,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
         trial: Any = None,
         *arguments: Any,
         **keywords: Any,
@@ -186,6 +186,8 @@ class CheckpointingTrainerMixin(_Base):
                 is not set.
         """
         self._opened, self._resumes_from = {}, None
+        if isinstance(resume_from_checkpoint, os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         try:
             self._trial_in_training = trial
             self._run_folder = os.path.abspath(str(self._get_output_dir(trial)))

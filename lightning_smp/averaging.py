@@ -1,5 +1,5 @@
-"""The averages of weights by Lightning's callbacks, over sharded weights; and the
-callbacks that no sharding allows.
+"""The averages of weights by Lightning's callbacks, over sharded weights; the mean
+losses of its learning rate finder; and the callbacks that no sharding allows.
 
 ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the
 LightningModule before it is sharded. Under our strategy an instance of one, or of a
@@ -7,13 +7,14 @@ user's subclass, becomes an instance of a derived class whose average is a
 :class:`smp_core.engine.averaging.ShardedAverage`, made when the module is sharded. The
 same code as ever decides when to average, to swap and to save.
 
-And the losses of the learning rate finder: Lightning's looks at rank 0's alone, so that
-the rate that it suggests would depend on the layout.
+Lightning's finder looks at the losses of rank 0 alone, so that the rate that it
+suggests would depend on the layout.
 
-Private names: ``_LRCallback``, the finder's callback; ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``,
+Private names: ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``,
 ``_swap_models`` and ``_copy_average_to_current`` of ``WeightAveraging``, and
 ``_average_model`` and ``_load_average_model_state`` of ``StochasticWeightAveraging``:
-Lightning has no public way to replace the average.
+Lightning has no public way to replace the average; nor to see the callback of its
+finder, ``_LRCallback``.
 """
 
 from __future__ import annotations

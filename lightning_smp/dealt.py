@@ -277,12 +277,12 @@ def _deals_itself_out(dataset: Any) -> bool:
 
 def _fingerprint(batch: Any) -> str:
     read = xxhash.xxh3_64()
-    for tensor in _leaves(batch):
-        read.update(tensor)
+    for leaf in _leaves(batch, {}):
+        read.update(leaf)
     return read.hexdigest()
 
 
-def _leaves(batch: Any, inside: tuple[int, ...] = ()) -> Iterator[bytes]:
+def _leaves(batch: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     """Yield what a batch holds as bytes: tensors, arrays, numbers and text, in objects
     of any class.
 
@@ -290,35 +290,46 @@ def _leaves(batch: Any, inside: tuple[int, ...] = ()) -> Iterator[bytes]:
     where a dataset has done that itself.
 
     Args:
-        inside: ids of the containers that the batch is in, which it may lead back to.
+        seen: containers that were read, by their ids; objects may lead back to one, and
+            all samples to the same one, as large as a dataset.
     """
-    if id(batch) in inside or isinstance(batch, (type, FunctionType)):
+    # Each rank has a device of its own.
+    if isinstance(batch, (type, FunctionType, torch.device)):
         return
-    inside = (*inside, id(batch))
     if isinstance(batch, Tensor):
         # As bytes, since NumPy knows no bfloat16.
         plain = batch.detach().cpu().contiguous().reshape(-1)
         yield repr(batch.shape).encode()
         yield plain.view(torch.uint8).numpy().tobytes()
-    elif isinstance(batch, MutableMapping):
-        for key, value in batch.items():
-            yield repr(key).encode()
-            yield from _leaves(value, inside)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _leaves(value, inside)
     elif isinstance(batch, (int, float, str, bytes)):
         yield repr(batch).encode()
+    # The bytes of an array of objects are their addresses.
+    elif isinstance(batch, np.ndarray) and batch.dtype.hasobject:
+        yield from _leaves(batch.tolist(), seen)
     # Arrays, their numbers, and pictures.
     elif hasattr(batch, "tobytes"):
         yield batch.tobytes()
     elif isinstance(batch, os.PathLike):
         yield os.fsencode(batch)
+    elif id(batch) not in seen:
+        # It stays alive there: another object could get its id.
+        seen[id(batch)] = batch
+        yield from _leaves_inside(batch, seen)
+
+
+def _leaves_inside(batch: Any, seen: dict[int, Any]) -> Iterator[bytes]:
+    if isinstance(batch, MutableMapping):
+        for key, value in batch.items():
+            yield repr(key).encode()
+            yield from _leaves(value, seen)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _leaves(value, seen)
     elif isinstance(batch, (set, frozenset)):
         # Text has another order in each process.
-        yield from sorted(b"".join(_leaves(value, inside)) for value in batch)
+        yield from sorted(b"".join(_leaves(value, dict(seen))) for value in batch)
     elif attributes := _attributes(batch):
-        yield from _leaves(attributes, inside)
+        yield from _leaves(attributes, seen)
     # None, dates, ... What shows its address differs between processes.
     elif " at 0x" not in repr(batch):
         yield repr(batch).encode()

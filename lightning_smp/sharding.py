@@ -6,9 +6,8 @@ The first of them shards the module, which carries the handle from then on; the 
 find it.
 
 Private names: ``_log_graph`` is the only place of what a TensorBoardLogger was asked;
-torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no
-public access to a module's registries as dicts (``_modules``, ``_parameters``,
-``_buffers``).
+torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no public access
+to a module's registries as dicts (``_modules``, ``_parameters``, ``_buffers``).
 """
 
 from __future__ import annotations
@@ -71,12 +70,13 @@ def check_loggers(trainer: Trainer, module: LightningModule) -> None:
     """Refuse loggers that trace the model, which they do on rank 0 alone.
 
     Raises:
-        ValueError: ``TensorBoardLogger(log_graph=True)`` with an example to trace.
+        ValueError: ``TensorBoardLogger(log_graph=True)`` with an example to trace, on
+            several ranks.
     """
     # Without an example, or with one of another kind, Lightning says itself that there
     # is no graph.
     traces = isinstance(module.example_input_array, (torch.Tensor, tuple))
-    if not traces or not trainer.enable_autolog_hparams:
+    if not traces or not trainer.enable_autolog_hparams or trainer.world_size == 1:
         return
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and logger._log_graph:

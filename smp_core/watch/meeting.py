@@ -7,8 +7,8 @@ sharded ones. So calls like this one meet first, on the board that has the signs
 are there, and one that is somewhere else (at another such call, at the end of its
 process) says so to all. A rank that waits also looks at the next one: whether that one
 lives, and whether it has begun a forward pass, the sums behind a backward pass, or
-another batch of a Trainer, that it cannot end alone. Calls that only a partition group makes together meet among its
-ranks.
+another batch of a Trainer, that it cannot end alone. Calls that only a partition group
+makes together meet among its ranks.
 """
 
 from __future__ import annotations

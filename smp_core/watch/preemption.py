@@ -120,10 +120,12 @@ class Preemption:
         self, users: Any, owner: int, number: int, frame: FrameType | None
     ) -> None:
         # A forked child (a worker, a background process) has inherited the handler
-        # and no run to save: its parent's `terminate()` has to end it.
+        # and no run to save: its parent's `terminate()` has to end it. A notice to the
+        # whole process group must not, since the parent goes on to its next step.
         if os.getpid() != owner:
-            signal.signal(number, users if callable(users) else signal.SIG_DFL)
-            signal.raise_signal(number)
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL if users is None else users)
+                signal.raise_signal(number)
             return
         # Nothing else: a handler may run at any instruction, and a save needs all
         # ranks.

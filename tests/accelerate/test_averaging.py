@@ -64,7 +64,7 @@ def in_two_fits(
     trainer.train()
     resume: Any = True
     if elsewhere:
-        resume, folder = str(folder / "checkpoint-3"), folder / "elsewhere"
+        resume, folder = folder / "checkpoint-3", folder / "elsewhere"
     trainer, _ = make_trainer(folder, 8, 1, second, **{**FLAGS, **saving})
     callback = SmpAveragingCallback(DECAY, device="cpu", **options)
     trainer.add_callback(callback)

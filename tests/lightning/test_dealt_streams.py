@@ -392,20 +392,21 @@ def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks
         assert len(about) == (1 if rank == 0 else 0)
 
 
-@pytest.mark.slow
 class Sample:
-    """A batch of a class of one's own."""
+    """A batch of a class of one's own, on a device of its rank's own."""
 
-    __slots__ = ("next", "values")
+    __slots__ = ("device", "next", "values")
 
     def __init__(self, values: list[Any]) -> None:
         self.values, self.next = values, self
+        self.device = torch.device("cuda", dist.get_rank())
 
 
 BATCHES = {
     "objects": Sample,
     "numbers of NumPy": lambda values: [np.int64(each) for each in values],
     "sets of text": lambda values: {f"item {each}" for each in values},
+    "arrays of text": lambda values: np.array([f"item {n}" for n in values], object),
 }
 
 
@@ -431,6 +432,7 @@ def test_batches_of_any_class_are_told_apart(kind: str) -> None:
         assert sorted([*of_ranks[0], *of_ranks[1]]) == list(range(8)), apart
 
 
+@pytest.mark.slow
 def test_any_stream_is_dealt_out_as_one_process_reads_it() -> None:
     for first in range(100, 300, 20):
         assert_like_one_process([draw(seed) for seed in range(first, first + 20)])

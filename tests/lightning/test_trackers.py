@@ -206,19 +206,28 @@ def test_the_loggers_of_a_quick_run_upload_nothing(tmp_path: Path) -> None:
     assert run_ranks(quick, 2, str(tmp_path)) == [[], []]
 
 
+class Traced(Logged):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens)
+
+
 def fit_with_graph(folder: str) -> str:
-    module = Logged(1)
-    module.example_input_array = torch.zeros(1, 4)
+    module = Traced(1)
+    module.example_input_array = torch.zeros(1, 4, dtype=torch.long)
     logger = TensorBoardLogger(folder, log_graph=True)
-    with pytest.raises(ValueError, match="add_graph") as refused:
+    try:
         make_trainer(logger=logger).fit(module)
-    return str(refused.value)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def test_a_graph_of_a_sharded_model_is_refused_on_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     first, other = run_ranks(fit_with_graph, 2, str(tmp_path))
-    assert first == other
+    assert "add_graph" in first and first == other
+    # One rank has all of it.
+    assert run_ranks(fit_with_graph, 1, str(tmp_path)) == [""]
 
 
 def test_lightnings_loggers_keep_what_they_were_asked_to_upload_where_it_is_looked_for(

@@ -135,3 +135,11 @@ def test_ranks_are_connected_by_sums_of_the_dtypes_that_follow(
 )
 def test_a_ranks_own_failure_is_not_the_loss_of_another(text: str, lost: bool) -> None:
     assert looks_like_a_lost_peer(RuntimeError(text)) is lost
+
+
+def test_a_transport_that_a_users_own_line_waits_for_has_lost_its_peer() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError(  # as `work.wait()` does, which has no frame of torch's
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"
+        )
+    assert looks_like_a_lost_peer(caught.value)

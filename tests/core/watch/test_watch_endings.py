@@ -51,15 +51,25 @@ def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_tell
     assert handled == [] and restored
 
 
+def begin_and_wait(begun: Any) -> None:
+    begun.set()
+    threading.Event().wait()
+
+
 def test_what_the_users_code_forked_ends_when_it_is_told_to() -> None:
     # A child that only notes the signal would be waited for at the parent's end.
     preemption = Preemption(grace=30.0)
     preemption.install()
     try:
-        child = multiprocessing.get_context("fork").Process(
-            target=threading.Event().wait, daemon=True
-        )
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=begin_and_wait, args=(begun,), daemon=True)
         child.start()
+        # A child that is still being forked forgets signals.
+        begun.wait()
+        assert child.pid is not None
+        # A notice to a whole process group, of which the child is no reason to end.
+        os.kill(child.pid, signal.SIGUSR1)
         child.terminate()
         child.join(60.0)
         status = child.exitcode
