@@ -624,8 +624,8 @@ class _ShownParameter:
         """Refuse what would have no effect: ``parameter.data = tensor`` (DTensor keeps
         the shard that it had), and hooks that want a complete gradient, which there is
         only when a window closes."""
-        data = self._data_of(shard)
-        if data[0] == self._data[0] and data[1] is not self._data[1]:
+        data, (local, storage) = self._data_of(shard), self._data
+        if data[0]() is local() and data[1] is not storage:
             raise ValueError(
                 f"{self._name}.data was assigned to, which has no effect on a sharded parameter (a torch DTensor); "
                 "write into it instead: with torch.no_grad(): parameter.copy_(value)"
@@ -671,10 +671,13 @@ class _ShownParameter:
             copy._backward_hooks = shard._backward_hooks
 
     @staticmethod
-    def _data_of(shard: Any) -> tuple[int, torch.UntypedStorage]:
-        """Return what tells the shard's data: its local tensor, and the storage of the
-        DTensor around it, which has no bytes."""
-        return id(shard._local_tensor), shard.untyped_storage()
+    def _data_of(
+        shard: Any,
+    ) -> tuple[weakref.ref[torch.Tensor], torch.UntypedStorage]:
+        """Return what tells the shard's data: its local tensor, whose id another one
+        may have as soon as it is gone, and the storage of the DTensor around it, which
+        has no bytes."""
+        return weakref.ref(shard._local_tensor), shard.untyped_storage()
 
 
 # On a copy: its version when it was gathered, or when a parametrization was registered,

@@ -368,6 +368,25 @@ def test_what_would_be_lost_is_refused() -> None:
         assert found["assigned_data 1"] == found["changed_inside 1"] == ""
 
 
+def cast_over_and_over() -> str:
+    model = sharded(shard_degree=2).module
+    try:
+        for _ in range(30):
+            model.float()
+            model.double()
+            model.float()
+            model.double()
+            model(torch.ones(2, 6, dtype=torch.float64))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_cast_is_no_assignment_of_data() -> None:
+    # The id of a tensor that is gone may be that of the one in its place.
+    assert run_ranks(cast_over_and_over, 2) == ["", ""]
+
+
 def copies_zero_their_own() -> tuple[bool, bool]:
     model = sharded(shard_degree=1).module
     again = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
