@@ -48,8 +48,13 @@ def check(seeds: Iterable[int], saved: int, loaded: int, folder: Path) -> int:
     return refused
 
 
-def test_drawn_programs_go_on_at_another_layout(tmp_path: Path) -> None:
-    assert check(QUICK, 2, 2, tmp_path) == 0
+@pytest.mark.parametrize(
+    "seeds", [QUICK[:2], pytest.param(QUICK[2:], marks=pytest.mark.slow)]
+)
+def test_drawn_programs_go_on_at_another_layout(
+    tmp_path: Path, seeds: tuple[int, ...]
+) -> None:
+    assert check(seeds, 2, 2, tmp_path) == 0
 
 
 @pytest.mark.slow

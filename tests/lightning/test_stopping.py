@@ -40,8 +40,7 @@ def steps(hook: str, ranks: tuple[int, ...], knobs: dict[str, Any]) -> int:
     return len(run.losses)
 
 
-@pytest.mark.parametrize("hook", ["batch", "epoch"])
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize(("hook", "shard"), [("batch", 1), ("epoch", 2)])
 def test_a_rank_that_stops_alone_is_named(hook: str, shard: int) -> None:
     with pytest.raises(RanksFailed, match=SAID):
         run_ranks(steps, 2, hook, (0,), {"shard_degree": shard})

@@ -103,7 +103,10 @@ def outcome(environs: list[Environ]) -> str:
     return "agree" if found[0].master_addr else "no address"
 
 
-@pytest.mark.parametrize("first", [0, 1000, 2000])
+@pytest.mark.parametrize(
+    "first",
+    [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1000, 2000))],
+)
 def test_all_processes_of_a_launch_agree_or_are_refused(first: int) -> None:
     agreed = 0
     for seed in range(first, first + 1000):

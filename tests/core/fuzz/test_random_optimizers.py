@@ -8,7 +8,7 @@ import pytest
 from tests.core.fuzz.optimizer_programs import alone, draw, problems, together
 from tests.harness import run_ranks
 
-NORMAL = range(400, 406)
+NORMAL = range(400, 403)
 MANY = 200
 AT_ONCE = 20
 
