@@ -258,7 +258,8 @@ def draw(seed: int) -> Case:
     )
     workers = 2 if kind == "workers" else generator.choice([0, 0, 1])
     if layout == "stages":
-        size, rows = 4, rows + rows % 2  # micro-batches
+        size = 4  # micro-batches
+        rows = max(rows + rows % 2, ranks * size)
     # Lightning's, too, leaves out or repeats what does not go round; a batch with fewer
     # samples than ranks would be.
     val_rows = ranks * size * generator.randint(1, 2) + (size if size >= ranks else 0)
