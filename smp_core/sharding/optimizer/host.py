@@ -377,10 +377,13 @@ def host_kernels(
     # A differentiable step has no fused kernel.
     options: dict[str, Any] = {"capturable": False} if "capturable" in group else {}
     if "fused" in group and not group.get("differentiable"):
+        members = list(members)
         sharded = any(isinstance(member, DTensor) for member in members)
         fused = not sharded or any(
             base in kind.__mro__ for base in (torch.optim.Adam, torch.optim.AdamW)
         )
+        # Complex numbers have no fused kernel.
+        fused = fused and all(member.is_floating_point() for member in members)
         # torch's fused SGD has no first step of some parameters beside later steps of
         # others, so with momentum it runs only where it was asked for.
         fused = fused and (bool(group["fused"]) or not group.get("momentum"))

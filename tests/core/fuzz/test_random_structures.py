@@ -163,6 +163,9 @@ CASES = {
     "complex parameters over the world": case(
         block("complex"), knobs=REPLICAS | {"optimizer_shard": "world"}
     ),
+    "complex parameters in host memory": case(
+        block("complex"), knobs={"state_offload": "all"}
+    ),
     "a reentrant checkpoint": case(block("linear", call="reentrant")),
     "a reentrant checkpoint on replicas": case(
         block("linear", call="reentrant"), knobs=REPLICAS
