@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -130,3 +130,24 @@ class Averages(torch.optim.SGD):
         if not self.training:
             raise RuntimeError("call train() first")
         return super().step(closure)
+
+
+def unequal(
+    made: Callable[[nn.Module], torch.optim.Optimizer],
+    edit: Edit,
+    layouts: Sequence[dict[str, Any]] = LAYOUTS,
+) -> list[str]:
+    """Train with edits between steps, in one process and at layouts; return the layouts
+    whose weights differ by more than 1e-12, and by how much."""
+    model = net()
+    train(model, made(model), range(WORLD), edit)
+    expected, wrong = weights(model), []
+    for knobs in layouts:
+        parallel = sharded(knobs)
+        optimizer = made(parallel.module)
+        parallel.prepare_optimizer(optimizer)
+        train(parallel.module, optimizer, own_batch(parallel), edit)
+        apart = difference(weights(parallel.module), expected)
+        if not apart <= 1e-12:
+            wrong.append(f"{knobs}: {apart}")
+    return wrong

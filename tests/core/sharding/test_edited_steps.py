@@ -24,6 +24,7 @@ from tests.core.sharding.prepared_runs import (
     own_batch,
     sharded,
     train,
+    unequal,
     weights,
 )
 from tests.harness import run_ranks
@@ -127,18 +128,7 @@ def forgotten_states() -> list[str]:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    model = net()
-    train(model, sgd(model), range(WORLD), forgets)
-    expected, wrong = weights(model), []
-    for knobs in LAYOUTS:
-        parallel = sharded(knobs)
-        optimizer = sgd(parallel.module)
-        parallel.prepare_optimizer(optimizer)
-        train(parallel.module, optimizer, own_batch(parallel), forgets)
-        apart = difference(weights(parallel.module), expected)
-        if not apart <= 1e-12:
-            wrong.append(f"{knobs}: {apart}")
-    return wrong
+    return unequal(sgd, forgets)
 
 
 def test_states_are_set_and_taken_away_by_the_parameter() -> None:

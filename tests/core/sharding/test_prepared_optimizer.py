@@ -26,6 +26,7 @@ from tests.core.sharding.prepared_runs import (
     own_batch,
     sharded,
     train,
+    unequal,
     weights,
 )
 from tests.harness import run_ranks
@@ -86,20 +87,14 @@ def changed_groups() -> list[str]:
     for number, (kind, edit) in enumerate(
         itertools.product(("sgd", "adamw"), (adding, editing, freezing))
     ):
-        model = net()
-        optimizer = made(kind, model.head.parameters())
-        train(model, optimizer, range(WORLD), edit)
-        expected = weights(model)
+
+        def of_head(model: Any, kind: str = kind) -> torch.optim.Optimizer:
+            return made(kind, model.head.parameters())
+
         # Every edit in every layout, with one of the kinds: three edits, so that the
         # halves change.
-        for knobs in LAYOUTS[number % 2 :: 2]:
-            parallel = sharded(knobs)
-            optimizer = made(kind, parallel.module.head.parameters())  # type: ignore[operator, union-attr]
-            parallel.prepare_optimizer(optimizer)
-            train(parallel.module, optimizer, own_batch(parallel), edit)
-            apart = difference(weights(parallel.module), expected)
-            if not apart <= 1e-12:
-                wrong.append(f"{kind}, {edit.__name__}, {knobs}: {apart}")
+        found = unequal(of_head, edit, LAYOUTS[number % 2 :: 2])
+        wrong += [f"{kind}, {edit.__name__}, {each}" for each in found]
     return wrong
 
 
