@@ -1,8 +1,9 @@
 """Payloads that are smaller than their tensors: bfloat16, blockwise int8 and int4, fp8.
 
 ``codec(name)`` returns one; its ``size`` is what anything else asks for bytes. On CUDA
-the blockwise ones run as one kernel each way (triton_codec). Optimizer states have a
-codec of their own (moments), and frozen weights (rows).
+the blockwise ones run as one kernel each way, and all are added up by one
+(triton_codec). Optimizer states have a codec of their own (moments), and frozen weights
+(rows).
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ fp8 (e4m3) 2**-4 of the element or a * 2**-18, whichever is larger.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +30,16 @@ CodeName = Literal["int8", "int4", "fp8", "bfloat16"]
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """A way to turn ``n`` elements into bytes and back."""
 
+    name: CodeName
+
+    @abstractmethod
     def size(self, n: int) -> int:
         """Return the bytes of the payload of ``n`` elements."""
 
+    @abstractmethod
     def encode(self, values: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
         """Compress ``values`` [n] into ``out`` uint8 [size(n)].
 
@@ -44,9 +49,15 @@ class Codec(Protocol):
                 payload cannot stand for its values.
         """
 
+    @abstractmethod
     def decode(self, payloads: Tensor, out: Tensor) -> None:
         """Decompress ``payloads`` uint8 [size(n)] or [rows, size(n)] into ``out`` [n]
         or [rows, n], in its dtype."""
+
+    @abstractmethod
+    def finite_in(self, payloads: Tensor, n: int) -> Tensor:
+        """Return whether payloads [..., size(n)] can stand for their values, bool
+        [...]: not if a block had inf or nan."""
 
     def sum_rows(
         self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
@@ -54,41 +65,56 @@ class Codec(Protocol):
         """Return the sum of rows in their order, in ``own``'s dtype: ``own`` [n] in the
         place ``me``, ``exact``'s in theirs, the others decoded from ``payloads`` [rows,
         size(n)]."""
+        kernels = self._kernels(own)
+        # Terms that came exactly are in no payload, so the kernel cannot see them.
+        if kernels is not None and not exact:
+            total = torch.empty_like(own)
+            kernels.sum_rows(self.name, BLOCK, payloads, own, me, total)
+            return total
+        # In the order of ranks, so that all owners round alike.
+        total, term = torch.zeros_like(own), torch.empty_like(own)
+        for i, payload in enumerate(payloads):
+            if i != me and i not in exact:
+                self.decode(payload, term)
+            total += own if i == me else exact.get(i, term)
+        return total
 
-    def finite_in(self, payloads: Tensor, n: int) -> Tensor:
-        """Return whether payloads [..., size(n)] can stand for their values, bool
-        [...]: not if a block had inf or nan."""
+    def _kernels(self, tensor: Tensor) -> Any:
+        """Return the module of kernels, if they can do it: they compute in float32."""
+        # They would round float64, and take no empty tensors.
+        if (
+            tensor.device.type != "cuda"
+            or tensor.dtype == torch.float64
+            or not tensor.numel()
+            or not has_triton()
+        ):
+            return None
+        if self.name == "fp8" and not device_multiplies_fp8(tensor.device):
+            return None  # Triton knows E4M3 from the devices on that have it
+        from smp_core.codecs import triton_codec
+
+        return triton_codec
+
+    def _keep_rest(self, values: Tensor, payload: Tensor, rest: Tensor) -> None:
+        # What the receiver will see, and what is missing to the value.
+        self.decode(payload, rest)
+        torch.sub(values, rest, out=rest)
+        self._drop_rest(payload, rest)
+
+    def _drop_rest(self, payload: Tensor, rest: Tensor) -> None:
+        """Keep nothing of values that cannot be compressed: they are sent exactly, or
+        the sum is not finite."""
+        finite = self.finite_in(payload, rest.numel())
+        # There asking would be waiting.
+        if streams.run_behind(rest.device) or not finite:
+            rest.masked_fill_(~finite, 0.0)
 
 
-def _sum_rows(
-    codec: Codec, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
-) -> Tensor:
-    # In the order of ranks, so that all owners round alike.
-    total, term = torch.zeros_like(own), torch.empty_like(own)
-    for i, payload in enumerate(payloads):
-        if i != me and i not in exact:
-            codec.decode(payload, term)
-        total += own if i == me else exact.get(i, term)
-    return total
+class Bfloat16(Codec):
+    """Half of float32's bytes; inf and nan travel as they are. On CUDA one Triton kernel
+    adds payloads up."""
 
-
-def _keep_rest(codec: Codec, values: Tensor, payload: Tensor, rest: Tensor) -> None:
-    # What the receiver will see, and what is missing to the value.
-    codec.decode(payload, rest)
-    torch.sub(values, rest, out=rest)
-    _drop_rest(codec, payload, rest)
-
-
-def _drop_rest(codec: Codec, payload: Tensor, rest: Tensor) -> None:
-    """Keep nothing of values that cannot be compressed: they are sent exactly, or the
-    sum is not finite."""
-    finite = codec.finite_in(payload, rest.numel())
-    if streams.run_behind(rest.device) or not finite:  # there asking would be waiting
-        rest.masked_fill_(~finite, 0.0)
-
-
-class Bfloat16:
-    """Half of float32's bytes; inf and nan travel as they are."""
+    name = "bfloat16"
 
     def size(self, n: int) -> int:
         return 2 * n
@@ -98,21 +124,16 @@ class Bfloat16:
             values += rest
         out.view(torch.bfloat16).copy_(values)
         if rest is not None:
-            _keep_rest(self, values, out, rest)
+            self._keep_rest(values, out, rest)
 
     def decode(self, payloads: Tensor, out: Tensor) -> None:
         out.copy_(payloads.view(torch.bfloat16))
-
-    def sum_rows(
-        self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
-    ) -> Tensor:
-        return _sum_rows(self, payloads, own, me, exact)
 
     def finite_in(self, payloads: Tensor, n: int) -> Tensor:
         return torch.ones(payloads.shape[:-1], dtype=torch.bool, device=payloads.device)
 
 
-class Blockwise:
+class Blockwise(Codec):
     """Codes with one float32 scale per block: by one Triton kernel each way on CUDA,
     where Triton is there (:mod:`smp_core.codecs.triton_codec`), by the formulas below
     everywhere else."""
@@ -130,14 +151,14 @@ class Blockwise:
         if kernels is not None:
             kernels.encode(self.name, _LARGEST[self.name], BLOCK, values, rest, out)
             if rest is not None:
-                _drop_rest(self, out, rest)
+                self._drop_rest(out, rest)
             return
         # By formulas: first the remainder of before joins the values.
         if rest is not None:
             values += rest
         self._encode(values, out)
         if rest is not None:
-            _keep_rest(self, values, out, rest)
+            self._keep_rest(values, out, rest)
 
     def decode(self, payloads: Tensor, out: Tensor) -> None:
         kernels = self._kernels(out)
@@ -151,37 +172,10 @@ class Blockwise:
             for payload, values in zip(payloads, out, strict=True):
                 self._decode(payload, values)
 
-    def sum_rows(
-        self, payloads: Tensor, own: Tensor, me: int, exact: Mapping[int, Tensor]
-    ) -> Tensor:
-        kernels = self._kernels(own)
-        # Terms that came exactly are in no payload, so the kernel cannot see them.
-        if kernels is None or exact:
-            return _sum_rows(self, payloads, own, me, exact)
-        total = torch.empty_like(own)
-        kernels.sum_rows(self.name, BLOCK, payloads, own, me, total)
-        return total
-
     def finite_in(self, payloads: Tensor, n: int) -> Tensor:
         return (
             payloads[..., : 4 * self._blocks(n)].view(torch.float32).isfinite().all(-1)
         )
-
-    def _kernels(self, tensor: Tensor) -> Any:
-        """Return the module of kernels, if they can do it: they compute in float32."""
-        # They would round float64, and take no empty tensors.
-        if (
-            tensor.device.type != "cuda"
-            or tensor.dtype == torch.float64
-            or not tensor.numel()
-            or not has_triton()
-        ):
-            return None
-        if self.name == "fp8" and not device_multiplies_fp8(tensor.device):
-            return None  # Triton knows E4M3 from the devices on that have it
-        from smp_core.codecs import triton_codec
-
-        return triton_codec
 
     def _encode(self, values: Tensor, out: Tensor) -> None:
         # Half precision is scaled in float32; a last block is filled up with zeros.

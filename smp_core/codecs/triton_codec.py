@@ -5,7 +5,8 @@ A block is one row of a program: its largest magnitude, its scale and its codes 
 of the same registers. The scale is the flag too: it is not finite where the block held
 inf or nan. Bytes and numbers are those of :class:`smp_core.codecs.codec.Blockwise`'s
 eager formulas (true divisions, ties to even, products and sums not fused), except for
-codes of blocks that are not finite, whose values are lost anyway.
+codes of blocks that are not finite, whose values are lost anyway. Payloads of bfloat16
+have no scales, and are added up here alone.
 
 Imported only where Triton is there. Shape letters: R payloads, N elements of each, B
 bytes of each.
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 8
-_KINDS = {"int8": 0, "int4": 1, "fp8": 2}
+_KINDS = {"int8": 0, "int4": 1, "fp8": 2, "bfloat16": 3}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,6 +91,7 @@ def _decoded(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Return the values [rows, BLOCK] of one payload, float32."""
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if KIND == 1:
         pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         pairs = tl.load(codes_ptr + pair, mask=2 * pair < N, other=0).to(tl.int32)
@@ -98,14 +100,18 @@ def _decoded(  # type: ignore[no-untyped-def]
             tl.float32
         )
     else:
-        at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         codes = tl.load(codes_ptr + at, mask=at < N, other=0)
-        if KIND == 2:
+        if KIND == 3:
+            numbers = codes.to(tl.float32)
+        elif KIND == 2:
             numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
             numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
-    scale = tl.load(scales_ptr + row, mask=row * BLOCK < N, other=0.0)
-    return numbers * scale[:, None]
+    # Numbers of bfloat16 have no scale.
+    if KIND != 3:
+        scale = tl.load(scales_ptr + row, mask=row * BLOCK < N, other=0.0)
+        numbers = numbers * scale[:, None]
+    return numbers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -175,7 +181,7 @@ def encode(
     """Compress ``values`` [N] into ``out`` [B]. With ``rest`` [N] float32, ``values``
     (float32) become the sum of both and ``rest`` what is rounded off that, 0 in blocks
     that are not finite."""
-    scales, codes = _split(out, values.numel(), block)
+    scales, codes = _split(name, out, values.numel(), block)
     _encode_kernel[_grid(values.numel(), block)](
         values,
         values if rest is None else rest,
@@ -192,7 +198,7 @@ def decode(name: str, block: int, payloads_RB: Tensor, out_RN: Tensor) -> None:
     """Decompress payloads into ``out_RN``, in its dtype; elements of a row are
     contiguous, rows may be anywhere."""
     count, n = out_RN.shape
-    scales, codes = _split(payloads_RB, n, block)
+    scales, codes = _split(name, payloads_RB, n, block)
     _decode_kernel[(*_grid(n, block), count)](
         scales,
         codes,
@@ -211,7 +217,7 @@ def sum_rows(
     """Write the sum of the decompressed payloads, in their order, into ``total_N``;
     ``own_N`` (float32) has the place ``me``."""
     n = own_N.numel()
-    scales, codes = _split(payloads_RB, n, block)
+    scales, codes = _split(name, payloads_RB, n, block)
     _sum_kernel[_grid(n, block)](
         scales,
         codes,
@@ -226,8 +232,11 @@ def sum_rows(
     )
 
 
-def _split(payloads: Tensor, n: int, block: int) -> tuple[Tensor, Tensor]:
+def _split(name: str, payloads: Tensor, n: int, block: int) -> tuple[Tensor, Tensor]:
     """Return scales and codes of payloads [..., B]."""
+    if name == "bfloat16":
+        numbers = payloads.view(torch.bfloat16)
+        return numbers, numbers  # no scales
     first_code = 4 * triton.cdiv(n, block)
     return payloads[..., :first_code].view(torch.float32), payloads[..., first_code:]
 

@@ -178,18 +178,27 @@ def test_codecs_compile_without_fused_sums(capability: int, code: str) -> None:
                 {**strides, "out_stride": "i64"},
                 **shared,
             )
+    sums_compile(capability, kind, pair)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+def test_sums_of_bfloat16_compile() -> None:
+    sums_compile(80, 3, {"scales_ptr": "*bf16", "codes_ptr": "*bf16"})
+
+
+def sums_compile(capability: int, kind: int, pair: dict[str, str]) -> None:
+    from smp_core.codecs import triton_codec as codecs
+
+    shared = {"KIND": kind, "BLOCK": 256, "ROWS": 8}
+    strides = {"N": "i32", "scales_stride": "i32", "codes_stride": "i32", "R": "i32"}
     sums = {**pair, "own_ptr": "*fp32", "total_ptr": "*fp32"}
     ptx = compiled(
-        codecs._sum_kernel,
-        capability,
-        sums,
-        {**strides, "R": "i32", "me": "i32"},
-        **shared,
+        codecs._sum_kernel, capability, sums, {**strides, "me": "i32"}, **shared
     )
     assert "fma.rn" not in ptx, "sums are those of the eager formulas"
-    compiled(
-        codecs._sum_kernel, capability, sums, {**strides, "R": "i32"}, me=1, **shared
-    )
+    compiled(codecs._sum_kernel, capability, sums, strides, me=1, **shared)
 
 
 @pytest.mark.slow

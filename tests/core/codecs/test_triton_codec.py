@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from smp_core.codecs.codec import _LARGEST, BLOCK, Blockwise
+from smp_core.codecs.codec import _LARGEST, BLOCK, Blockwise, Codec, CodeName, codec
 from smp_core.torch_facts.kernels import device_multiplies_fp8
 from tests.harness import run_script
 
@@ -52,17 +52,21 @@ def kernels() -> ModuleType:
     return importlib.import_module("smp_core.codecs.triton_codec")
 
 
-@pytest.fixture(params=["int8", "int4", "fp8"])
-def coder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Blockwise:
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference: eager formulas on every device."""
-    if (
-        request.param == "fp8"
-        and DEVICE.type == "cuda"
-        and not device_multiplies_fp8(DEVICE)
-    ):
-        pytest.skip("Triton has E4M3 on Ada and later only")
-    monkeypatch.setattr(Blockwise, "_kernels", lambda self, tensor: None)
+    monkeypatch.setattr(Codec, "_kernels", lambda self, tensor: None)
+
+
+@pytest.fixture(params=["int8", "int4", "fp8"])
+def coder(request: pytest.FixtureRequest, eager: None) -> Blockwise:
+    needs_fp8(request.param)
     return Blockwise(request.param)
+
+
+def needs_fp8(name: str) -> None:
+    if name == "fp8" and DEVICE.type == "cuda" and not device_multiplies_fp8(DEVICE):
+        pytest.skip("Triton has E4M3 on Ada and later only")
 
 
 def numbers(n: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -131,9 +135,12 @@ def test_several_payloads_are_decoded_to_the_same_numbers(
             assert torch.equal(apart, expected), n
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "bfloat16"])
 def test_sums_over_peers_are_the_same_numbers(
-    kernels: ModuleType, coder: Blockwise
+    kernels: ModuleType, name: CodeName, eager: None
 ) -> None:
+    needs_fp8(name)
+    coder = codec(name)
     if INTERPRETED and TRITON < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 takes no loop over an argument")
     for n in SIZES:
