@@ -29,7 +29,12 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-from tests.rank_worker import die_with_parent, explain_asserts, serve
+from tests.rank_worker import (
+    die_with_parent,
+    explain_asserts,
+    remember_shapes,
+    serve,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -186,6 +191,7 @@ def main(descriptor: int) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     explain_asserts()
+    remember_shapes()
     gc.enable()
     gc.collect()
     gc.freeze()  # else collecting garbage in a rank would copy the pages that all share

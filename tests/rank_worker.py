@@ -40,7 +40,10 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.modules.module as module_hooks
+from torch._guards import detect_fake_mode
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 # SIGUSR1 is taken: Lightning requeues SLURM jobs with it.
 STACK_SIGNAL = signal.SIGUSR2
@@ -204,6 +207,44 @@ def explain_asserts() -> None:
     from _pytest.config import get_config
 
     install_importhook(get_config())
+
+
+def remember_shapes() -> None:
+    """Let DTensor find out once in a process what shape an operator returns.
+
+    It runs each operator without values for that, anew for each mesh and case, which
+    is a third of what a small case with an optimizer takes; shapes depend on neither.
+    """
+    # torch remembers them by mesh alone, and has no public way to do it otherwise.
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    find = propagator._propagate_tensor_meta_non_cached
+    found: dict[Any, Any] = {}
+
+    def remembered(schema: Any) -> Any:
+        # Under a trace sizes may be symbols.
+        if detect_fake_mode() is not None:
+            return find(schema)
+        named = tuple(sorted(schema.kwargs_schema.items()))
+        shapes = _shapes_in((schema.args_schema, named))
+        key = (schema.op, shapes, torch.get_default_dtype())
+        try:
+            known = key in found
+        except TypeError:  # a value without a hash
+            return find(schema)
+        if not known:
+            found[key] = find(schema)
+        return found[key]
+
+    propagator._propagate_tensor_meta_non_cached = remembered
+
+
+def _shapes_in(value: Any) -> Any:
+    """What operators' results have their shapes from."""
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_shapes_in, value))
+    if isinstance(value, DTensorSpec):
+        return value.tensor_meta
+    return type(value), value  # 1, 1.0 and True are equal
 
 
 class GlooOnOneDevice(dist.ProcessGroupGloo):

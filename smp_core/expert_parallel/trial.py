@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from smp_core.fp8 import unquantized
 from smp_core.plan.chain import state_restored
+from smp_core.torch_facts import seed_generators
 
 logger = logging.getLogger("smp")
 
@@ -56,7 +57,7 @@ def try_experts(
     problem = ""
     with torch.random.fork_rng(devices), state_restored(module), unquantized():
         buffers = {key: each.clone() for key, each in module.named_buffers()}
-        torch.manual_seed(0)
+        seed_generators(0)
         try:
             # Dropout inside would draw other numbers for other rows.
             module.eval()

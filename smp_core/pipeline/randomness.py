@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 import torch
 
+from smp_core.torch_facts import seed_generators
+
 _SEEDS = 2**62
 
 
@@ -41,16 +43,16 @@ class StepSeeds:
     def begin_call(self, micro_batch: int) -> None:
         """Seed the user's code, and the model's before the blocks, alike on all
         stages."""
-        torch.manual_seed(_mixed(self._seed, micro_batch))
+        seed_generators(_mixed(self._seed, micro_batch))
 
     def begin_again(self, micro_batch: int, count: int) -> None:
         """Seed what follows the module before the blocks that has this number, alike on
         all stages."""
-        torch.manual_seed(_mixed(self._seed, micro_batch, -count - 1))
+        seed_generators(_mixed(self._seed, micro_batch, -count - 1))
 
     def begin_blocks(self, micro_batch: int, chunk: int) -> None:
         """Seed the blocks, apart for each chunk."""
-        torch.manual_seed(_mixed(self._seed, micro_batch, chunk + 1))
+        seed_generators(_mixed(self._seed, micro_batch, chunk + 1))
 
 
 def _mixed(*numbers: int) -> int:

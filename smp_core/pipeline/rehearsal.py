@@ -36,7 +36,7 @@ from smp_core.plan.chain import (
     state_restored,
     with_fake_values,
 )
-from smp_core.torch_facts import caches_in, first_names
+from smp_core.torch_facts import caches_in, first_names, seed_generators
 from smp_core.watch import innermost_user_line
 
 _INSTEAD = "write what needs it into a block, or into a module of its own that is called before the blocks"
@@ -141,12 +141,12 @@ def _seeded(model: nn.Module, stages: Stages) -> Iterator[None]:
 
 
 def _seed(number: int, *_: Any) -> None:
-    torch.manual_seed(number)
+    seed_generators(number)
 
 
 def _run(module: nn.Module, example: Example, refusal: str) -> Any:
     args, kwargs = example
-    torch.manual_seed(0)
+    seed_generators(0)
     with running_the_example(module, refusal):
         return module(*args, **kwargs)
 
@@ -216,7 +216,7 @@ def _given_by(
     )
     stage.show(chunk)
     stage.incoming, stage.is_running = taken, True
-    torch.manual_seed(0)
+    seed_generators(0)
     try:
         return module(*args, **kwargs)
     except StageDone as done:

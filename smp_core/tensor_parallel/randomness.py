@@ -20,6 +20,7 @@ from torch import nn
 
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import transformers_model
+from smp_core.torch_facts import seed_generators
 
 _DROPOUT = (
     nn.Dropout,
@@ -169,7 +170,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         else torch.random.fork_rng([])
     )
     with forked:
-        torch.manual_seed(seed)
+        seed_generators(seed)
         yield
 
 

@@ -45,7 +45,7 @@ from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.randomness import require_one_state
 from smp_core.tensor_parallel.roles import Split, holds, numbers_of_heads
 from smp_core.tensor_parallel.token_trial import TokenTrial
-from smp_core.torch_facts import without_caches
+from smp_core.torch_facts import seed_generators, without_caches
 
 logger = logging.getLogger("smp")
 
@@ -220,7 +220,7 @@ class UnsplitTrial:
             given, whole_given = self._given(
                 args, kwargs, own_dim, drawing, hidden, dtype
             )
-            torch.manual_seed(seed)
+            seed_generators(seed)
             split = self._played(self.forward, given, shown, self._noting)
         # Phase 2: as it was before.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
@@ -231,7 +231,7 @@ class UnsplitTrial:
                 "forward", self.forward
             )
             # The same seed: a forward that draws numbers draws the same ones twice.
-            torch.manual_seed(seed)
+            seed_generators(seed)
             whole = self._played(forward, whole_given, shown, self._with_whole_weights)
         return split, whole
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         is_rank_0 as is_rank_0,
         prefers_messages as prefers_messages,
         reduce_scatter_single as reduce_scatter_single,
+        seed_generators as seed_generators,
         symmetric_memory_operators as symmetric_memory_operators,
         transformers_models as transformers_models,
         without_caches as without_caches,

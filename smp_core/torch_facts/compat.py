@@ -43,6 +43,17 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _NEW_CACHE = "cache"
 
 
+def seed_generators(number: int) -> None:
+    """Seed the generators of the CPU and of the accelerator, where there is one.
+
+    ``torch.manual_seed`` would do, but formats the stack that it is called from once
+    for each kind of device that has not been started, which takes milliseconds.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.accelerator.is_available():
+        torch.get_device_module().manual_seed_all(number)
+
+
 def caches_in(named: Mapping[str, Any]) -> list[str]:
     """List the names in a call's keywords, or in a model's output, under which there
     are caches of keys and values."""

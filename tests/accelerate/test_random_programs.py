@@ -192,9 +192,9 @@ LOOPS = [
 
 
 def test_what_was_wrong_once_is_as_in_one_process(tmp_path: Path) -> None:
-    cases = [CASES[1], CASES[5], CASES[7], CASES[-2]]
+    cases = [CASES[1], CASES[-2]]
     check_programs(cases, tmp_path, right=len(cases))
-    check_loops([LOOPS[0], LOOPS[3], LOOPS[5]], tmp_path, right=3)
+    check_loops([LOOPS[3], LOOPS[5]], tmp_path, right=2)
 
 
 def test_a_sum_over_labels_of_shared_sequences_is_refused(tmp_path: Path) -> None:

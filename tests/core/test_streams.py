@@ -30,9 +30,6 @@ CLEAN = {
     "whole parameters, states over the world": Case(
         {"shard_degree": 1, "optimizer_shard": "world"}
     ),
-    "nodes, non-finite steps skipped": Case(
-        {"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}
-    ),
     "float16 with loss scaling": Case(
         {"shard_degree": 2, "param_dtype": "float16"}, scales=True
     ),
@@ -46,7 +43,6 @@ CLEAN = {
             },
         }
     ),
-    "FP8": Case({"shard_degree": 2, "fp8": {"fp8_all_gather": True}}),
     "a unit gathered ahead and not used": Case(
         {"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, skips=True
     ),
@@ -81,6 +77,10 @@ CLEAN = {
 }
 # Played by the slow test.
 MORE = {
+    "FP8": Case({"shard_degree": 2, "fp8": {"fp8_all_gather": True}}),
+    "nodes, non-finite steps skipped": Case(
+        {"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}
+    ),
     "nodes, states over the world": Case(
         {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"},
         micro_batches=3,

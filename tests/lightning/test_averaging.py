@@ -298,7 +298,7 @@ def fit_drawn(numbers: Sequence[int]) -> list[Run]:
 
 
 @pytest.mark.parametrize(
-    "numbers", [range(6), pytest.param(range(6, 206), marks=pytest.mark.slow)], ids=str
+    "numbers", [range(3), pytest.param(range(3, 206), marks=pytest.mark.slow)], ids=str
 )
 def test_drawn_averages_have_the_arithmetic_of_one_process(
     numbers: Sequence[int],

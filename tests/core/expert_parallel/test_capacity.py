@@ -87,12 +87,12 @@ def full_case(kind: str, shard: int, expert: int, **knobs: Any) -> Case:
 
 
 FEW = [
-    full_case("Mixtral", 2, 1),
-    full_case("Mixtral", 4, 2, activations="full"),
     full_case("own experts", 4, 4),
     full_case("Mixtral", 4, 2, collectives={"expert_transport": "deep_ep"}),
 ]
 MORE = [
+    full_case("Mixtral", 2, 1),
+    full_case("Mixtral", 4, 2, activations="full"),
     *(
         full_case("DeepseekV3", shard, expert)
         for shard, expert in ((2, 1), (4, 2), (4, 4))

@@ -11,7 +11,7 @@ import pytest
 from tests.core.expert_parallel.drawn import draw, outcome
 from tests.harness import RanksFailed, run_ranks
 
-NORMAL = (1004,)
+NORMAL = (1009,)
 MANY, AT_ONCE = 300, 20
 
 

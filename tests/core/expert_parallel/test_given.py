@@ -80,7 +80,6 @@ def test_dealt_experts_train_like_one_process(tmp_path: Path) -> None:
     """1e-12: sums in another order, of losses of about 4 and gradients of up to 0.1 in
     float64. With "balanced" the auxiliary loss is that of all ranks' tokens."""
     cases = [
-        loaded("Mixtral", tmp_path, TWO),
         loaded("Mixtral", tmp_path, FOUR, keep_between_micro_batches="gradients"),
         loaded("balanced", tmp_path, TWO, expert_parallel_degree="auto"),
     ]
@@ -104,10 +103,16 @@ def test_dealt_experts_of_several_replicas_train_like_one_process(
         assert found == []
 
 
-def test_any_layout_loads_what_dealt_experts_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [[TWO], pytest.param([TWO, FOUR], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_any_layout_loads_what_dealt_experts_saved(
+    sizes: list[dict[str, int]], tmp_path: Path
+) -> None:
     cases = [
-        loaded("Mixtral", tmp_path, TWO),
-        loaded("Mixtral", tmp_path, FOUR),
+        *(loaded("Mixtral", tmp_path, each) for each in sizes),
         Case("Mixtral", 2, 1),
     ]
     for problems in run_ranks(

@@ -167,7 +167,7 @@ def test_any_stages_and_tensor_ranks_load_what_others_saved(
 
 
 TWO_STAGES = [
-    Case("balanced on 4 stages", shard=2, micro_batches=2, windows=2, knobs=(EXPERTS,)),
+    Case("balanced on 4 stages", shard=2, micro_batches=2, knobs=(EXPERTS,)),
     Case(
         "Qwen3Moe whose last layers are dense",
         shard=2,

@@ -8,7 +8,7 @@ import pytest
 from tests.core.fuzz.hooks import alone, draw, problems, together
 from tests.harness import run_ranks
 
-NORMAL = range(10)
+NORMAL = range(6)
 MANY = 200
 
 

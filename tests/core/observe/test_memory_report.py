@@ -65,7 +65,7 @@ def test_activations_are_those_that_are_alive() -> None:
 def kinds(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, offload in (("none", None), ("optimizer", "optimizer"), ("all", "all")):
-        parallel = build(layers=LAYERS, shard_degree=2, state_offload=offload)
+        parallel = build(layers=3, shard_degree=2, state_offload=offload)
         optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3, fused=True)
         parallel.prepare_optimizer(optimizer)
         report = MemoryReport(parallel, [optimizer])

@@ -612,14 +612,14 @@ def without_bounds(
 def test_drawn_searches_pick_what_full_ones_do(
     tiny: ModelTrace, mixture: ModelTrace
 ) -> None:
-    assert without_bounds(tiny, mixture, range(8)) == []
+    assert without_bounds(tiny, mixture, range(4)) == []
 
 
 @pytest.mark.slow
 def test_many_drawn_searches_pick_what_full_ones_do(
     tiny: ModelTrace, mixture: ModelTrace
 ) -> None:
-    assert without_bounds(tiny, mixture, range(8, 100)) == []
+    assert without_bounds(tiny, mixture, range(4, 100)) == []
 
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:

@@ -46,8 +46,12 @@ class Wide(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         first = args[0] if args else None
+        # Most calls are looks at an attribute.
+        if len(args) == 1 and not kwargs:
+            is_cast = func is torch.Tensor.float and first.dtype == torch.float64
+            return first if is_cast else func(first)
+        kwargs = dict(kwargs or {})
         if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
             if func is torch.Tensor.float:
                 return first

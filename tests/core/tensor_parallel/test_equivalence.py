@@ -27,8 +27,8 @@ from tests.core.tensor_parallel.model_cases import (
 from tests.core.tensor_parallel.models import MODELS
 from tests.harness import run_ranks
 
-# Tensor 2 x shard 2; tensor 2 x 2 replicas; keys and values of two heads on four ranks.
-# Others are the slow test's.
+# Tensor 2 x shard 2; keys and values of two heads on four ranks. Others are the slow
+# test's.
 SAMPLE = [
     Case("llama", tensor=4, sequence=False),
     Case(
@@ -37,6 +37,10 @@ SAMPLE = [
         micro_batches=3,
         knobs=(("activations", "full"), ("reshard_after_forward", False)),
     ),
+]
+MORE = [
+    Case("llama", shard=2, micro_batches=3),
+    Case("gpt2", shard=2, micro_batches=2),
     Case(
         "qwen3",
         knobs=(
@@ -47,7 +51,6 @@ SAMPLE = [
         ),
     ),
 ]
-MORE = [Case("llama", shard=2, micro_batches=3), Case("gpt2", shard=2, micro_batches=2)]
 
 
 @pytest.mark.parametrize(

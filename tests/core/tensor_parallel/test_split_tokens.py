@@ -33,11 +33,11 @@ def assert_exact_or_refused(seeds: list[int]) -> None:
 
 
 def test_drawn_models_train_like_one_process_or_are_refused() -> None:
-    assert_exact_or_refused(list(range(2)))
+    assert_exact_or_refused([0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(2, 202, 20))
+@pytest.mark.parametrize("first", range(1, 201, 20))
 def test_more_drawn_models_train_like_one_process_or_are_refused(first: int) -> None:
     assert_exact_or_refused(list(range(first, first + 20)))
 
