@@ -51,7 +51,9 @@ def seed_generators(number: int) -> None:
     """
     torch.default_generator.manual_seed(number)
     if torch.accelerator.is_available():
-        torch.get_device_module().manual_seed_all(number)
+        device: Any = torch.get_device_module()
+        # Of Apple's there is one.
+        getattr(device, "manual_seed_all", device.manual_seed)(number)
 
 
 def caches_in(named: Mapping[str, Any]) -> list[str]:
