@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp_core.engine.parallel_model import ParallelModel
 from tests.core.fuzz.hooks import Cell
@@ -393,20 +393,27 @@ def test_what_would_be_lost_is_refused() -> None:
         assert found["assigned_data 1"] == found["changed_inside 1"] == ""
 
 
-def assigned_at_once() -> str:
-    """As prune.remove, vector_to_parameters and merged adapters do: weights may be
-    saved, and no call follow that could find it."""
+def written_between_calls() -> tuple[str, torch.Tensor]:
+    """Shards that are assigned to, as prune.remove, vector_to_parameters and merged
+    adapters do: weights may be saved, and no call follow that could find it. And a row
+    into which a tensor is written that is split along columns, as torch's results of
+    rows are."""
     weight: Any = sharded(shard_degree=2).module.enter.weight
+    said = ""
     try:
         weight.data = weight.data * 2
     except ValueError as error:
-        return str(error)
-    return ""
+        said = str(error)
+    row = distribute_tensor(torch.ones(1, 6), weight.device_mesh, [Shard(0)])
+    row.addcmul_(row, row.redistribute(placements=[Shard(1)]), value=2)
+    row += row.redistribute(placements=[Shard(1)])
+    return said, row.full_tensor()
 
 
-def test_what_is_assigned_to_a_shard_is_refused_at_once() -> None:
-    for said in run_ranks(assigned_at_once, 2, ranks_per_node=2):
+def test_shards_are_written_into_and_not_assigned_to() -> None:
+    for said, row in run_ranks(written_between_calls, 2, ranks_per_node=2):
         assert "enter.weight.data was assigned to" in said
+        assert torch.equal(row, torch.full((1, 6), 6.0))
 
 
 def cast_over_and_over() -> str:
