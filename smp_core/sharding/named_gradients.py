@@ -84,7 +84,7 @@ def _refuse_gathered(outputs: Any, inputs: Any) -> None:
         RuntimeError: torch would find no path to them.
     """
     # Keyed by the copy, which is not the parameter itself only of what was gathered.
-    shards = {
+    shards: dict[Any, Tensor] = {
         copy: each for each in _tensors(inputs) if (copy := in_graphs(each)) is not each
     }
     left: list[Any] = [each.grad_fn for each in _tensors(outputs)] if shards else []
@@ -94,7 +94,7 @@ def _refuse_gathered(outputs: Any, inputs: Any) -> None:
         if node is None or node in known:
             continue
         known.add(node)
-        shard = shards.get(getattr(node, "variable", None))  # type: ignore[call-overload]
+        shard = shards.get(getattr(node, "variable", None))
         if shard is not None:
             raise RuntimeError(
                 f"torch.autograd.grad has no gradient of {name_of_shard(shard)}: {NOT_IN_GRAPH}"
