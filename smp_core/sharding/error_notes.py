@@ -22,7 +22,7 @@ _MIXED = (
     "name that, forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x), on "
     "all ranks."
 )
-_NOT_IN_GRAPH = (
+NOT_IN_GRAPH = (
     "parameters of a sharded model are shards outside of its forward, and a graph holds what was gathered for it. For "
     "gradients of parameters call loss.backward() and read parameter.grad when the window is closed; "
     "torch.autograd.grad works for inputs and activations, also with create_graph=True."
@@ -82,7 +82,7 @@ _NO_STRATEGY = (
 # Signs in an error's text, as patterns; the first one that is found counts.
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _MIXED,
-    "appears to not have been used in the graph": _NOT_IN_GRAPH,
+    "appears to not have been used in the graph": NOT_IN_GRAPH,
     "trying to differentiate twice": _TWICE,
     "FSDP does not support deepcopy": _COPY,
     "object has no attribute 'no_sync'": _NO_SYNC,

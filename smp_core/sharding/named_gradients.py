@@ -7,8 +7,8 @@ place, whose gradients are reduced like any other.
 
 ``torch.autograd.grad(loss, parameters)`` returns gradients and accumulates none. Those
 of whole parameters are of this rank's samples, as under DistributedDataParallel, which
-is said once; those of shards are an error of torch's, with a note
-(:mod:`smp_core.sharding.error_notes`).
+is said once; those of shards that a forward has gathered are an error, also where torch
+would give None or zeros for them (``allow_unused``, ``materialize_grads``), or a part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.sharding.fsdp import in_graphs
+from smp_core.sharding.error_notes import NOT_IN_GRAPH
+from smp_core.sharding.fsdp import in_graphs, name_of_shard
 from smp_core.sharding.gradients.parameter_hooks import hooks_of
 from smp_core.torch_facts import is_rank_0, model_parameter
 
@@ -44,6 +45,7 @@ def follow_named_gradients() -> None:
     @functools.wraps(grad)
     def of_this_rank(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if any(hooks_of(each) is not None for each in _tensors(inputs)):
+            _refuse_gathered(outputs, inputs)
             _say_whose()
         return grad(outputs, inputs, *args, **kwargs)
 
@@ -73,6 +75,31 @@ def _tensors(inputs: Any) -> Iterator[Tensor]:
     for each in values:
         if isinstance(each, Tensor):
             yield each
+
+
+def _refuse_gathered(outputs: Any, inputs: Any) -> None:
+    """Refuse parameters in shards of which the graph holds gathered copies.
+
+    Raises:
+        RuntimeError: torch would find no path to them.
+    """
+    # Keyed by the copy, which is not the parameter itself only of what was gathered.
+    shards: dict[Any, Tensor] = {
+        copy: each for each in _tensors(inputs) if (copy := in_graphs(each)) is not each
+    }
+    left: list[Any] = [each.grad_fn for each in _tensors(outputs)] if shards else []
+    known = set()
+    while left:
+        node = left.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        shard = shards.get(getattr(node, "variable", None))
+        if shard is not None:
+            raise RuntimeError(
+                f"torch.autograd.grad has no gradient of {name_of_shard(shard)}: {NOT_IN_GRAPH}"
+            )
+        left += [before for before, _ in node.next_functions]
 
 
 @functools.cache

@@ -158,8 +158,10 @@ def _compute(
         not name.startswith("_foreach_")
         and _is_on_several_meshes(values, by_dims=name == "equal")
     )
-    if not is_mixed or DTensor._op_dispatcher._allow_implicit_replication:
+    if DTensor._op_dispatcher._allow_implicit_replication:
         return NotImplemented
+    if not is_mixed:
+        return _written_into_a_row(function, args, kwargs or {})
     operands = list(_tensors(values))
     sharded = [each for each in operands if isinstance(each, DTensor)]
     plain = [each for each in operands if not isinstance(each, DTensor)]
@@ -212,6 +214,36 @@ def _compute(
         return function(
             *map_tensors(args, gathered), **map_tensors(kwargs or {}, gathered)
         )
+
+
+def _written_into_a_row(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the result of writing into a tensor with a dim of one element, where
+    operands are split along another one: what torch makes of such a tensor and of a
+    number is split so, and then it finds no way back. NotImplemented: of others."""
+    name, target = function.overloadpacket.__name__, args[0]
+    if not name.endswith("_") or not isinstance(target, DTensor):
+        return NotImplemented
+
+    def is_split_otherwise(operand: Tensor) -> bool:
+        return (
+            isinstance(operand, DTensor)
+            and operand.shape == target.shape
+            and operand.placements != target.placements
+            and operand.device_mesh == target.device_mesh
+        )
+
+    if 1 not in target.shape or not any(map(is_split_otherwise, _tensors(args[1:]))):
+        return NotImplemented
+
+    def placed(operand: Any) -> Any:
+        return (
+            operand.redistribute(placements=target.placements)
+            if is_split_otherwise(operand)
+            else operand
+        )
+
+    with here.waiting(f"{name} of parameters of one row"):
+        return function(target, *map_tensors(args[1:], placed), **kwargs)
 
 
 def _has_plain(values: Any) -> bool:

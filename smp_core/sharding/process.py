@@ -3,8 +3,8 @@
 
 Unsharded tensors may be operands beside shards (operands.py), random numbers in them
 are those of whole tensors (random_values.py), backward passes find the parameters that
-they name (named_gradients.py), errors of others are explained (error_notes.py); and
-here:
+they name (named_gradients.py), `.data` is watched (fsdp/data_attribute.py), errors of
+others are explained (error_notes.py); and here:
 
 ``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of
 whole tensors, and ``p.tolist()`` has all of them: torch's ``DTensor.item()`` gives this
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import SmpMesh
 from smp_core.sharding.error_notes import explain_uncaught_errors
+from smp_core.sharding.fsdp import name_of_shard, watch_data_attribute
 from smp_core.sharding.named_gradients import follow_named_gradients
 from smp_core.sharding.operands import compute_with_unsharded_tensors
 from smp_core.sharding.random_values import draw_whole_tensors, note_mesh
@@ -51,6 +52,7 @@ def _change_once() -> None:
     compute_with_unsharded_tensors()
     draw_whole_tensors()
     follow_named_gradients()
+    watch_data_attribute(name_of_shard)
     # A DTensor of which this process holds a part is refused; one that is unsharded
     # here (replicated, or on a mesh of one rank) is pickled as a plain tensor.
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]

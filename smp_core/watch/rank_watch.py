@@ -566,10 +566,12 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
 def stop_watching() -> None:
     """Stop the watch in good order: the other ranks do not take the end of this one for
     a loss."""
-    global _watch
+    global _watch, _met_behind
     if _watch is not None:
         _watch.stop()
         _watch = None
+        # The next watch may get this one's address, on some ranks.
+        _met_behind = None
 
 
 def report(error: BaseException) -> None:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
         Calls as Calls,
         in_a_call as in_a_call,
         in_graphs as in_graphs,
+        name_of_shard as name_of_shard,
+    )
+    from smp_core.sharding.fsdp.data_attribute import (
+        watch_data_attribute as watch_data_attribute,
     )
     from smp_core.sharding.fsdp.internals import require_internals as require_internals
     from smp_core.sharding.fsdp.passes import (

@@ -39,6 +39,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
+from smp_core.sharding.fsdp.data_attribute import (
+    is_noted,
+    note_copy,
+    require_unchanged,
+)
 from smp_core.sharding.fsdp.internals import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import CLOSED, backward_pass, leaves_of, reshard
@@ -72,6 +77,17 @@ def in_graphs(parameter: torch.Tensor) -> torch.Tensor:
                 if shard is parameter and copy is not None:
                     return copy
     return parameter
+
+
+def name_of_shard(parameter: torch.Tensor) -> str | None:
+    """Return the name that a parameter in shards has in its model; None: it is none of
+    a model's."""
+    for calls in _all:
+        for shown in calls._shown.values():
+            for noted, shard, _ in shown._all():
+                if shard is parameter:
+                    return noted.name
+    return None
 
 
 class Calls:
@@ -455,9 +471,9 @@ class _ShownUnit:
         """Take note that FSDP2 has gathered, and shows copies."""
         self._begins_forward = False
         # Edits of the copy are found by a later version than this.
-        for parameter, _, copy in self._all():
+        for copy in self._group.copies():
             if copy is not None:
-                parameter.note_copy(copy)
+                note_copy(copy)
         self.settle()
 
     def check_places(self) -> None:
@@ -470,7 +486,7 @@ class _ShownUnit:
         for parameter, shard, copy in self._all():
             parameter.check_place(shard, copy)
             if copy is not None:
-                parameter.check_copy(copy)
+                require_unchanged(copy, parameter.name)
         self.settle()
 
     def outlasting(self, output: Any) -> Any:
@@ -597,12 +613,11 @@ class _ShownParameter:
     def __init__(
         self, name: str, shard: nn.Parameter, places: Sequence[tuple[nn.Module, str]]
     ) -> None:
-        self._name, self.places = name, places
+        self.name, self.places = name, places
         self._required_grad = shard.requires_grad
         # Of a secondary shard of FSDP2's own making, where a pre-sharded model has
         # them.
         self._part: object = None
-        self._data = self._data_of(shard)
 
     def check_place(self, shard: nn.Parameter, copy: nn.Parameter | None) -> None:
         """Refuse a parameter that was replaced."""
@@ -615,42 +630,21 @@ class _ShownParameter:
             ):
                 continue
             raise ValueError(
-                f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
+                f"{self.name} was replaced after the model was sharded, and what is there now would be neither "
                 "gathered nor reduced; write into the parameter (with torch.no_grad(): parameter.copy_(value)), "
                 "or replace it before the model is prepared; for torch.func.functional_call choose a unit around it"
             )
 
     def check_shard(self, shard: nn.Parameter) -> None:
-        """Refuse what would have no effect: ``parameter.data = tensor`` (DTensor keeps
-        the shard that it had), and hooks that want a complete gradient, which there is
-        only when a window closes."""
-        data, (local, storage) = self._data_of(shard), self._data
-        if data[0]() is local() and data[1] is not storage:
-            raise ValueError(
-                f"{self._name}.data was assigned to, which has no effect on a sharded parameter (a torch DTensor); "
-                "write into it instead: with torch.no_grad(): parameter.copy_(value)"
-            )
-        self._data = data
+        """Refuse hooks that want a complete gradient, which there is only when a window
+        closes."""
         if shard._post_accumulate_grad_hooks and hooks_of(shard) is None:
-            raise ValueError(_POST_ACCUMULATE % self._name)
+            raise ValueError(_POST_ACCUMULATE % self.name)
 
     def note_part(self) -> None:
         """Take note that FSDP2 shows a part that it keeps between forward and
         backward."""
         self._part = getattr(*self.places[0]) if self.places else None
-
-    def note_copy(self, copy: nn.Parameter) -> None:
-        """Take note of a copy that was just gathered."""
-        setattr(copy, _NOTED, _version(copy))
-
-    def check_copy(self, copy: nn.Parameter) -> None:
-        """Refuse a copy that was changed since it was gathered."""
-        if _version(copy) != getattr(copy, _NOTED, 0):
-            raise ValueError(
-                f"{self._name} was changed in place inside a forward or training_step, where it is a gathered copy "
-                "that is thrown away (an embedding with max_norm does that too); change it between calls, for example "
-                "in on_train_batch_end, where the module shows its shards"
-            )
 
     def settle(self, shard: nn.Parameter, copy: nn.Parameter) -> None:
         """Carry ``requires_grad`` and hooks over between the shard and the copy that is
@@ -670,25 +664,6 @@ class _ShownParameter:
         elif shard._backward_hooks is not None:
             copy._backward_hooks = shard._backward_hooks
 
-    @staticmethod
-    def _data_of(
-        shard: Any,
-    ) -> tuple[weakref.ref[torch.Tensor], torch.UntypedStorage]:
-        """Return what tells the shard's data: its local tensor, whose id another one
-        may have as soon as it is gone, and the storage of the DTensor around it, which
-        has no bytes."""
-        return weakref.ref(shard._local_tensor), shard.untyped_storage()
-
-
-# On a copy: its version when it was gathered, or when a parametrization was registered,
-# which sets it to itself.
-_NOTED = "smp_noted_version"
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version
-
 
 def _note_parametrization(
     module: nn.Module, name: str, parameter: nn.Parameter
@@ -699,6 +674,6 @@ def _note_parametrization(
     if (
         isinstance(module, ParametrizationList)
         and name not in module._parameters
-        and hasattr(parameter, _NOTED)
+        and is_noted(parameter)
     ):
-        setattr(parameter, _NOTED, _version(parameter))
+        note_copy(parameter)

@@ -262,7 +262,10 @@ class HostOptimizer:
         ]
         self._stepper.param_groups = [made for _, made in groups]
         vars(self._stepper).update(_attributes(self._optimizer))
-        self._stepper.step()
+        # Hooks of all optimizers run around the user's step, and not for each chunk.
+        step: Any = type(self._stepper).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        step(self._stepper)
         # What the class counts, or a group keeps (a rate that it adapts), goes back to
         # the user's optimizer.
         vars(self._optimizer).update(_attributes(self._stepper))

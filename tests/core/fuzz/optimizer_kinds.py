@@ -156,9 +156,11 @@ KINDS: dict[str, Kind] = {
         {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01},
         {**_KERNELS, "momentum": [0.5], "centered": [True]},
     ),
+    # Uphill its rate in float32 would grow to any difference.
     "ASGD": Kind(
         torch.optim.ASGD,
         {"lr": 0.02, "t0": 2, "weight_decay": 0.01},
+        {"foreach": [True, False], "tensor lr": [True]},
         tolerance=1e-6,
     ),
     "Rprop": Kind(

@@ -426,6 +426,7 @@ REFUSALS = (
     "optimizer_shard='world' gives each rank a part of every tensor, but",
     "steps in host memory, where",
     "optimizer_shard='world' steps parts",
+    "was frozen when the optimizer was made and has no master to step",
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smp_core.engine.parallel_model import ParallelModel
 from tests.core.fuzz.hooks import Cell
@@ -338,13 +338,36 @@ def refusals() -> dict[str, str]:
 
         model.enter.register_forward_pre_hook(change)
 
+    def data_written_inside(model: Net) -> None:
+        def change(module: nn.Module, _: Any) -> None:
+            module.weight.data.clamp_(-0.01, 0.01)
+
+        model.cells[0].layer.register_forward_pre_hook(change)
+
+    def data_assigned_inside(model: Net) -> None:
+        def change(module: nn.Module, _: Any) -> None:
+            module.weight.data = torch.renorm(module.weight.data, 2, 0, 0.1)
+
+        model.cells[0].layer.register_forward_pre_hook(change)
+
+    def data_read(model: Net) -> None:
+        def read(module: nn.Module, _: Any) -> None:
+            assert module.weight.data.isfinite().all()
+
+        model.cells[0].layer.register_forward_pre_hook(read)
+        model.enter.weight.data *= 2
+
     found = {}
+    deeds = (
+        assigned_data, replaced, changed_inside, data_written_inside,
+        data_assigned_inside, data_read,
+    )  # fmt: skip
     for degree in (1, 2):
-        for deed in (assigned_data, replaced, changed_inside):
+        for deed in deeds:
             parallel = sharded(shard_degree=degree)
             parallel.module(torch.ones(2, 6, dtype=torch.float64))
-            deed(parallel.module)
             try:
+                deed(parallel.module)
                 parallel.module(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
                 found[f"{deed.__name__} {degree}"] = ""
             except ValueError as error:
@@ -361,11 +384,36 @@ def test_what_would_be_lost_is_refused() -> None:
         assert "enter.weight.data was assigned to" in found["assigned_data 2"]
         assert "parameter.copy_(value)" in found["assigned_data 2"]
         assert "was replaced after the model was sharded" in found["replaced 2"]
-        assert "changed in place inside a forward" in found["changed_inside 2"]
+        for inside in ("changed", "data_written", "data_assigned"):
+            assert "changed in place inside a forward" in found[f"{inside}_inside 2"]
+        assert found["data_read 2"] == ""
         said = found["no module of the model"]
         assert "parallel.call(Linear): it is no module of the sharded Net" in said
         # Plain parameters.
         assert found["assigned_data 1"] == found["changed_inside 1"] == ""
+
+
+def written_between_calls() -> tuple[str, torch.Tensor]:
+    """Shards that are assigned to, as prune.remove, vector_to_parameters and merged
+    adapters do: weights may be saved, and no call follow that could find it. And a row
+    into which a tensor is written that is split along columns, as torch's results of
+    rows are."""
+    weight: Any = sharded(shard_degree=2).module.enter.weight
+    said = ""
+    try:
+        weight.data = weight.data * 2
+    except ValueError as error:
+        said = str(error)
+    row = distribute_tensor(torch.ones(1, 6), weight.device_mesh, [Shard(0)])
+    row.addcmul_(row, row.redistribute(placements=[Shard(1)]), value=2)
+    row += row.redistribute(placements=[Shard(1)])
+    return said, row.full_tensor()
+
+
+def test_shards_are_written_into_and_not_assigned_to() -> None:
+    for said, row in run_ranks(written_between_calls, 2, ranks_per_node=2):
+        assert "enter.weight.data was assigned to" in said
+        assert torch.equal(row, torch.full((1, 6), 6.0))
 
 
 def cast_over_and_over() -> str:

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.sharding.optimizer.kinds import register_elementwise
@@ -167,8 +171,25 @@ def counted_steps(model: Net, parallel: ParallelModel | None) -> Any:
     return weights(model)
 
 
+def hooked_steps() -> list[str]:
+    """Hooks of all optimizers see the user's, and each step of it once."""
+    parallel = sharded({"shard_degree": 2, "state_offload": "optimizer"})
+    optimizer = torch.optim.Adam(parallel.module.parameters(), lr=0.1)
+    parallel.prepare_optimizer(optimizer)
+    seen: list[Any] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda each, *_: seen.append(each)),
+        register_optimizer_step_post_hook(lambda each, *_: seen.append(each)),
+    ]
+    train(parallel.module, optimizer, own_batch(parallel))
+    for handle in handles:
+        handle.remove()
+    strangers = [each for each in seen if each is not optimizer]
+    return [f"{len(seen)} calls"] * bool(strangers or len(seen) != 2 * STEPS)
+
+
 def counting() -> list[str]:
-    expected, wrong = counted_steps(net(), None), []
+    expected, wrong = counted_steps(net(), None), hooked_steps()
     for knobs in LAYOUTS:
         parallel = sharded(knobs)
         apart = difference(counted_steps(parallel.module, parallel), expected)  # type: ignore[arg-type]
@@ -178,7 +199,8 @@ def counting() -> list[str]:
 
 
 def test_steps_are_counted_where_there_is_no_gradient() -> None:
-    """On the host a step without gradients, or a group without them, was left out."""
+    """On the host a step without gradients, or a group without them, was left out; and
+    hooks of all optimizers were called for each chunk that is stepped there."""
     assert run_ranks(counting, WORLD) == [[]] * WORLD
 
 

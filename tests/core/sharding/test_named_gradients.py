@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,6 +76,17 @@ def returned() -> list[str]:
     for _ in range(2):
         torch.autograd.grad(parallel.module(x), [parallel.module.head.weight])  # type: ignore[union-attr]
     logging.getLogger("smp").removeHandler(handler)
+    # Of shards there are none: not None, either, nor the gradient of a part of the loss.
+    module = sharded({"shard_degree": WORLD}).module
+    loss = module(batch(0, 0)).sum() + module.head.weight.full_tensor().sum()  # type: ignore[union-attr]
+    for options in ({}, {"allow_unused": True}, {"materialize_grads": True}):
+        with pytest.raises(RuntimeError, match="no gradient of head"):
+            torch.autograd.grad(
+                loss,
+                [module.head.weight],  # type: ignore[union-attr]
+                retain_graph=True,
+                **options,
+            )
     return [record.getMessage() for record in said]
 
 

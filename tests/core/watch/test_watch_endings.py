@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,3 +156,26 @@ def test_restarts_that_may_fail_while_connecting_are_warned_of(
         monkeypatch.setenv(name, value)
     rank_watch._warn_of_shared_store()
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned
+
+
+class Watching:
+    """A watch of one process, whose ranks have made no call into a model."""
+
+    meetings = SimpleNamespace(forwards=0)
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_watch_at_the_address_of_an_earlier_one_meets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[int] = []
+    monkeypatch.setattr(rank_watch, "meet", lambda *_: met.append(1))
+    monkeypatch.setattr(rank_watch, "_watch", None)
+    for number in range(1, 5):
+        # Memory that was given back last is taken first.
+        rank_watch._watch = Watching()  # type: ignore[assignment]
+        rank_watch.meet_between_calls("here", [0])
+        assert len(met) == number
+        rank_watch.stop_watching()
