@@ -238,6 +238,7 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
             f"| {each['rows']} | {each['mape']:.1%} | {each['left_out_mape']:.1%} |"
             in text
         )
+    assert f"now by {programs['nanotron']['memory_mape']:.1%}" in text
     for each in together["ratios"]:
         assert f"| {each['measured']:.3f} | {each['planned']:.3f} |" in text
         assert each["planned"] == pytest.approx(each["measured"], rel=0.1)
