@@ -27,7 +27,7 @@ from smp_core.plan.plan import Plan
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Curve, ModelTrace
-from smp_core.planner.stage_part import states_of
+from smp_core.planner.stage_part import StagePart, states_of
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.trace import trace_model
@@ -180,10 +180,37 @@ def _asked(row: Row) -> SmpConfig:
 
 def _memory_error(row: Row, plan: Plan, trace: ModelTrace) -> float:
     """Return how far the planned peak is off. That of rank 0 was noted, which is of the
-    first stage."""
+    first stage. What nanotron does otherwise than our plan of it is added."""
     counts, tokens, first = _counts(row), int(row["seq"]), states_of(plan)[:1]
     peak = peak_memory(plan, trace, *counts, tokens, states=first, in_stages=counts[1])
-    return (peak.total - peak.margin) / GIB / float(row["memory_gib"]) - 1
+    part, tensor = StagePart.of(plan, trace), plan.layout.tensor
+    kept, inputs = (
+        trace.block[mode].at(counts[0], tokens).kept for mode in ("none", "full")
+    )
+    ours = kept / tensor + 2 * inputs * (1 - 1 / tensor)
+    blocks = part.kept(plan, counts[1])
+    planned = peak.total - peak.margin + blocks * (kept_there(row) - ours)
+    if plan.layout.replicate == 1:
+        # Parameters in bfloat16 stay beside their masters (its gradient_accumulator.py).
+        planned += 2 * part.elements - peak.gathered
+    return planned / GIB / float(row["memory_gib"]) - 1
+
+
+def kept_there(row: Row) -> float:
+    """Return the bytes that a block of nanotron keeps for backward, by its
+    models/llama.py (branch bench_cluster, 2024-07) and flash-attn 2.5.9.
+
+    The inputs of two products are gathered whole. Of all else a tensor rank has its
+    part: what two norms in Triton read; queries, keys and values, all three of them,
+    since queries are rotated in their place; a copy of keys and values; what attention
+    puts out, and of several samples a transposed copy of it; gate and up, and what SiLU
+    and their product put out.
+    """
+    fields, samples = json.loads(row["model"]), int(row["micro_batch"])
+    width, inner = fields["hidden_size"], fields["intermediate_size"]
+    split = (2 + 3 + 2 + 1 + (samples > 1)) * width + 4 * inner
+    elements = 2 * width + split / int(row["tensor"])
+    return 2.0 * elements * samples * int(row["seq"])
 
 
 @dataclass(frozen=True)

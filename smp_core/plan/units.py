@@ -297,7 +297,7 @@ def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
         classes = sorted({_class_name(module) for module in model.modules()})
         raise ValueError(
             f"{knob}={pattern!r} matches no class name and no module name of {type(model).__name__}"
-            f"{did_you_mean(pattern, classes)}. Its classes: {', '.join(classes)}"
+            f"{did_you_mean(pattern, classes) or '.'} Its classes: {', '.join(classes)}"
         )
     return matching
 

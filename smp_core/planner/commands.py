@@ -18,11 +18,14 @@ from smp_core.planner.planner import (
     NothingFits,
     Recommendation,
     plan as plan_model,
+    require_limits,
     within,
 )
 from smp_core.planner.trace import trace
 from smp_core.planner.workload import Workload
+from smp_core.run_log import Run
 
+_MOST_TOKENS = 1e12
 NOTHING_FITS = 2
 """The exit status then."""
 
@@ -31,7 +34,8 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="a known name, a config.json or its folder, package.module:function"
+            help="a known name or one in the hub's cache, a config.json or its folder, package.module:function; with "
+            "+lora:16 behind it adapters alone train"
         ),
     ],
     cluster: Annotated[
@@ -97,7 +101,10 @@ def plan(
         Path | None, typer.Option(help="write the configuration here, as YAML")
     ] = None,
 ) -> None:
-    """Choose the degrees, recomputation and micro-batch of a run, and say why."""
+    """Choose the degrees, recomputation and micro-batch of a run, and say why.
+
+    smp plan llama-3.1-8b --cluster 4xp5 --seq 8192 --global-batch 512
+    """
     if as_json_ and (front or why_not or dry_run):
         raise ValueError(
             "--json prints the plans alone; ask for --front, --why-not and --dry-run without it"
@@ -108,6 +115,8 @@ def plan(
     samples = _samples(global_batch, batch_tokens, seq)
     workload = Workload(seq, samples, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
     fixed, questions = (list(map(_pair, written or [])) for written in (fix, why_not))
+    require_limits(workload, hardware, days, budget)
+    _require_places(out, picture)
     planned: str | ModelTrace = model
     if from_log is not None:
         planned, hardware = _calibrated(from_log, model, hardware, workload, as_json_)
@@ -126,7 +135,10 @@ def plan(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(NOTHING_FITS) from None
     found = replace(found, model=model)
-    _write(found, out, picture)
+    if out is not None:
+        out.write_text(as_yaml(found), encoding="utf-8")
+    if picture is not None:
+        draw_plans(found, picture)
     if as_json_:
         typer.echo(as_json(found), nl=False)
         return
@@ -150,6 +162,7 @@ def _calibrated(
 ) -> tuple[ModelTrace, Hardware]:
     """Refit the machines' constants on a run's log, and say how; return the trace too,
     which the plan needs and is not made twice."""
+    Run.read(log)  # what is no log is said before the trace
     traced = trace(model, workload.sequence)
     calibration = calibrate(log, traced, hardware, workload)
     for line in calibration.lines():
@@ -158,12 +171,17 @@ def _calibrated(
     return traced, replace(hardware, fitted=calibration.fitted)
 
 
-def _write(found: Recommendation, out: Path | None, picture: Path | None) -> None:
-    """Write the configuration and the picture where they were asked for."""
-    if out is not None:
-        out.write_text(as_yaml(found), encoding="utf-8")
-    if picture is not None:
-        draw_plans(found, picture)
+def _require_places(out: Path | None, picture: Path | None) -> None:
+    """Refuse files that could not be written once all is planned."""
+    for option, path in (("--out", out), ("--picture", picture)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(
+                f"{option}={path}: cannot be written; write a file in a folder that is there"
+            )
+    if picture is not None and picture.suffix.lower() not in (".svg", ".png", ".pdf"):
+        raise ValueError(
+            f"--picture={picture} is drawn by the ending of its name; allowed: .svg, .png, .pdf"
+        )
 
 
 def _show(
@@ -191,7 +209,13 @@ def _samples(
         )
     if global_batch is not None:
         return global_batch
-    return max(round((batch_tokens or 0) / sequence), 1)
+    assert batch_tokens is not None
+    if not sequence <= batch_tokens < _MOST_TOKENS:
+        raise ValueError(
+            f"--batch-tokens={batch_tokens:g} is not a number of tokens from {sequence}, one sample, and below "
+            f"{_MOST_TOKENS:g}"
+        )
+    return round(batch_tokens / sequence)
 
 
 def _pair(text: str) -> tuple[str, str]:

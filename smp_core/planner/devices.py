@@ -468,6 +468,6 @@ def _of_table(
 ) -> _Row:
     if key not in table:
         raise ValueError(
-            f"unknown {what} {name!r}{did_you_mean(name.lower(), table)}. Known: {', '.join(table)}{or_else}"
+            f"unknown {what} {name!r}{did_you_mean(name.lower(), table) or '.'} Known: {', '.join(table)}{or_else}"
         )
     return table[key]

@@ -185,6 +185,11 @@ def _caption(found: Recommendation) -> str:
             f"which tensor ranks divide: model.resize_token_embeddings(pad_to_multiple_of={PADDED_TO}). Without tensor "
             "ranks the padding can be left out."
         )
+    if found.trace.quantized:
+        lines.append(
+            f"Weights are planned as {found.workload.precision} precision has them, and not quantized "
+            f"({found.trace.quantized}) as in the configuration."
+        )
     if experts is not None:
         gib = {name: f"{value / GIB:.1f} GiB" for name, value in experts.items()}
         lines.append(

@@ -44,6 +44,8 @@ class Source:
         splits: layers and sequences can be split without being told how: the model is
             Transformers'.
         unpadded: rows that the vocabulary had before it was padded; 0: it was not.
+        quantized: how a configuration has its weights quantized, which they are not
+            here.
     """
 
     model: nn.Module
@@ -52,6 +54,7 @@ class Source:
     entry: Entry = "forward"
     splits: bool = False
     unpadded: int = 0
+    quantized: str = ""
 
     def loss(self, samples: int, tokens: int) -> torch.Tensor:
         """Return the loss of a batch."""
@@ -106,6 +109,10 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     module, colon, name = words.partition(":")
     if colon:
         return _of_function(module, name, words)
+    if Path(words).is_dir():
+        raise ValueError(
+            f"the folder {words} has no config.json; write the folder that a Transformers model was saved in"
+        )
     # It is nowhere: say what could have been meant.
     download = ""
     if _ON_HUB.fullmatch(words):
@@ -115,8 +122,8 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
         )
     nearest = did_you_mean(words.rpartition("/")[2].lower(), KNOWN_MODELS)
     raise ValueError(
-        f"model {words!r} is no file and no known name{nearest}.{download} Known: {', '.join(KNOWN_MODELS)}. Or write "
-        "the config.json of a Transformers model, or package.module:function"
+        f"model {words!r} is no file and no known name{nearest or '.'}{download} Known: {', '.join(KNOWN_MODELS)}. Or "
+        "write the config.json of a Transformers model, or package.module:function"
     )
 
 
@@ -195,8 +202,10 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
             )
     # Whatever Transformers makes of the fields, an error in them is the user's to mend,
     # and is told with their words.
-    kind = fields.pop("model_type")
+    kind, code = fields.pop("model_type"), fields.get("auto_map") or {}
     try:
+        quantized = fields.pop("quantization_config", None) or {}
+        method = str(quantized.get("quant_method", "unnamed")) if quantized else ""
         config = AutoConfig.for_model(kind, **fields)
         config.use_cache = False
         # The sequence to plan for may be longer than the model's own limit.
@@ -212,14 +221,18 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
             config, attn_implementation=_attention(), trust_remote_code=False
         )
     except Exception as error:
-        # Transformers' second line lists all models.
-        said = str(error).partition("\n")[0]
+        # What a field lacks stands in a second line; a list of all models helps nobody.
+        said = " ".join(str(error).split("\n")[:2]).partition(" Should contain one")[0]
+        said = " ".join(said.split()).rstrip(".")
+        if code:
+            said += f" (its author's code, auto_map, is not run: {', '.join(code)})"
         raise ValueError(
             f"the configuration ({kind}) makes no causal language model: {said}. Write package.module:function, a "
             "function that returns the model and its batch"
         ) from error
     _require_class(model, has_encoder)
-    return replace(_of_model(model), unpadded=words if words < config.vocab_size else 0)
+    unpadded = words if words < config.vocab_size else 0
+    return replace(_of_model(model), unpadded=unpadded, quantized=method)
 
 
 def _require_class(model: nn.Module, has_encoder: bool) -> None:

@@ -368,6 +368,8 @@ class ModelTrace:
             for each expert.
         unpadded: rows that the vocabulary had before it was padded for tensor ranks; 0:
             it was not.
+        quantized: how the configuration has its weights quantized, which they are not
+            in a plan; "": it has not.
         untraced: recomputation modes that the model does not run with, and why.
         product_inputs: bytes of a token's activations that a block keeps for weights of
             FP8 layers alone, in bfloat16.
@@ -387,6 +389,7 @@ class ModelTrace:
     dropped_scores: float = 0.0
     experts: frozenset[str] = frozenset()
     unpadded: int = 0
+    quantized: str = ""
     untraced: Mapping[str, str] = field(default_factory=dict)
     product_inputs: float = 0.0
     _stored: dict[tuple[str, bool, bool], Shapes] = field(

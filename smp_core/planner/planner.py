@@ -237,14 +237,7 @@ def within(
         ValueError: tokens or the price are not known, or no number of nodes does; says
             how near it comes.
     """
-    if found.workload.tokens is None:
-        raise ValueError(
-            "days and a budget are of a whole training: write its tokens, as --tokens 2e12"
-        )
-    if budget is not None and found.hardware.price is None:
-        raise ValueError(
-            "a budget needs the price of a node for an hour: write --price 98"
-        )
+    require_limits(found.workload, found.hardware, days, budget)
 
     def suits(each: Recommendation) -> bool:
         of_all, cost = each.days(), each.cost()
@@ -273,6 +266,25 @@ def within(
             "days, a larger budget, or a larger global batch, which more ranks divide"
         )
     return min(enough, key=lambda each: each.hardware.nodes)
+
+
+def require_limits(
+    workload: Workload, hardware: Hardware, days: float | None, budget: float | None
+) -> None:
+    """Refuse days and a budget that no plan can be held against."""
+    for name, value in (("days", days), ("budget", budget)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(
+                f"{name}={value:g} of the training is not a number above 0"
+            )
+    if (days is not None or budget is not None) and workload.tokens is None:
+        raise ValueError(
+            "days and a budget are of a whole training: write its tokens, as --tokens 2e12"
+        )
+    if budget is not None and hardware.price is None:
+        raise ValueError(
+            "a budget needs the price of a node for an hour: write --price 98"
+        )
 
 
 def plan(

@@ -387,7 +387,6 @@ class _Search:
         own = {knob: value for knob, value in knobs.items() if knob not in LATER}
         try:
             # Refusals that only the trace knows of; all others are for decide() to say.
-            # The last one is shown if nothing at all is allowed.
             if knobs.get("pipeline_parallel_degree", 1) > 1 and self.trace.uncut:
                 raise ValueError(self.trace.uncut)
             unsplit = self.trace.split.unsplit.get(
@@ -590,9 +589,10 @@ class _Search:
 def _nothing_allowed(
     found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None
 ) -> str:
-    # Refusals of many layouts are mostly alike: one stands for all.
+    # Refusals of many layouts are mostly alike: that of the layout with the fewest axes,
+    # which was looked at first, stands for all.
     if found.refused:
-        return f"no configuration is allowed with these knobs: {found.refused[-1]}"
+        return f"no configuration is allowed with these knobs: {found.refused[0]}"
     ranks = min(found.indivisible)
     if micro_batch is not None:
         return (

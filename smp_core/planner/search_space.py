@@ -102,7 +102,7 @@ class SearchSpace:
             return
         if device.fp8_flops is None:
             raise ValueError(
-                f"fp8={asked!r}: {device.name} has no tensor cores for FP8 in its data sheet, without which products "
+                f"fp8: {device.name} has no tensor cores for FP8 in its data sheet, without which products "
                 "are emulated; leave fp8 out, plan for a device that has them, as h100-80g, or write fp8_tflops "
                 "of one's own device into its YAML file"
             )

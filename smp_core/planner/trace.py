@@ -307,6 +307,7 @@ def _traced(
         of_split,
         experts=experts,
         unpadded=source.unpadded,
+        quantized=source.quantized,
         untraced=untraced,
         product_inputs=product_inputs,
     )

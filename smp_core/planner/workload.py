@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,7 @@ class Workload:
             raise ValueError(
                 f"optimizer={self.optimizer!r} is not known; allowed: {', '.join(OPTIMIZERS)}"
             )
-        if self.tokens is not None and self.tokens <= 0:
+        if self.tokens is not None and not 0 < self.tokens < math.inf:
             raise ValueError(
                 f"tokens={self.tokens:g} of the training is not a number above 0"
             )

@@ -182,7 +182,7 @@ def test_the_band_of_fp8_is_the_mean_error_of_the_published_speedups() -> None:
 @pytest.mark.parametrize(
     ("cluster", "recipe", "said"),
     [
-        ("1x4:a100-80g", True, "A100 has no tensor cores for FP8"),
+        ("1x4:a100-80g", True, "^fp8: A100 has no tensor cores for FP8"),
         ("1x4:rtx-a6000", True, "RTX A6000 has no tensor cores for FP8"),
         ("1x4:h100-80g", {"exclude": ["*.w1"]}, "fp8.exclude=.* is not planned with"),
         (

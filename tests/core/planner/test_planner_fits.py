@@ -278,6 +278,18 @@ def test_nanotron_s_cut_is_that_of_its_rule(rows: Any) -> None:
         assert tuple(found) == cut
 
 
+def test_a_block_of_nanotron_keeps_what_its_sources_keep(rows: Any) -> None:
+    """Bytes by token and width: four of what is gathered whole, and of all else 34
+    shared by tensor ranks, with one sample two less."""
+    model = json.dumps({"hidden_size": 16, "intermediate_size": 32})
+
+    def kept(samples: int, tensor: int) -> Any:
+        row = {"model": model, "micro_batch": samples, "tensor": tensor, "seq": 100}
+        return rows.kept_there(row) / (samples * 100 * 16)
+
+    assert [kept(4, 1), kept(4, 2), kept(1, 2)] == [4 + 34, 4 + 17, 4 + 16]
+
+
 def test_a_program_with_more_collectives_waits_longer_for_them(
     rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +314,7 @@ def test_the_result_is_as_near_as_the_project_wants_it() -> None:
     assert result["llm_foundry"]["held_out_mape"] <= 0.10
     assert result["kempner"]["held_out_mape"] <= 0.15
     assert all(abs(row["error"]) <= 0.10 for row in result["kempner_memory"]["rows"])
+    assert result["together"]["programs"]["nanotron"]["memory_mape"] <= 0.06
     assert (
         len(result["kempner_memory"]["rows"]) == 13
         and len(result["vtrain"]["rows"]) == 73

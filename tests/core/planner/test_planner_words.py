@@ -78,6 +78,44 @@ def test_the_class_that_a_configuration_names_is_the_one_that_is_planned() -> No
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_size": 250}, r"hidden size \(250\) is not a multiple"),
+        ({"hidden_size": "big"}, "'hidden_size' expected int"),
+        (
+            {"model_type": "foo", "auto_map": {"AutoConfig": "its.Config"}},
+            r"identifier: foo \(its author's code, auto_map, is not run: AutoConfig\)\. Write",
+        ),
+    ],
+)
+def test_a_configuration_that_makes_no_model_says_what_it_lacks(
+    fields: dict[str, Any], said: str
+) -> None:
+    llama = {"model_type": "llama", "num_attention_heads": 8, "vocab_size": 96}
+    with pytest.raises(ValueError, match=said):
+        build("llama", 16, {**llama, **fields})
+
+
+def test_a_configuration_of_quantized_weights_is_planned_without_and_noted() -> None:
+    sizes = {
+        "model_type": "gpt2",
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 96,
+    }
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    assert build("gpt2", 16, {**sizes}).quantized == ""
+    found = trace_model("gpt2", 16, {**sizes, "quantization_config": quantized})
+    assert found.quantized == "mxfp4"
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        build(str(tmp_path), 16)
+
+
+@pytest.mark.parametrize(
     ("words", "name"),
     [
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
@@ -169,7 +207,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_padded() -> None:
     ("cluster", "said"),
     [
         ("1x8:tpu-v5p", "Describe another one"),
-        ("4x8:a100-40q@400gbps", "did you mean 'a100-40g'"),
+        ("4x8:a100-40q@400gbps", r"did you mean 'a100-40g'\? Known"),
         ("4x8:h200", "how fast are the nodes connected"),
         ("4x8:h200@fast", "Gbit/s of a node"),
         ("4xp7", "unknown kind of node"),
@@ -238,6 +276,7 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
             f"| {each['rows']} | {each['mape']:.1%} | {each['left_out_mape']:.1%} |"
             in text
         )
+    assert f"now by {programs['nanotron']['memory_mape']:.1%}" in text
     for each in together["ratios"]:
         assert f"| {each['measured']:.3f} | {each['planned']:.3f} |" in text
         assert each["planned"] == pytest.approx(each["measured"], rel=0.1)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from smp_core.cli import app
-from smp_core.planner import NothingFits, Workload, plan, planner
+from smp_core.planner import NothingFits, Workload, commands, plan, planner
 from smp_core.planner.devices import Device
 from smp_core.planner.dry_run import Question, dry_run
+from smp_core.planner.explain import table
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_source import build
@@ -200,6 +202,48 @@ def test_the_command_takes_tokens_of_a_step_a_price_and_days(
     told = json.loads(done.stdout)
     assert told["global_batch"] == 16 and told["cluster"].startswith("1 x 4")
     assert told["chosen"]["cost"] == pytest.approx(told["chosen"]["days"] * 24 * 10)
-    for wrong in ([], ["--global-batch", "8", "--batch-tokens", "512"]):
+    for wrong in (
+        [],
+        ["--global-batch", "8", "--batch-tokens", "512"],
+        ["--batch-tokens", "-5"],
+        ["--batch-tokens", "nan"],
+        ["--batch-tokens", "63"],  # less than one sample
+    ):
         refused = CliRunner().invoke(app, [*typed, *wrong])
         assert refused.exit_code == 1 and "--batch-tokens" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--days", "7"], "--tokens 2e12"),
+        (["--days", "-7", "--tokens", "1e9"], "days=-7"),
+        (["--budget", "7", "--tokens", "1e9"], "--price 98"),
+        (["--tokens", "nan"], "tokens=nan"),
+        (["--from-log", "nowhere"], "nowhere"),
+        (["--out", "nowhere/plan.yaml"], "--out=nowhere"),
+        (["--picture", "nowhere/plan.svg"], "--picture=nowhere"),
+        (["--picture", "plan.xyz"], "allowed: .svg, .png, .pdf"),
+    ],
+)
+def test_what_is_written_wrongly_is_said_before_the_trace(
+    wrong: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (planner, commands):
+        monkeypatch.setattr(module, "trace", Mock(side_effect=AssertionError))
+    typed = ["plan", "tiny", "--cluster", "1x4:h100", "--seq", "64"]
+    refused = CliRunner().invoke(app, [*typed, "--global-batch", "8", *wrong])
+    assert refused.exit_code == 1 and said in refused.stderr
+
+
+def test_weights_that_a_configuration_quantizes_are_noted(full: ModelTrace) -> None:
+    quantized = replace(full, quantized="mxfp4")
+    asked = "1x4:h100", Workload(TOKENS, 8)
+    notes = [table(plan(each, *asked)).caption for each in (quantized, full)]
+    told = ["not quantized (mxfp4)" in str(note) for note in notes]
+    assert told == [True, False]
+
+
+def test_of_refusals_that_of_the_fewest_axes_is_said(full: ModelTrace) -> None:
+    with pytest.raises(ValueError, match=r"world of 4 ranks; allowed: 1, 2, 4"):
+        plan(full, "1x4:h100", Workload(TOKENS, 8), fixed={"shard": 3})
