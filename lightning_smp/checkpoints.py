@@ -30,6 +30,7 @@ from smp_core.checkpoint import (
     CheckpointError,
     Ranks,
     config_files,
+    encode_rest,
     full_state_dict,
     is_checkpoint,
     numbered,
@@ -39,7 +40,6 @@ from smp_core.checkpoint import (
 )
 from smp_core.checkpoint.folders import is_address
 from smp_core.checkpoint.memory import MemoryTier
-from smp_core.checkpoint.tree import encode_rest
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import SmpConfig
 from smp_core.torch_facts import uncompiled
