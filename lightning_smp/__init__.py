@@ -14,12 +14,14 @@ checkpoint folders:
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from smp_core.outside import require
 
 require("lightning", "lightning_smp")
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -45,12 +47,24 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smp_sharded_auto": ("smp_sharded with all knobs planned", {"plan": "auto"}),
     "smp_sharded_fp8": ("smp_sharded with FP8 linear layers", {"fp8": True}),
 }
+
+
+def _refuse_fabric(name: str) -> None:
+    raise ValueError(
+        f"Fabric(strategy={name!r}): Fabric is not supported; allowed is Lightning's Trainer(strategy={name!r}). For a "
+        "loop of your own write accelerate_smp.SmpAccelerator(), or smp_core.entry.parallelize(model, SmpConfig(...))"
+    )
+
+
 # A module that is imported again (a notebook's reload) finds its names taken.
 for _name, (_description, _knobs) in _STRATEGIES.items():
     if _name not in StrategyRegistry:
         StrategyRegistry.register(
             _name, SmpShardedStrategy, description=_description, **_knobs
         )
+    # Fabric would answer with a list of its own names.
+    if _name not in STRATEGY_REGISTRY:
+        STRATEGY_REGISTRY.register(_name, functools.partial(_refuse_fabric, _name))
 
 # Both classes have a classmethod of their own.
 for _kind in (LightningModule, LightningDataModule):

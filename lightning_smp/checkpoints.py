@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -29,6 +30,7 @@ from smp_core.checkpoint import (
     CheckpointError,
     Ranks,
     config_files,
+    encode_rest,
     full_state_dict,
     is_checkpoint,
     numbered,
@@ -84,6 +86,22 @@ def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> No
                 type(each).__name__,
                 asked,
             )
+
+
+def check_hyper_parameters(trainer: Trainer, config: SmpConfig) -> None:
+    """Refuse hyper-parameters that the checkpoints of a run cannot hold, before it has
+    trained to the first of them.
+
+    Raises:
+        CheckpointError: with the names of the values.
+    """
+    if config.checkpoint.full_state_dict or not trainer.checkpoint_callbacks:
+        return
+    for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        given = getattr(owner, "hparams", None)
+        if isinstance(given, dict):
+            with in_lightning_words():
+                encode_rest({"hyper_parameters": dict(given)}, {})
 
 
 def optimizer_state(

@@ -11,8 +11,8 @@ ranks have come.
 
 Private names: Lightning has no public launcher of scripts
 (``_SubprocessScriptLauncher``), and does not say in public whether an epoch is over
-(``_is_training_done``) and whether ``min_epochs`` let training stop
-(``_can_stop_early``).
+(``_is_training_done``), whether ``min_epochs`` let training stop (``_can_stop_early``)
+and whether a validation is due (``_should_check_val_epoch``, ``_should_check_val_fx``).
 """
 
 from __future__ import annotations
@@ -308,10 +308,28 @@ class ProcessGroupStrategy(ParallelStrategy):
     def _end_batch(self, loop: Any, fetcher: Any) -> None:
         # Hooks of the batch may have set it, or those of the validation that may follow
         # in Lightning's own method. An epoch that ends here ends on all ranks.
+        if loop._is_training_done:
+            self._meet_before_extra_validation(loop, fetcher)
         stops = not loop._is_training_done and self._meet_to_stop(loop.trainer)
         type(loop).on_advance_end(loop, fetcher)
         if not loop._is_training_done and not stops:
             self._meet_to_stop(loop.trainer)
+
+    def _meet_before_extra_validation(self, loop: Any, fetcher: Any) -> None:
+        """Meet the other ranks at the end of an epoch without a validation: one that
+        stops has one, and would wait in it for the others.
+        """
+        trainer, watch = loop.trainer, self._watch
+        if watch is None or not loop._should_check_val_epoch():
+            return
+        # What the rule gives where nobody stops is the same on all ranks.
+        stops, trainer.should_stop = trainer.should_stop, False
+        try:
+            is_due = loop._should_check_val_fx(fetcher)
+        finally:
+            trainer.should_stop = stops
+        if not is_due and not self._meet_to_stop(trainer):
+            self._meet("the end of an epoch")
 
     @override
     def on_train_end(self) -> None:
@@ -328,15 +346,21 @@ class ProcessGroupStrategy(ParallelStrategy):
         """Meet the other ranks if training stops here; return whether it does."""
         if not (trainer.should_stop and trainer.fit_loop._can_stop_early):
             return False
-        if self._watch is not None:
-            try:
-                self._watch.meetings.meet("trainer.should_stop = True")
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{error}. Where ranks decide by numbers of their own, write trainer.should_stop = "
-                    "trainer.strategy.reduce_boolean_decision(this_rank_stops, all=False)"
-                ) from error
+        self._meet("trainer.should_stop = True")
         return True
+
+    def _meet(self, place: str) -> None:
+        if self._watch is None:
+            return
+        try:
+            self._watch.meetings.meet(place)
+        except RuntimeError as error:
+            if "should_stop" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error}. Where ranks decide by numbers of their own, write trainer.should_stop = "
+                "trainer.strategy.reduce_boolean_decision(this_rank_stops, all=False)"
+            ) from error
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -596,9 +596,10 @@ def _begin_with_a_batch(trainer: Trainer) -> None:
     the batch before the window once more, with a step of its loggers and of a
     ``ReduceLROnPlateau``."""
     loop: Any = trainer.fit_loop.epoch_loop
+    rule = loop._should_check_val_fx
 
     def not_due(_: Any) -> bool:
-        del loop._should_check_val_fx  # of the instance, for Lightning's first look
+        loop._should_check_val_fx = rule  # this was Lightning's first look
         return False
 
     loop._should_check_val_fx = not_due

@@ -42,7 +42,7 @@ from lightning_smp.averaging import (
 )
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.callback_states import give_shards, let_wait, note_shards
-from lightning_smp.due_validation import begin_with_it, is_lacking
+from lightning_smp.due_validation import agree_on_time, begin_with_it, is_lacking
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
@@ -227,6 +227,7 @@ class SmpShardedStrategy(SteppingStrategy):
         trainer.predict_loop.inference_mode = False
         self.evaluations = Evaluations(trainer, self._leave_if_told)
         self.watch_stops(trainer)
+        agree_on_time(trainer, self.broadcast)
 
         # The sharded module.
         module = self._module
@@ -237,6 +238,8 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
         check_loggers(trainer, module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            checkpoints.check_hyper_parameters(trainer, self.config)
         if not is_sharded(module):
             assert self._topology is not None
             self._parallel = shard(

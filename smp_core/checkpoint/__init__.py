@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from smp_core.checkpoint.tensor_files import TensorFiles as TensorFiles
     from smp_core.checkpoint.tree import (
         Path as Path,
+        encode_rest as encode_rest,
         iterate_tensors as iterate_tensors,
         map_tensors as map_tensors,
         of_kind as of_kind,

@@ -24,7 +24,7 @@ from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.torch_facts import collective_timeout
 from smp_core.watch.whereabouts import here
 
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
 
@@ -41,7 +41,7 @@ def join(
             rank's batch weighs alike.
     """
     if dist.is_initialized():
-        _host_group()  # before a loader may fail on this rank alone
+        host_group()  # before a loader may fail on this rank alone
     own, nothing = iter(batches), object()
     last: Any = nothing
     while True:
@@ -77,17 +77,22 @@ def join(
         yield last if batch is nothing else batch, factor
 
 
-def _host_group() -> dist.ProcessGroup:
-    """Return the group of all ranks on which hosts exchange numbers. The first call is
-    collective."""
+def host_group(use: str = "batches") -> dist.ProcessGroup:
+    """Return the group of all ranks on which hosts exchange numbers for one use. The
+    first call is collective.
+
+    Runs of a process share it: each group keeps connections and threads until the
+    process ends.
+    """
     world = dist.group.WORLD
     assert world is not None
-    # Kept by group, so that another default group gets another one.
-    if world not in _host_groups:
-        _host_groups[world] = dist.new_group(
-            backend="gloo", timeout=collective_timeout(), group_desc="smp batches"
+    # Kept by group, so that another default group gets others.
+    made = _host_groups.setdefault(world, {})
+    if use not in made:
+        made[use] = dist.new_group(
+            backend="gloo", timeout=collective_timeout(), group_desc=f"smp {use}"
         )
-    return _host_groups[world]
+    return made[use]
 
 
 def _copy(batch: Any) -> Any:
@@ -97,14 +102,14 @@ def _copy(batch: Any) -> Any:
 def _sums(*values: float) -> list[float]:
     """Return the sums of all ranks' values."""
     told = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(told, group=_host_group())
+    dist.all_reduce(told, group=host_group())
     return told.tolist()
 
 
 def _or_anothers(own: Any) -> Any:
     """Return this rank's batch, or the first one of another rank, in host memory, where
     it has None."""
-    group = _host_group()
+    group = host_group()
     having: list[bool] = [False] * dist.get_world_size()
     # The first rank that has a batch sends it to those without.
     dist.all_gather_object(having, own is not None, group=group)

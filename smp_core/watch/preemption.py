@@ -31,7 +31,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from smp_core.torch_facts import collective_timeout, is_rank_0
+from smp_core.torch_facts import is_rank_0
+from smp_core.watch.joined import host_group
 from smp_core.watch.whereabouts import here
 
 logger = logging.getLogger("smp")
@@ -73,10 +74,7 @@ class Preemption:
         self._handlers: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            limit = collective_timeout()
-            self._group = dist.new_group(
-                backend="gloo", timeout=limit, group_desc="smp preemption"
-            )
+            self._group = host_group("preemption")
         self.begin_phase()
 
     def begin_phase(self) -> None:

@@ -425,6 +425,26 @@ def test_a_hyper_parameter_of_a_custom_class_is_named(
     assert not path.exists()
 
 
+class NeverTrained(CustomHyperparameter):
+    def on_fit_start(self) -> None:
+        raise AssertionError("the run has begun")
+
+
+def fit_with_checkpoints(folder: str) -> None:
+    trainer = make_trainer(
+        {"shard_degree": 2}, enable_checkpointing=True, default_root_dir=folder
+    )
+    trainer.fit(NeverTrained(batches=1))
+
+
+def test_such_a_hyper_parameter_is_named_before_training(tmp_path: Path) -> None:
+    assert_says(
+        fit_with_checkpoints,
+        str(tmp_path),
+        words=["hyper_parameters.augmentation", "save_hyperparameters(ignore=[...])"],
+    )
+
+
 def save_over_file(path: str) -> None:
     save({"shard_degree": 2}, path)
 

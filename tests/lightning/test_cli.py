@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -122,6 +123,11 @@ def test_the_page_counts_and_lists_the_strategies_that_are_registered() -> None:
         assert listed == registered
     (count,) = re.findall(r"registers (\w+) strategies", page)
     assert count == as_word(len(registered))
+
+
+def test_fabric_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"Fabric is not supported.*SmpAccelerator"):
+        Fabric(accelerator="cpu", devices=1, strategy="smp_sharded_node")
 
 
 def test_variables_set_what_no_argument_does(

@@ -1,8 +1,10 @@
 """A rank that stops training alone ends with an error that says so, and hangs no
-other."""
+other; ranks whose clocks differ validate together."""
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 
 from tests.harness import RanksFailed, run_ranks
 from tests.lightning.modules import LanguageModule
-from tests.lightning.running import fit
+from tests.lightning.running import fit, make_trainer
 
 SAID = (
     r"rank 0 is at trainer.should_stop = True and rank 1 at the next batch[\s\S]*"
@@ -29,7 +31,7 @@ class Stops(Callback):
             trainer.should_stop = True
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._stop("batch", trainer)
+        self._stop("last batch" if trainer.is_last_batch else "batch", trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         self._stop("epoch", trainer)
@@ -44,6 +46,64 @@ def steps(hook: str, ranks: tuple[int, ...], knobs: dict[str, Any]) -> int:
 def test_a_rank_that_stops_alone_is_named(hook: str, shard: int) -> None:
     with pytest.raises(RanksFailed, match=SAID):
         run_ranks(steps, 2, hook, (0,), {"shard_degree": shard})
+
+
+def steps_validating_inside(ranks: tuple[int, ...]) -> int:
+    """The last of an epoch's four batches is not one behind which all validate."""
+    module = LanguageModule()
+    trainer = make_trainer(
+        {"shard_degree": 2},
+        max_epochs=2,
+        val_check_interval=3,
+        callbacks=[Stops("last batch", ranks)],
+    )
+    trainer.fit(module)
+    return trainer.global_step
+
+
+def test_a_rank_that_stops_before_its_own_validation_is_named() -> None:
+    with pytest.raises(
+        RanksFailed,
+        match=r"trainer.should_stop = True[\s\S]*the end of an epoch|"
+        r"the end of an epoch[\s\S]*trainer.should_stop = True",
+    ):
+        run_ranks(steps_validating_inside, 2, (0,), timeout=60)
+    assert run_ranks(steps_validating_inside, 2, (0, 1)) == [4, 4]
+
+
+class Clock(Callback):
+    """Makes the time since the last validation long on one rank at a time, and notes
+    the steps of validations."""
+
+    def __init__(self) -> None:
+        self.validations: list[int] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        is_long = (batch_idx + trainer.global_rank) % 2 == 0
+        trainer._last_val_time = time.monotonic() - 10_000 * is_long
+
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        self.validations.append(trainer.global_step)
+
+
+def steps_of_validations() -> list[int]:
+    clock = Clock()
+    trainer = make_trainer(
+        {"shard_degree": 2},
+        val_check_interval=timedelta(hours=1),
+        callbacks=[clock],
+    )
+    trainer.fit(LanguageModule())
+    return clock.validations
+
+
+def test_the_clock_of_rank_0_says_when_to_validate() -> None:
+    """``val_check_interval`` as a time, whose clocks are each rank's own."""
+    alone = steps_of_validations()
+    assert alone == [1, 3]
+    assert run_ranks(steps_of_validations, 2, timeout=60) == [alone, alone]
 
 
 def test_ranks_that_stop_together_stop() -> None:

@@ -52,6 +52,20 @@ def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_tell
     assert handled == [] and restored
 
 
+def threads_of_runs() -> list[int]:
+    """This process's threads behind the first and the third of three runs."""
+    counts = []
+    for _ in range(3):
+        Preemption(grace=30.0)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts[::2]
+
+
+def test_later_runs_of_a_process_leave_no_more_threads_for_notices() -> None:
+    for first, third in run_ranks(threads_of_runs, 2):
+        assert first == third
+
+
 def begin_and_wait(begun: Any) -> None:
     begun.set()
     threading.Event().wait()
