@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accelerate_smp import loader_places
 from accelerate_smp.background import BackgroundSavingAccelerator
 from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import (
@@ -152,7 +152,7 @@ def _whole_state(
     state["lr_schedulers"] = [scheduler.state_dict() for scheduler in saved_schedulers]
     # The place in the data, and what else Accelerate saves.
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-    loaders = [_loader_state(loader) for loader in accelerator._dataloaders]
+    loaders = [loader_places.state_of(loader) for loader in accelerator._dataloaders]
     custom = [obj.state_dict() for obj in accelerator._custom_objects]
     state["accelerate"] = {
         "step": accelerator.step,
@@ -245,7 +245,7 @@ def read(
         for loader, saved in zip(
             accelerator._dataloaders, ours["dataloaders"], strict=False
         ):
-            _restore_loader(loader, saved)
+            loader_places.restore(loader, saved, path.address)
         _load_each(
             "registered objects",
             accelerator._custom_objects,
@@ -433,35 +433,6 @@ def _owner(models: list[nn.Module], optimizer: Optimizer) -> nn.Module:
         "an optimizer steps parameters of several models, or of none that was prepared; its states cannot be named: "
         "make one optimizer for each model"
     )
-
-
-def _loader_state(loader: Any) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    if getattr(loader, "use_stateful_dataloader", False):
-        state["loader"] = loader.state_dict()
-    # That of the epoch in progress; a sampler that has been read to its end, ahead of
-    # training, is in the next one.
-    state["epoch"] = getattr(loader, "iteration", 0)
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    if isinstance(sampler, SeedableRandomSampler):
-        state["sampler"] = {
-            "epoch": state["epoch"],
-            "initial_seed": sampler.initial_seed,
-        }
-    return state
-
-
-def _restore_loader(loader: Any, saved: dict[str, Any]) -> None:
-    if "loader" in saved:
-        loader.load_state_dict(saved["loader"])
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    if "sampler" in saved and isinstance(sampler, SeedableRandomSampler):
-        sampler.epoch, sampler.initial_seed = (
-            saved["sampler"]["epoch"],
-            saved["sampler"]["initial_seed"],
-        )
-    if "epoch" in saved and hasattr(loader, "set_epoch"):
-        loader.set_epoch(saved["epoch"])
 
 
 def _load_each(what: str, objects: list[Any], saved: list[Any], path: Any) -> None:

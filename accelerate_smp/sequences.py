@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate_smp.loader_places import begin_with_its_sampler, share_order
 from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
 from smp_core.checkpoint import iterate_tensors
@@ -96,8 +97,12 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if self.layout is None or getattr(
             data_loader, "_is_accelerate_prepared", False
         ):
-            return super().prepare_data_loader(data_loader, *args, **kwargs)
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+            if self.smp and prepared is not data_loader:
+                begin_with_its_sampler(prepared)
+            return prepared
         prepared = self._prepared_alike(data_loader, *args, **kwargs)
+        begin_with_its_sampler(prepared)
         require_as_many_batches(prepared)
         return self._through_here(prepared)
 
@@ -143,6 +148,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
+            share_order(loader)
             epoch = getattr(loader, "iteration", None)
             batches = loader.batch_sampler
             # Where all are skipped, loaders of rank 0's batches would deal out none.

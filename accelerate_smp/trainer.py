@@ -311,6 +311,18 @@ class SmpTrainerMixin(
             output.global_step, loss, {**output.metrics, "train_loss": loss}
         )
 
+    def hyperparameter_search(self, *arguments: Any, **keywords: Any) -> Any:
+        """Search as Trainer does, without pruning on several ranks.
+
+        Raises:
+            ValueError: an option by which optuna would end a trial, or the search, on
+                rank 0 alone.
+        """
+        backend = keywords.get("backend", (*arguments, *[None] * 5)[4])
+        if self.args.world_size > 1 and backend in (None, "optuna"):
+            keywords |= _without_pruning(keywords)
+        return super().hyperparameter_search(*arguments, **keywords)
+
     def _over_ranks(self, train_loss: float) -> float:
         """Return the loss of a whole training: to those of all ranks that it logged
         Trainer adds this rank's own, of the steps after the last logged one."""
@@ -559,6 +571,30 @@ def _refuse_trackers_of_weights(callbacks: Iterable[TrainerCallback]) -> None:
                 f"{variable}={value}: Trainer's WandbCallback {what} on rank 0 alone, where a sharded model needs all "
                 f"ranks; allowed: false; type: unset {variable} ({instead})"
             )
+
+
+def _without_pruning(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pruner of a search on several ranks, one that never prunes: optuna
+    looks at a trial on rank 0 alone, and its own default ends that one's training there,
+    in the middle of the others'.
+
+    Raises:
+        ValueError: another pruner, or an option that ends something on rank 0 alone.
+    """
+    try:
+        from optuna.pruners import NopPruner
+    except ImportError:  # Trainer says it, or takes another backend
+        return {}
+    given = {name: options.get(name) for name in ("timeout", "catch", "n_jobs")}
+    pruner = options.get("pruner")
+    given["pruner"] = None if isinstance(pruner, NopPruner) else pruner
+    for name, value in given.items():
+        if value and value != 1:
+            raise ValueError(
+                f"hyperparameter_search({name}={value!r}): optuna looks at trials on rank 0 alone, and the other ranks "
+                f"would wait in one that it ends there; leave {name} out, or search in one process"
+            )
+    return {"pruner": NopPruner()}
 
 
 class SmpTrainer(SmpTrainerMixin, Trainer):

@@ -39,8 +39,14 @@ def joined(
         ahead = join(own(), count_samples)
         try:
             present = next(ahead, None)
+            # A loader that keeps its place keeps that of training.
+            read_to = getattr(loader, "dl_state_dict", {})
             while present is not None:
+                trained_to = loader.dl_state_dict = read_to
                 following = next(ahead, None)
+                read_to = loader.dl_state_dict
+                if following is not None:
+                    loader.dl_state_dict = trained_to
                 loader.end_of_dataloader = following is None
                 batch, weight = present
                 device = getattr(loader, "device", None)

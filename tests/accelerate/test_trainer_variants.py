@@ -8,7 +8,9 @@ digits, and gathered parameters are rounded once more.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from accelerate_smp.loss_counts import ReadsValue
+from accelerate_smp.trainer import SmpTrainerMixin
 from tests.accelerate.trainers import (
     Run,
     assert_close,
@@ -248,3 +251,40 @@ def test_iterable_data_sets_are_shared_out_once(tmp_path: Path) -> None:
         assert [sorted(batch) for batch in seen] == [
             list(range(8 * n, 8 * n + 8)) for n in range(3)
         ]
+
+
+def test_a_search_on_several_ranks_prunes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Optuna prunes by default, on rank 0 alone: the others hung in the trial that it
+    had left."""
+
+    class NopPruner:
+        pass
+
+    class Searches:
+        args = SimpleNamespace(world_size=2)
+
+        def hyperparameter_search(self, *_: Any, **options: Any) -> dict[str, Any]:
+            return options
+
+    class Ours(SmpTrainerMixin, Searches):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+    pruners = ModuleType("optuna.pruners")
+    pruners.NopPruner = NopPruner  # type: ignore[attr-defined]
+    for name, module in (("optuna", ModuleType("optuna")), (pruners.__name__, pruners)):
+        monkeypatch.setitem(sys.modules, name, module)
+    trainer = Ours()
+    options = trainer.hyperparameter_search(None, None, 9, n_jobs=1)
+    assert isinstance(options.pop("pruner"), NopPruner) and options == {"n_jobs": 1}
+    for refused in ({"pruner": object()}, {"timeout": 60}, {"catch": (OSError,)}):
+        name = next(iter(refused))
+        with pytest.raises(ValueError, match=rf"search\({name}=.* leave {name} out"):
+            trainer.hyperparameter_search(**refused)
+    # Other backends, and one process, get what is given.
+    given = {"backend": "wandb", "timeout": 60}
+    assert trainer.hyperparameter_search(**given) == given
+    trainer.args = SimpleNamespace(world_size=1)
+    assert trainer.hyperparameter_search(timeout=60) == {"timeout": 60}

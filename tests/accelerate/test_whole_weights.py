@@ -17,6 +17,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel, TrainingArguments
 
 from accelerate_smp.trainer import SmpTrainer
+from smp_core.sharding.weights.unsharded import unsharded
 from smp_core.watch.rank_watch import stop_watching
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_dataset, make_model
@@ -368,3 +369,14 @@ def test_a_users_method_writes_on_one_rank_and_fails_on_all(tmp_path: Path) -> N
     assert {name: value.shape for name, value in state.items()} == {
         name: value.shape for name, value in make_model().state_dict().items()
     }
+
+
+def test_integers_stand_in_the_place_of_trained_weights() -> None:
+    """``save_pretrained(state_dict=codes)`` of a prepared model raised torch's refusal
+    of gradients of integers."""
+    layer = nn.Linear(3, 2)
+    codes = {"weight": torch.ones(2, 3, dtype=torch.int8), "bias": torch.ones(2)}
+    trained = layer.weight
+    with unsharded(layer, codes):
+        assert layer.weight.dtype == torch.int8 and layer.bias.requires_grad
+    assert layer.weight is trained

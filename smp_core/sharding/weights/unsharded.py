@@ -67,9 +67,11 @@ def _show_values(
         if value is None:
             continue
         if id(parameter) not in shown:  # a tied parameter stays one parameter
-            shown[id(parameter)] = nn.Parameter(
-                value, requires_grad=parameter.requires_grad
+            # Codes of quantised weights are integers, which take no gradient.
+            trains = parameter.requires_grad and (
+                value.is_floating_point() or value.is_complex()
             )
+            shown[id(parameter)] = nn.Parameter(value, requires_grad=trains)
         restored.callback(part.register_parameter, name, parameter)
         part.register_parameter(name, shown[id(parameter)])
     for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
