@@ -565,7 +565,7 @@ def conduct(trial: dict[str, Any], top: Path) -> dict[str, Any]:
         line
         for text in texts
         for line in text.splitlines()
-        if "torch-smp, rank" in line or re.search(r"Error: rank \d", line)
+        if "torch-smp, rank" in line or re.search(r"Error: .*rank \d", line)
     ]
     return found
 
@@ -646,7 +646,9 @@ def judge(trial: dict[str, Any], found: dict[str, Any], top: Path) -> list[str]:
         and trial["place"] not in ("after", "on_fit_end")
     ):
         named = any(
-            f"rank {rank} " in line for line in found["said"] for rank in struck
+            re.search(rf"rank {rank}\b", line)
+            for line in found["said"]
+            for rank in struck
         )
         if not named:
             wrong.append("no text names the struck rank")
