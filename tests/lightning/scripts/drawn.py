@@ -19,7 +19,7 @@ from lightning_smp import SmpShardedStrategy
 
 LENGTH, WIDTH, CLASSES = 6, 12, 7
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-# What differs first, and words of the likeliest cause; None: any.
+# What differs first, and the beginning of the likeliest cause.
 PLANTS: dict[str, tuple[tuple[str, ...], str]] = {
     "hook": (("gradients",), "lost hook"),
     "frozen": (("gradients",), "frozen part"),
@@ -27,7 +27,7 @@ PLANTS: dict[str, tuple[tuple[str, ...], str]] = {
     "batch norm": (("activations",), "BatchNorm per rank"),
     "noise": (("activations",), "random numbers"),
     "centred": (("activations",), "samples are mixed"),
-    "branch": (("activations", "run"), ""),
+    "first sample": (("activations",), "samples are mixed"),
     "buffer": (("buffers",), "a buffer that is computed from one rank's samples"),
     "rate": (("weights",), "learning rate"),
     "seed": (("samples",), "data order"),
@@ -119,8 +119,8 @@ class Planted(nn.Module):
             return x + torch.randn_like(x)
         if self.plant == "centred":
             return x - x.mean(0, keepdim=True)
-        if self.plant == "branch":  # other samples take the other way
-            return 2 * x if x[0, 0, 0] > x.mean() else x
+        if self.plant == "first sample":
+            return x * x[0].mean().sigmoid()
         if self.plant == "buffer":
             self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
         return x
@@ -135,7 +135,7 @@ class Model(L.LightningModule):
         blocks = [self.rng.choice(BLOCKS)() for _ in range(self.rng.randint(1, 3))]
         if self.rng.random() < 0.3:
             blocks.append(blocks[0])  # shared
-        if self.plant in ("batch norm", "noise", "centred", "branch", "buffer"):
+        if self.plant in ("batch norm", "noise", "centred", "first sample", "buffer"):
             blocks.insert(self.rng.randint(0, len(blocks)), Planted(self.plant))
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
