@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,7 +48,10 @@ from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.expert_parallel import losses_multiplied_by
 from smp_core.sharding.optimizer import say_where_gradients_are
+from smp_core.torch_facts import is_rank_0
 from smp_core.watch import meet
+
+logger = logging.getLogger("smp")
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -594,6 +598,10 @@ def _without_pruning(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"hyperparameter_search({name}={value!r}): optuna looks at trials on rank 0 alone, and the other ranks "
                 f"would wait in one that it ends there; leave {name} out, or search in one process"
             )
+    if pruner is None and is_rank_0():
+        logger.warning(
+            "hyperparameter_search prunes no trial: optuna would end it on rank 0 alone"
+        )
     return {"pruner": NopPruner()}
 
 

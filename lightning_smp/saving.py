@@ -125,8 +125,11 @@ class SmpCheckpoint(ModelCheckpoint):
         # In another folder the older ones are another run's.
         if state_dict.get("dirpath") == self.dirpath:
             # The checkpoint that is loaded was not one of them yet when it was written.
-            self._kept = list(
-                dict.fromkeys(
-                    [*state_dict.get("kept", []), state_dict["best_model_path"]]
-                )
-            )
+            # Before the first regular save there was none, and only what lies in the
+            # folder is this run's to remove.
+            kept = [*state_dict.get("kept", []), state_dict["best_model_path"]]
+            self._kept = [
+                path
+                for path in dict.fromkeys(kept)
+                if os.path.dirname(path) == str(self.dirpath).rstrip("/")
+            ]

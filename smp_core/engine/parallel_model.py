@@ -513,7 +513,8 @@ class ParallelModel:
             stages: by the module's name; the same on all of them.
 
         Raises:
-            CheckpointError: a module of one stage raises when it is asked; on all.
+            CheckpointError: a module raises on one stage, when it is asked for its
+                state or given another's; on all.
         """
         own = self.mesh.stage
 
@@ -526,9 +527,12 @@ class ParallelModel:
                     found[name] = map_tensors(state, lambda tensor: tensor.cpu())
             return found
 
-        _, told = Ranks(self.mesh.column.host).together(
-            "modules' extra states", of_this_stage, lambda found: found
-        )
-        for name, stage in stages.items():
-            if stage != own:
-                self.module.get_submodule(name).set_extra_state(told[stage][name])
+        ranks, what = Ranks(self.mesh.column.host), "modules' extra states"
+        _, told = ranks.together(what, of_this_stage, lambda found: found)
+
+        def set_others() -> None:
+            for name, stage in stages.items():
+                if stage != own:
+                    self.module.get_submodule(name).set_extra_state(told[stage][name])
+
+        ranks.together(what, set_others)

@@ -254,7 +254,7 @@ def test_iterable_data_sets_are_shared_out_once(tmp_path: Path) -> None:
 
 
 def test_a_search_on_several_ranks_prunes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Optuna prunes by default, on rank 0 alone: the others hung in the trial that it
     had left."""
@@ -279,6 +279,7 @@ def test_a_search_on_several_ranks_prunes_nothing(
     trainer = Ours()
     options = trainer.hyperparameter_search(None, None, 9, n_jobs=1)
     assert isinstance(options.pop("pruner"), NopPruner) and options == {"n_jobs": 1}
+    assert "prunes no trial" in caplog.text
     for refused in ({"pruner": object()}, {"timeout": 60}, {"catch": (OSError,)}):
         name = next(iter(refused))
         with pytest.raises(ValueError, match=rf"search\({name}=.* leave {name} out"):

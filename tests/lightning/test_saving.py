@@ -139,3 +139,13 @@ def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     save after every step, failures in ages only at the end. The same on all ranks."""
     results = run_ranks(at_its_own_interval, 2, str(tmp_path))
     assert results == [([10, 11, 12], [10, 12])] * 2
+
+
+def test_only_what_lies_in_the_folder_is_kept_and_removed(tmp_path: Path) -> None:
+    """A run that was preempted before its first regular save had none, and a state from
+    elsewhere may name any path."""
+    saver = SmpCheckpoint(tmp_path, checkpoint_interval=1)
+    own = str(tmp_path / "step-00000001.ckpt")
+    state = {**saver.state_dict(), "kept": ["", own, "/elsewhere", str(tmp_path)]}
+    saver.load_state_dict({**state, "best_model_path": ""})
+    assert saver._kept == [own]

@@ -21,7 +21,6 @@ import errno
 import itertools
 import logging
 import os
-import re
 import stat
 import time
 import zipfile
@@ -39,7 +38,13 @@ from smp_core.checkpoint.folders.file_system import (
     try_lock,
 )
 from smp_core.checkpoint.folders.leftovers import sweep, temporaries_of
-from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink, Transaction
+from smp_core.checkpoint.folders.storage import (
+    Folder,
+    RangeFile,
+    Sink,
+    Transaction,
+    is_own,
+)
 from smp_core.checkpoint.layout import (
     MANIFEST,
     TEMPORARY_PREFIX,
@@ -53,10 +58,6 @@ logger = logging.getLogger("smp")
 _SEEN_SECONDS = 30.0
 _OTHERS_SECONDS = 60.0  # for which another job's move into the same place is waited for
 _NO_LINKS = "links in a checkpoint are not followed: copy what they point to (cp -rL)"
-_MARK = r"(-[0-9a-f]{12})?"  # the identity of a save that was moved into place
-_OWN_FILE = re.compile(
-    rf"tensors-\d{{5,}}-of-\d{{5,}}{_MARK}\.safetensors|(index|rest){_MARK}\.json|(rest|rest-pickle){_MARK}\.pt|extra"
-)
 
 
 def open_regular(path: str, name: str) -> int:
@@ -444,9 +445,7 @@ class LocalTransaction(Transaction):
             # From here on the old save's files are named by no manifest. Files of other
             # names are the user's and stay.
             for name in LocalFolder(self.path).names():
-                if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(
-                    name.split("/")[0]
-                ):
+                if name not in (MANIFEST, *names) and is_own(name):
                     os.unlink(os.path.join(self.path, name))
         finally:
             release(lock)
@@ -494,7 +493,7 @@ def _keep_others_files(replaced: str, path: str) -> None:
     if os.path.islink(replaced) or not os.path.isdir(replaced):
         return
     for name in os.listdir(replaced):
-        if name != MANIFEST and not _OWN_FILE.fullmatch(name):
+        if name != MANIFEST and not is_own(name):
             try:
                 os.rename(os.path.join(replaced, name), os.path.join(path, name))
             except OSError as error:
@@ -543,7 +542,7 @@ def _is_single_checkpoint(path: str) -> bool:
 def _is_half(path: str) -> bool:
     """Return whether everything in a folder is part of a checkpoint, so that a save may
     replace the folder."""
-    return all(_OWN_FILE.fullmatch(name) for name in os.listdir(path))
+    return all(is_own(name) for name in os.listdir(path))
 
 
 def remove_local(path: str) -> None:

@@ -17,13 +17,18 @@ from typing import Any
 
 import fsspec
 
-from smp_core.checkpoint.folders.storage import Folder, RangeFile, Sink, Transaction
+from smp_core.checkpoint.folders.storage import (
+    Folder,
+    RangeFile,
+    Sink,
+    Transaction,
+    is_own,
+)
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder, StoreError
 
 logger = logging.getLogger("smp")
 
-_OWN = ("tensors-", "index-", "rest-", "extra/")
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -98,7 +103,8 @@ class ObjectFolder(Folder):
         return sorted(
             name[len(self.path) + 1 :]
             for name in found
-            if name.startswith(self.path + "/")
+            # Consoles of stores make folders as empty objects that end with a slash.
+            if name.startswith(self.path + "/") and not name.endswith("/")
         )
 
     def listing(self) -> dict[str, int] | None:
@@ -155,20 +161,18 @@ class ObjectTransaction(Transaction):
             # Only what really lies in the folder: names lead nowhere else.
             self.before, listed = _manifest_of(folder, self.address)
             self.replaced = sorted(listed & set(names))
-        # Without a manifest that names them, only names of ours are known.
-        foreign = [
-            name for name in names if name != MANIFEST and not name.startswith(_OWN)
-        ]
-        if foreign:
+        # Beside a checkpoint of ours, files of other names are the user's, and stay.
+        # Without one, the address may be mistyped.
+        foreign = [name for name in names if name != MANIFEST and not is_own(name)]
+        if foreign and MANIFEST not in names:
             raise CheckpointError(
                 f"{self.address} holds something that is not a torch-smp checkpoint ({foreign[0]}, ...); it is not "
                 "overwritten. Choose another path, or remove it first"
             )
         # What no manifest names is of an interrupted save, or of one that is being
         # written.
-        self._sweep(
-            [name for name in names if name != MANIFEST and name not in self.replaced]
-        )
+        kept = {MANIFEST, *foreign, *self.replaced}
+        self._sweep([name for name in names if name not in kept])
         self.fs.makedirs(self.path, exist_ok=True)
         self.mark = save_id.rsplit("-", 1)[-1]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from abc import ABC, abstractmethod
 from typing import Any, BinaryIO
 
@@ -30,6 +31,10 @@ BLOCK_DIGITS = 16  # hexadecimal, of XXH3-64
 # Large enough for the disk, small enough that a piece is still in cache when it is
 # hashed.
 PIECE_BYTES = 8 << 20
+_MARK = r"(-[0-9a-f]{12})?"  # the identity of a save that was moved into place
+_OWN_FILE = re.compile(
+    rf"tensors-\d{{5,}}-of-\d{{5,}}{_MARK}\.safetensors|(index|rest){_MARK}\.json|(rest|rest-pickle){_MARK}\.pt|extra"
+)
 
 
 class Sink:
@@ -246,3 +251,9 @@ def missing(address: str) -> CheckpointError:
     return CheckpointError(
         f"there is no checkpoint at {address}: nothing exists under this path"
     )
+
+
+def is_own(name: str) -> bool:
+    """Return whether a file in a folder, or the folder ``extra``, has a name that saves
+    give; all others are the user's."""
+    return bool(_OWN_FILE.fullmatch(name.split("/")[0]))

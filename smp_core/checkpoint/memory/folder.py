@@ -141,10 +141,18 @@ class NodeMemory:
         path: the folder.
 
     Raises:
-        CheckpointError: the folder cannot be made, or is not this user's alone.
+        CheckpointError: the folder cannot be made, is not this user's alone, or is
+            named by a relative path.
     """
 
     def __init__(self, run: str) -> None:
+        # A script may change its working directory, and a restart may begin in another.
+        given = os.environ.get(VARIABLE)
+        if given and not os.path.isabs(given):
+            raise CheckpointError(
+                f"{VARIABLE}={given} is a relative path, under which another working directory would not find what is "
+                f"kept: write the whole path, e.g. {VARIABLE}={os.path.abspath(given)}"
+            )
         self.path = os.path.join(_private(_top()), run)
         # A second run of this process must not be excluded by its own first one.
         self.give_back()

@@ -142,6 +142,15 @@ def test_ranks_that_outlive_their_first_one_are_waited_for(
             assert found_in(alone) == 3
 
 
+def test_a_folder_that_another_working_directory_would_not_find_is_refused(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(alone)
+    monkeypatch.setenv("SMP_MEMORY_FOLDER", "mem")
+    with pytest.raises(CheckpointError, match=f"SMP_MEMORY_FOLDER={alone}/mem"):
+        NodeMemory("run")
+
+
 def test_of_jobs_that_begin_at_the_same_instant_one_has_the_name(alone: Path) -> None:
     """Some end well at once, and remove the folder that others are about to lock."""
 

@@ -113,7 +113,9 @@ def test_leftovers_that_cannot_be_removed_cost_no_save(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = fsspec.filesystem("memory")
-    store.pipe_file("/bucket/run/last/tensors-of-another-save", b"half")
+    store.pipe_file(
+        "/bucket/run/last/tensors-00000-of-00001-0123456789ab.safetensors", b"half"
+    )
     monkeypatch.setattr(object_folder, "_STALE_SECONDS", -1.0)
 
     def refused(self: Any, path: str) -> None:
@@ -123,7 +125,10 @@ def test_leftovers_that_cannot_be_removed_cost_no_save(
     for seed in (1, 2):
         save_checkpoint(f"{ROOT}/last", state(seed))
         assert differences(loaded(f"{ROOT}/last"), state(seed)) == []
-    assert "tensors-of-another-save could not be removed: deleting" in caplog.text
+    assert (
+        "tensors-00000-of-00001-0123456789ab.safetensors could not be removed: deleting"
+        in caplog.text
+    )
 
 
 def test_a_root_of_steps_works_like_a_local_one(tmp_path: Path) -> None:
@@ -163,6 +168,36 @@ def test_something_foreign_there_is_not_overwritten() -> None:
         read_rest("memory://bucket/nothing")
     with pytest.raises(CheckpointError, match="cannot be opened"):
         read_rest("nosuchprotocol://bucket/nothing")
+
+
+def test_notes_beside_a_checkpoint_stay_when_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a local folder; however old they are, and whatever they are called."""
+    save_checkpoint(f"{ROOT}/last", state(1))
+    store = fsspec.filesystem("memory")
+    notes = [f"/bucket/run/last/{name}" for name in ("notes.md", "index-of-runs.txt")]
+    for path in notes:
+        store.pipe(path, b"x")
+    monkeypatch.setattr(object_folder, "_STALE_SECONDS", -1.0)
+    save_checkpoint(f"{ROOT}/last", state(2))
+    assert differences(loaded(f"{ROOT}/last"), state(2)) == []
+    assert set(notes) <= set(files()) and len(files()) == 7, files()
+
+
+def test_a_folder_that_a_stores_console_made_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = fsspec.filesystem("memory")
+    find = type(store).find
+
+    def with_marker(self: Any, path: str, **options: Any) -> Any:
+        found = find(self, path, **options)
+        return found if options else [f"{path}/", *found]
+
+    monkeypatch.setattr(type(store), "find", with_marker)
+    save_checkpoint(f"{ROOT}/last", state(1))
+    assert differences(loaded(f"{ROOT}/last"), state(1)) == []
 
 
 def save_by_four(path: str) -> Any:

@@ -205,16 +205,29 @@ class Unsaveable(CountingBlock):
         raise KeyError("no state")
 
 
-def refusal_of_extra_states() -> str:
-    model = nn.Sequential(*[CountingBlock() for _ in range(3)], Unsaveable())
-    model.example_input_array = torch.ones(2, 6)
-    recipe = {"microbatches": 2}
-    knobs = SmpConfig(pipeline_parallel_degree=2, shard_degree=1, pipeline=recipe)
-    with pytest.raises(CheckpointError) as refused:
-        parallelize(model, knobs).broadcast_buffers()
-    return str(refused.value)
+class Unloadable(CountingBlock):
+    """A block that takes no other stage's extra state."""
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        raise KeyError("no state")
 
 
-def test_an_extra_state_that_one_stage_cannot_give_is_an_error_on_all() -> None:
-    said = run_ranks(refusal_of_extra_states, 2)
-    assert said[0] == said[1] and "rank 1" in said[0] and "no state" in said[0]
+def refusals_of_extra_states() -> list[str]:
+    said = []
+    for kinds in ((CountingBlock, Unsaveable), (Unloadable, CountingBlock)):
+        blocks = [kind() for kind in kinds for _ in range(2)]
+        model = nn.Sequential(*blocks)
+        model.example_input_array = torch.ones(2, 6)
+        recipe = {"microbatches": 2}
+        knobs = SmpConfig(pipeline_parallel_degree=2, shard_degree=1, pipeline=recipe)
+        with pytest.raises(CheckpointError) as refused:
+            parallelize(model, knobs).broadcast_buffers()
+        said.append(str(refused.value))
+    return said
+
+
+def test_an_extra_state_that_fails_on_one_stage_is_an_error_on_all() -> None:
+    """Where it is given, and where another stage takes it."""
+    by_rank = run_ranks(refusals_of_extra_states, 2)
+    assert by_rank[0] == by_rank[1]
+    assert all("rank 1" in said and "no state" in said for said in by_rank[0])
