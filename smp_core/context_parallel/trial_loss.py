@@ -164,11 +164,14 @@ def _other_divisor(gradient: Tensor, logits: Tensor, split: SplitBatch) -> str |
     # Of several weighted losses it is not known which one the logits went into.
     if targets is None or len(of_loss) != 1 or logits.shape[:-1] != targets.shape:
         return None
+    # Values in place of classes have no cross entropy.
+    if targets.is_floating_point():
+        return None
     rows = (targets != IGNORED).flatten().nonzero()[:, 0].to(logits.device)
     factors = _factors(
         gradient.flatten(0, 1),
         logits.flatten(0, 1),
-        targets.flatten().to(logits.device),
+        targets.flatten().long().to(logits.device),
         rows,
     )
     scale = float(of_loss[0])
