@@ -237,7 +237,10 @@ def part_of_mean(loss: Tensor) -> Tensor:
     """Apply :func:`weighted_mean` once for a training step, unless the model or its
     code has weighted the loss."""
     split = _STATE.split
-    if split is None or split.weighted or split.divided_by_model:
+    if split is None or split.weighted:
+        return loss
+    if split.divided_by_model:
+        _watch(loss, split)
         return loss
     return _part(loss, split)
 
@@ -246,7 +249,15 @@ def _part(loss: Tensor, split: SplitBatch) -> Tensor:
     """Multiply a mean over this rank's targets by this rank's weight."""
     if split.weight is None:
         return loss
-    # What a loss takes of outputs is compared with its own gradient, where it is tried.
+    _watch(loss, split)
+    # The mean over no targets is nan.
+    weight = split.weight.to(loss.dtype)
+    return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+
+
+def _watch(loss: Tensor, split: SplitBatch) -> None:
+    """Keep the loss's own gradient where the step is tried: what the loss takes of
+    outputs is compared with it."""
     if (
         split.trial is not None
         and loss.requires_grad
@@ -254,9 +265,6 @@ def _part(loss: Tensor, split: SplitBatch) -> Tensor:
     ):
         gradients = split.loss_gradients
         loss.register_hook(lambda gradient: gradients.append(gradient.detach()))
-    # The mean over no targets is nan.
-    weight = split.weight.to(loss.dtype)
-    return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
 
 
 _TORCHS_ATTENTION = F.scaled_dot_product_attention

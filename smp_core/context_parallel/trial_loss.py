@@ -184,7 +184,18 @@ def _other_divisor(gradient: Tensor, logits: Tensor, split: SplitBatch) -> str |
     is_even = float(factors.max() - factors.min()) <= max(4 * eps, 1e-4) * abs(total)
     is_even = is_even or _near(float(factors.max()), float(factors.min()), eps)
 
-    # Each case has its own remedy.
+    # Each case has its own remedy. A loss that nothing weights has to do so itself.
+    if split.divided_by_model and not split.weighted:
+        weight = 1.0 if split.weight is None else float(split.weight)
+        # Twice a rank's share may be an accumulated step's by right.
+        is_own_mean = is_even and _near(total, 1, eps) and abs(weight - 1) > 1e-3
+        if not is_own_mean or _near(weight, round(weight), 1e-3):
+            return None
+        return (
+            f"the mean over a rank's targets, which have {weight:.3g} times the share of all, and nothing weights it: "
+            "write loss = weighted_mean(loss) (smp_core.context_parallel), or take the loss that a Transformers model "
+            "computes"
+        )
     if not is_even:
         return (
             (

@@ -16,6 +16,7 @@ from smp_core.context_parallel.replaced_attention import (
     enabled,
     part_of_mean,
     positions,
+    weighted_mean,
 )
 from smp_core.entry import parallelize
 from tests.core.context_parallel.own_models import (
@@ -210,15 +211,41 @@ def test_draws_for_samples_need_ranks_that_are_seeded_alike() -> None:
         assert "it draws random numbers of [2, 1, 1] for samples" in text
 
 
+def by_mapping(weights: bool) -> str:
+    """What becomes of a step that takes the cross entropy of a mapping's targets."""
+    parallel = parallelize(
+        OwnModel(Case(("causal",), "logits")).double(), SmpConfig(**LAYOUTS[0])
+    )
+    assert parallel.context is not None
+    tokens, labels = pairs(1)
+    split = parallel.context.split({"input_ids": tokens, "labels": labels})
+    targets = split.batch["shift_labels"]
+    try:
+        with enabled(split):
+            logits = parallel.module(split.batch["input_ids"], targets)
+            loss = loss_of(logits, targets)
+            part_of_mean(weighted_mean(loss) if weights else loss).backward()
+    except ValueError as error:
+        return str(error)
+    return "done"
+
+
 def on_other_tokens(steps: list[str]) -> list[tuple[str, list[str]]]:
     """What becomes of each step, whose loss takes other tokens than the targets or is
     another mean of them, and warnings."""
     found = []
     for step in steps:
         with warnings_said() as said:
-            case = Case(("causal",), "logits", step)
-            found.append((together(case, 1, LAYOUTS[0]), said))
+            if step in OF_MAPPINGS:
+                outcome = by_mapping(OF_MAPPINGS[step])
+            else:
+                case = Case(("causal",), "logits", step)
+                outcome = together(case, 1, LAYOUTS[0])
+            found.append((outcome, said))
     return found
+
+
+OF_MAPPINGS = {"own mean of a mapping": False, "weighted mean of a mapping": True}
 
 
 OTHER_STEPS = {
@@ -231,6 +258,8 @@ OTHER_STEPS = {
     "row means step": "divided by their sum over a rank's own tokens",
     "sum step": "the sum over a rank's targets, while losses are averaged",
     "weighted terms step": "exact",
+    "own mean of a mapping": "nothing weights it: write loss = weighted_mean(loss)",
+    "weighted mean of a mapping": "done",
 }
 
 
