@@ -146,6 +146,8 @@ def assert_like_whole_sequences(runs: list[sequences.Run]) -> None:
 LLAMA, GPT2 = (
     sequences.Run("llama", 2, 2, tensor=2),
     sequences.Run("gpt2", 2, 2, "left", tensor=2),
+    # Norms behind the sums make much of small differences.
+    sequences.Run("roberta", 2, 2, tensor=2),
 )
 
 
