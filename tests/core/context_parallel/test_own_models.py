@@ -18,7 +18,9 @@ from smp_core.context_parallel.replaced_attention import (
     positions,
     weighted_mean,
 )
+from smp_core.context_parallel.trial_run import _WithoutRandomness
 from smp_core.entry import parallelize
+from smp_core.torch_facts import TrialGenerator
 from tests.core.context_parallel.own_models import (
     LENGTH,
     VOCABULARY,
@@ -275,6 +277,16 @@ def test_a_loss_that_is_no_mean_over_targets_is_right_or_refused() -> None:
         assert "the loss leaves out" in said["masked sum step"][0]
         assert "the loss is 1/2 of the mean" in said["half step"][0]
         assert not said["weighted terms step"]
+
+
+def test_numbers_of_a_trial_inside_of_another_stay_random() -> None:
+    """Blocks over tensor ranks are tried inside; constants would show no difference."""
+    drawn: list[tuple[int, ...]] = []
+    with _WithoutRandomness(drawn):
+        own = torch.randn(4, generator=TrialGenerator().manual_seed(0))
+        of_model = torch.randn(4, generator=torch.Generator().manual_seed(0))
+    assert len(own.unique()) == 4
+    assert of_model.tolist() == [0.5] * 4 and drawn == [(4,)]
 
 
 @pytest.mark.slow  # the first 200, so the drawn ones above, too
