@@ -281,8 +281,10 @@ class ContextParallel:
         split = SplitBatch(
             local, plan, length, self.group.rank, group=self.group, dims=here
         )
-        split.position_ids = own.take_positions(position_ids)
         split.last_position = position_ids.max()
+        if self.learned is not None:
+            position_ids = self.learned.positions(sequences, position_ids)
+        split.position_ids = own.take_positions(position_ids)
         if (
             # Where position_ids alone tell the documents, chunked attention counts from
             # their first positions.
@@ -356,6 +358,15 @@ class ContextParallel:
             dims=dims,
         )
         split.shift_labels = split_target
+        # Positions are places in the sequence, unless the model counts otherwise.
+        if self.learned is not None and self.learned.skips_padding:
+            places = torch.arange(length, device=device).expand(rows, -1)
+            first = batch[0].movedim(dims[0], 1) if 0 in dims else None
+            has_ids = first is not None and not first.is_floating_point()
+            sequences: dict[Key, Any] = {"input_ids": first} if has_ids else {}
+            split.position_ids = own.take_positions(
+                self.learned.positions(sequences, places)
+            )
         return split
 
     def _plan(self, documents: Tensor, order: Order) -> SequencePlan:

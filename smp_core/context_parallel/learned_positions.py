@@ -1,5 +1,9 @@
-"""Sequences that are longer than a Transformers model's table of learned positions,
-refused in words.
+"""A Transformers model's table of learned positions: which position each token of a
+batch has in it, and sequences that are longer, refused in words.
+
+Most models count the tokens of a row from 0, padding too. Some leave padding out (OPT,
+by the mask; RoBERTa, by the token), and RoBERTa counts from ``padding_idx + 1``. A rank
+that has a part of the sequence gets its positions from the unsplit one.
 
 Torch says "index out of range in self" on a CPU, and ends the process by an assertion
 on a GPU. Positions that are computed (RoPE) have no table, and no such end.
@@ -7,11 +11,13 @@ on a GPU. Positions that are computed (RoPE) have no table, and no such end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from smp_core.context_parallel.documents import DOCUMENT_KEYS, Key
 from smp_core.context_parallel.replaced_attention import active_split
 from smp_core.torch_facts import transformers_models
 
@@ -25,12 +31,32 @@ class LearnedPositions:
         table: the name of the table in it.
         count: its positions.
         skips_padding: whether the model counts positions of unmasked tokens only.
+        padding: the token that the model leaves out and counts from, as RoBERTa does;
+            None: positions are from 0.
     """
 
     model: str
     table: str
     count: int
     skips_padding: bool
+    padding: int | None = None
+
+    def positions(self, sequences: Mapping[Key, Any], counted: Tensor) -> Tensor:
+        """Return the ``position_ids`` that the model would make of whole sequences.
+
+        Args:
+            sequences: the batch's, of which some may be missing.
+            counted: [B, S], positions in rows, or in documents if ids tell these.
+        """
+        if not self.skips_padding or sequences.get("position_ids") is not None:
+            return counted
+        # What the model leaves out: its padding token, or what is masked.
+        tokens, mask = sequences.get("input_ids"), sequences.get("attention_mask")
+        taken = mask if self.padding is None else tokens
+        if taken is not None and not any(key in sequences for key in DOCUMENT_KEYS):
+            has_place = (taken != (self.padding or 0)).long()
+            counted = has_place.cumsum(1) * has_place - 1
+        return counted if self.padding is None else counted + self.padding + 1
 
     def require(self, length: int, last_position: Tensor | None = None) -> None:
         """Refuse sequences of a length.
@@ -110,7 +136,11 @@ def learned_positions(model: nn.Module) -> LearnedPositions | None:
         count = module.num_embeddings - before
         if limit in (count, module.num_embeddings):
             return LearnedPositions(
-                type(found[0]).__name__.removeprefix("FSDP"), name, count, before > 0
+                type(found[0]).__name__.removeprefix("FSDP"),
+                name,
+                count,
+                before > 0,
+                module.padding_idx,
             )
     return None
 

@@ -72,6 +72,8 @@ class SplitBatch:
         divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as
             Transformers' causal models do.
         weighted: whether :func:`weighted_mean` has been asked for this batch.
+        loss_gradients: of losses that were weighted under a trial, their gradients after
+            backward.
         last_position: 0-d tensor, the largest position in the whole sequences; None:
             ``length - 1``.
         first_positions: the positions at which documents begin, for
@@ -97,6 +99,7 @@ class SplitBatch:
     count_targets: Callable[[], None] | None = None
     divided_by_model: bool = False
     weighted: bool = False
+    loss_gradients: list[Tensor] = field(default_factory=list)
     last_position: Tensor | None = None
     first_positions: tuple[tuple[int, ...], ...] = ()
     group: ContextGroup | None = None
@@ -234,7 +237,10 @@ def part_of_mean(loss: Tensor) -> Tensor:
     """Apply :func:`weighted_mean` once for a training step, unless the model or its
     code has weighted the loss."""
     split = _STATE.split
-    if split is None or split.weighted or split.divided_by_model:
+    if split is None or split.weighted:
+        return loss
+    if split.divided_by_model:
+        _watch(loss, split)
         return loss
     return _part(loss, split)
 
@@ -243,9 +249,22 @@ def _part(loss: Tensor, split: SplitBatch) -> Tensor:
     """Multiply a mean over this rank's targets by this rank's weight."""
     if split.weight is None:
         return loss
+    _watch(loss, split)
     # The mean over no targets is nan.
     weight = split.weight.to(loss.dtype)
     return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+
+
+def _watch(loss: Tensor, split: SplitBatch) -> None:
+    """Keep the loss's own gradient where the step is tried: what the loss takes of
+    outputs is compared with it."""
+    if (
+        split.trial is not None
+        and loss.requires_grad
+        and not torch.compiler.is_compiling()
+    ):
+        gradients = split.loss_gradients
+        loss.register_hook(lambda gradient: gradients.append(gradient.detach()))
 
 
 _TORCHS_ATTENTION = F.scaled_dot_product_attention

@@ -10,11 +10,12 @@ the outputs show what is not:
     all tokens of a row get the same                                       a mean over tokens
     a token without a target gets one                                      a mean over other tokens than the targets
     some targets get none                                                  a mask inside the step: a warning
+    those of logits are not 1 / (own targets) for each target              a divisor that is not the number of targets
 
-The last two are looked at in outputs that no further module takes: through attention
+The last three are looked at in outputs that no further module takes: through attention
 every token has a gradient.
 
-Shape letters: B rows, L tokens of a rank.
+Shape letters: B rows, L tokens of a rank, N targets of a rank, V classes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from smp_core.context_parallel.replaced_attention import SplitBatch
 from smp_core.context_parallel.trial_run import tensors_of
 
 logger = logging.getLogger("smp")
+
+# Tokens whose probabilities are computed at once: all of them would be as large as the
+# logits.
+_TOKENS_AT_ONCE = 64
 
 _NO_TARGETS = (
     "nothing, as a sum over labels does: labels of a batch that ranks share are all -100. Write "
@@ -51,10 +56,10 @@ def watch_loss(
         is_last: returns, in backward, whether no other call followed that gave features.
     """
     expected = _expected(split)
-    shifted = split.labels is not None
     for name, tensor in tensors_of(output):
         if has_features(tensor, split):
-            tensor.register_hook(_look_once(name, expected, shifted, refuse, is_last))
+            look = _look_once(name, tensor.detach(), split, expected, refuse, is_last)
+            tensor.register_hook(look)
 
 
 def has_features(tensor: Tensor, split: SplitBatch) -> bool:
@@ -68,8 +73,9 @@ def has_features(tensor: Tensor, split: SplitBatch) -> bool:
 
 def _look_once(
     name: str,
+    output: Tensor,
+    split: SplitBatch,
     expected: Tensor,
-    shifted: bool,
     refuse: Callable[[str | None], None],
     is_last: Callable[[], bool],
 ) -> Callable[[Tensor], None]:
@@ -82,9 +88,11 @@ def _look_once(
             return
         is_over = True
         gradient, targets = gradient.detach(), expected.to(gradient.device)
-        found = _wrong(gradient, targets.any(0), shifted)
+        found = _wrong(gradient, targets.any(0), split.labels is not None)
         if found is None and is_last():
-            found = _other_tokens(gradient, targets)
+            found = _other_tokens(gradient, targets) or _other_divisor(
+                gradient, output, split
+            )
         refuse(None if found is None else f"the loss takes of {name} {found}")
 
     return look
@@ -147,3 +155,106 @@ def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
     is_same = bool((gradient == gradient[:, :1]).all())
     is_sum = bool((gradient == gradient.flatten()[0]).all())
     return "the mean over a rank's tokens" if is_same and not is_sum else None
+
+
+def _other_divisor(gradient: Tensor, logits: Tensor, split: SplitBatch) -> str | None:
+    """Return in words that a cross entropy of logits [B, L, V] is no mean over this
+    rank's targets, where its gradient shows that; warn where it may be a scaled one."""
+    targets, of_loss = split.shift_labels, split.loss_gradients
+    # Of several weighted losses it is not known which one the logits went into.
+    if targets is None or len(of_loss) != 1 or logits.shape[:-1] != targets.shape:
+        return None
+    # Values in place of classes have no cross entropy.
+    if targets.is_floating_point():
+        return None
+    rows = (targets != IGNORED).flatten().nonzero()[:, 0].to(logits.device)
+    factors = _factors(
+        gradient.flatten(0, 1),
+        logits.flatten(0, 1),
+        targets.flatten().long().to(logits.device),
+        rows,
+    )
+    scale = float(of_loss[0])
+    if factors is None or not scale:
+        return None
+    # The derivative of the step's own loss by each target's cross entropy.
+    factors = factors / scale
+    total, count = float(factors.sum()), len(factors)
+    eps = torch.finfo(gradient.dtype).eps
+    is_even = float(factors.max() - factors.min()) <= max(4 * eps, 1e-4) * abs(total)
+    is_even = is_even or _near(float(factors.max()), float(factors.min()), eps)
+
+    # Each case has its own remedy. A loss that nothing weights has to do so itself.
+    if split.divided_by_model and not split.weighted:
+        weight = 1.0 if split.weight is None else float(split.weight)
+        # Twice a rank's share may be an accumulated step's by right.
+        is_own_mean = is_even and _near(total, 1, eps) and abs(weight - 1) > 1e-3
+        if not is_own_mean or _near(weight, round(weight), 1e-3):
+            return None
+        return (
+            f"the mean over a rank's targets, which have {weight:.3g} times the share of all, and nothing weights it: "
+            "write loss = weighted_mean(loss) (smp_core.context_parallel), or take the loss that a Transformers model "
+            "computes"
+        )
+    if not is_even:
+        return (
+            (
+                "targets with weights that are divided by their sum over a rank's own tokens (F.cross_entropy with "
+                "weight=, a mask inside the step, a mean for each row), while means are weighted by the number of "
+                "targets of each rank: give tokens that a step masks the target -100 in the batch, and divide the sum "
+                "of weighted terms by the number of targets"
+            )
+            if _near(total, 1, eps)
+            else None
+        )
+    if count > 1 and _near(total, count, eps):
+        return "the sum over a rank's targets, while losses are averaged over ranks: divide it by their number"
+    if count < targets.numel() and _near(total * targets.numel(), count, eps):
+        return (
+            f"the sum over {count} targets divided by all {targets.numel()} tokens of a rank, while means are weighted "
+            "by the targets of each rank: divide it by the number of targets"
+        )
+    # Half of a mean looks the same with two ranks, so this is no error.
+    if _near(total * split.plan.degree, 1, eps):
+        logger.warning(
+            "the loss is 1/%d of the mean over this rank's targets: right if a step multiplies its mean by that; a sum "
+            "that is divided by the targets of whole sequences has to be divided by those of this rank",
+            split.plan.degree,
+        )
+    return None
+
+
+def _near(found: float, expected: float, eps: float) -> bool:
+    return abs(found - expected) <= max(eps / 2, 1e-5) * abs(expected)
+
+
+def _factors(
+    gradient: Tensor, logits: Tensor, targets: Tensor, rows: Tensor
+) -> Tensor | None:
+    """Return [N], what the cross entropy of each target is multiplied by in the loss:
+    the gradient is that times (probabilities - target). None: it is something else.
+
+    Args:
+        gradient, logits: [B * L, V]; ``targets`` [B * L] are classes.
+        rows: [N], those that have a target.
+    """
+    if logits.shape[-1] < 3 or not len(rows):
+        return None
+    found = []
+    for some in rows.split(_TOKENS_AT_ONCE):
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        slope, p = gradient[some].to(dtype), logits[some].to(dtype).softmax(-1)
+        at = targets[some][:, None]
+        if int(at.max()) >= p.shape[-1]:
+            return None
+        # Classes besides the target: small probabilities have all their digits.
+        others = p.scatter(-1, at, 0)
+        factor = (slope * others).sum(-1) / others.square().sum(-1)
+        # The target's own entry has to follow from the others.
+        expected = factor[:, None] * p.scatter_add(-1, at, -torch.ones_like(p[:, :1]))
+        error = (slope - expected).abs().amax(-1)
+        limit = 100 * torch.finfo(gradient.dtype).eps * factor.abs()
+        if not bool((error <= limit).all()):
+            return None
+        found.append(factor)
+    return torch.cat(found)

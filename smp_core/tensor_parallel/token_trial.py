@@ -44,7 +44,12 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts import local_part, seed_generators, without_caches
+from smp_core.torch_facts import (
+    TrialGenerator,
+    local_part,
+    seed_generators,
+    without_caches,
+)
 
 # Tolerances of values and gradients: relative to the largest of a token or tensor, and
 # to the largest gradient of all, which covers what is zero but for roundings.
@@ -494,7 +499,7 @@ class TokenTrial:
         self, shape: Any, dtype: torch.dtype, device: torch.device, seed: int
     ) -> Tensor:
         # A generator of its own: the trial leaves the global random states alone.
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = TrialGenerator(device).manual_seed(seed)
         kind = dtype if dtype == torch.float64 else torch.float32
         return torch.randn(shape, generator=generator, device=device, dtype=kind).to(
             dtype

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smp_core.torch_facts.compat import (
         FSDP_METHODS as FSDP_METHODS,
         TESTED_TORCH as TESTED_TORCH,
+        TrialGenerator as TrialGenerator,
         all_gather_single as all_gather_single,
         caches_in as caches_in,
         collective_timeout as collective_timeout,

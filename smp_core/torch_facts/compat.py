@@ -75,6 +75,11 @@ def without_caches(
     return plain, {**kwargs, **dict.fromkeys(caches_in(kwargs))}
 
 
+class TrialGenerator(torch.Generator):
+    """The random numbers of a trial: they stay random inside of another trial, which
+    makes constants of what a model draws."""
+
+
 def transformers_models(model: nn.Module) -> list[Any]:
     """List every Transformers model in ``model``, outer ones first."""
     # A model of a library that was never imported is none of its models.

@@ -413,12 +413,15 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice or len(named) < len(calls.blocks):
         never = sorted(set(calls.blocks.values()) - set(named))
-        what = (
-            f"{twice[0]} is called several times"
-            if twice
-            else f"{', '.join(never[:3])} is not called"
+        # No example makes a model of recurrent depth call a block once.
+        if twice:
+            raise ValueError(
+                f"{refusal}{twice[0]} is called several times in one forward, and a stage runs each of its blocks "
+                "once; write pipeline_parallel_degree=1"
+            )
+        raise ValueError(
+            f"{refusal}{', '.join(never[:3])} is not called in one forward; {HOW}"
         )
-        raise ValueError(f"{refusal}{what} in one forward; {HOW}")
     # The places that link all pairs of neighbours.
     # The same tensor object has to go from each block into the next.
     links: set[tuple[Place, int]] | None = None

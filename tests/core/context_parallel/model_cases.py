@@ -124,6 +124,21 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         floor_scale=4,
         attn_scale=0.5,
     ),
+    "opt": functools.partial(
+        _config,
+        "OPT",
+        attention_dropout=0.0,
+        dropout=0.0,
+        ffn_dim=24,
+        word_embed_proj_dim=16,
+    ),
+    "roberta": functools.partial(
+        _config,
+        "Roberta",
+        is_decoder=True,
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    ),
 }
 # Their positions' frequencies follow from the longest sequence that is computed
 # together.

@@ -58,6 +58,16 @@ WRONG = (
     ),
 )
 WRONG_STEPS = ("shifted step", "class step", "last step", "mean step")
+DIVIDED_STEPS = (
+    "class weights step",
+    "half step",
+    "masked step",
+    "masked sum step",
+    "padded mean step",
+    "row means step",
+    "sum step",
+    "weighted terms step",
+)
 WRONG_ENDS = (
     "shifted loss",
     "class head",
@@ -461,12 +471,8 @@ def loss_of(
             "all tokens step": output,
         }[step]
         return pooled.logsumexp(-1).square().mean()
-    if step == "masked step":
-        mask = (targets != -100) & (targets % 3 != 0)
-        values = F.cross_entropy(
-            output.flatten(0, 1), targets.flatten(), reduction="none"
-        )
-        return (values.view(mask.shape) * mask).sum() / mask.sum()
+    if step in DIVIDED_STEPS:
+        return _divided(output.flatten(0, 1), targets, step)
     if isinstance(output, dict):
         return output["loss"]
     if isinstance(output, tuple):
@@ -476,6 +482,25 @@ def loss_of(
     if output.shape[0] == targets.shape[0] and output.dim() == 2:
         return output.square().mean()
     return F.cross_entropy(output.reshape(-1, VOCABULARY), targets.flatten())
+
+
+def _divided(logits: torch.Tensor, targets: torch.Tensor, step: str) -> torch.Tensor:
+    """A sum of cross entropies, divided in one of several ways."""
+    flat, is_target = targets.flatten(), targets != -100
+    if step == "class weights step":
+        weights = torch.linspace(0.5, 1.5, VOCABULARY, dtype=logits.dtype)
+        return F.cross_entropy(logits, flat, weights)
+    values = F.cross_entropy(logits, flat, reduction="none").view(targets.shape)
+    mask = is_target & (targets % 3 != 0)
+    return {
+        "half step": lambda: 0.5 * values.sum() / is_target.sum(),
+        "masked step": lambda: (values * mask).sum() / mask.sum(),
+        "masked sum step": lambda: (values * mask).sum() / is_target.sum(),
+        "padded mean step": values.mean,
+        "row means step": lambda: (values.sum(1) / is_target.sum(1)).mean(),
+        "sum step": values.sum,
+        "weighted terms step": lambda: (values * (targets + 1)).sum() / is_target.sum(),
+    }[step]()
 
 
 def _waves(places: torch.Tensor) -> torch.Tensor:

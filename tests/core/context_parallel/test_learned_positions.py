@@ -15,6 +15,7 @@ from smp_core.context_parallel.learned_positions import (
     learned_positions,
     require_lengths,
 )
+from smp_core.context_parallel.replaced_attention import enabled, positions
 
 LIMIT, WORDS = 8, 11
 SMALL = {
@@ -93,6 +94,40 @@ def test_documents_and_padding_count_by_their_own_positions() -> None:
     opt(input_ids=ids(LIMIT + 4), attention_mask=mask)
     with pytest.raises(ValueError, match="sequences of 12 tokens"):
         gpt2(input_ids=ids(LIMIT + 4), position_ids=torch.arange(LIMIT + 4)[None])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_split_batch_has_the_positions_that_the_model_counts(name: str) -> None:
+    """With padding on both sides, with a padding token that is not masked, and in a
+    pair: what the model looks up in its table is the same with them and without."""
+    model = MODELS[name]()
+    found = learned_positions(model)
+    assert found is not None
+    sequences = ContextParallel(ContextGroup(None, 0, (0,), 0), learned=found)
+    looked_up: list[torch.Tensor] = []
+    model.get_submodule(found.table).register_forward_hook(
+        lambda _, args, values: looked_up.append(values)
+    )
+    tokens, mask = ids(6), torch.ones(2, 6, dtype=torch.long)
+    tokens[0, :2], mask[0, :2] = 1, 0
+    tokens[1, 4:], mask[1, 4:] = 1, 0
+    tokens[1, 2] = 1
+    mapping = sequences.split(
+        {"input_ids": tokens, "attention_mask": mask}, count=False
+    )
+    pair = sequences.split((tokens, tokens), count=False)
+    with enabled(pair):
+        of_pair = {"input_ids": pair.batch[0], "position_ids": positions(tokens)}
+    for split, given in (
+        ({"input_ids": tokens, "attention_mask": mask}, mapping.batch),
+        ({"input_ids": tokens}, of_pair),
+    ):
+        looked_up.clear()
+        model(**split)
+        model(**given)
+        alone, ours = (values.expand(2, -1, -1) for values in looked_up)
+        kept = split.get("attention_mask", torch.ones_like(tokens)).bool()
+        assert torch.equal(alone[kept], ours[kept])
 
 
 def test_a_model_without_a_table_has_no_limit() -> None:

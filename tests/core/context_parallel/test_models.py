@@ -17,6 +17,8 @@ MATRIX = [
     for model, degrees, rows, checkpointing in itertools.product(
         MODELS, DEGREES, ("plain", "packed", "left", "right"), (False, True)
     )
+    # Alone, these two attend across documents that positions tell apart.
+    if rows != "packed" or model not in ("opt", "roberta")
 ]
 
 

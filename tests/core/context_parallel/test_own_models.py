@@ -16,8 +16,11 @@ from smp_core.context_parallel.replaced_attention import (
     enabled,
     part_of_mean,
     positions,
+    weighted_mean,
 )
+from smp_core.context_parallel.trial_run import _WithoutRandomness
 from smp_core.entry import parallelize
+from smp_core.torch_facts import TrialGenerator
 from tests.core.context_parallel.own_models import (
     LENGTH,
     VOCABULARY,
@@ -210,22 +213,80 @@ def test_draws_for_samples_need_ranks_that_are_seeded_alike() -> None:
         assert "it draws random numbers of [2, 1, 1] for samples" in text
 
 
-def on_other_tokens(step: str) -> tuple[str, list[str]]:
-    """What becomes of a step whose loss takes other tokens than the targets, and
-    warnings."""
-    with warnings_said() as said:
-        return together(Case(("causal",), "logits", step), 1, LAYOUTS[0]), said
+def by_mapping(weights: bool) -> str:
+    """What becomes of a step that takes the cross entropy of a mapping's targets."""
+    parallel = parallelize(
+        OwnModel(Case(("causal",), "logits")).double(), SmpConfig(**LAYOUTS[0])
+    )
+    assert parallel.context is not None
+    tokens, labels = pairs(1)
+    split = parallel.context.split({"input_ids": tokens, "labels": labels})
+    targets = split.batch["shift_labels"]
+    try:
+        with enabled(split):
+            logits = parallel.module(split.batch["input_ids"], targets)
+            loss = loss_of(logits, targets)
+            part_of_mean(weighted_mean(loss) if weights else loss).backward()
+    except ValueError as error:
+        return str(error)
+    return "done"
 
 
-def test_a_loss_of_tokens_without_targets_is_refused() -> None:
-    for found, _ in run_ranks(on_other_tokens, 4, "all tokens step", ranks_per_node=2):
-        assert "tokens that have no target (padding, or a label of -100)" in found
+def on_other_tokens(steps: list[str]) -> list[tuple[str, list[str]]]:
+    """What becomes of each step, whose loss takes other tokens than the targets or is
+    another mean of them, and warnings."""
+    found = []
+    for step in steps:
+        with warnings_said() as said:
+            if step in OF_MAPPINGS:
+                outcome = by_mapping(OF_MAPPINGS[step])
+            else:
+                case = Case(("causal",), "logits", step)
+                outcome = together(case, 1, LAYOUTS[0])
+            found.append((outcome, said))
+    return found
 
 
-def test_a_loss_that_leaves_targets_out_is_warned_of() -> None:
-    seen = run_ranks(on_other_tokens, 4, "masked step", ranks_per_node=2)
-    assert all("wrong by" in found for found, _ in seen)
-    assert all("the loss leaves out" in said[0] for _, said in seen)
+OF_MAPPINGS = {"own mean of a mapping": False, "weighted mean of a mapping": True}
+
+
+OTHER_STEPS = {
+    "all tokens step": "tokens that have no target (padding, or a label of -100)",
+    "class weights step": "divided by their sum over a rank's own tokens",
+    "half step": "exact",
+    "masked step": "divided by their sum over a rank's own tokens",
+    "masked sum step": "exact",
+    "padded mean step": "tokens of a rank, while means are weighted",
+    "row means step": "divided by their sum over a rank's own tokens",
+    "sum step": "the sum over a rank's targets, while losses are averaged",
+    "weighted terms step": "exact",
+    "own mean of a mapping": "nothing weights it: write loss = weighted_mean(loss)",
+    "weighted mean of a mapping": "done",
+}
+
+
+def test_a_loss_that_is_no_mean_over_targets_is_right_or_refused() -> None:
+    for told in run_ranks(on_other_tokens, 4, list(OTHER_STEPS), ranks_per_node=2):
+        said = {}
+        for (step, text), (found, warned) in zip(
+            OTHER_STEPS.items(), told, strict=True
+        ):
+            assert text in found, f"{step}: {found}"
+            said[step] = warned
+        # What is right only sometimes is warned of.
+        assert "the loss leaves out" in said["masked sum step"][0]
+        assert "the loss is 1/2 of the mean" in said["half step"][0]
+        assert not said["weighted terms step"]
+
+
+def test_numbers_of_a_trial_inside_of_another_stay_random() -> None:
+    """Blocks over tensor ranks are tried inside; constants would show no difference."""
+    drawn: list[tuple[int, ...]] = []
+    with _WithoutRandomness(drawn):
+        own = torch.randn(4, generator=TrialGenerator().manual_seed(0))
+        of_model = torch.randn(4, generator=torch.Generator().manual_seed(0))
+    assert len(own.unique()) == 4
+    assert of_model.tolist() == [0.5] * 4 and drawn == [(4,)]
 
 
 @pytest.mark.slow  # the first 200, so the drawn ones above, too

@@ -64,6 +64,16 @@ class Scaling(Chain):
         return self.head(self.norm(x))
 
 
+class Repeating(Chain):
+    """The same blocks twice, as models of recurrent depth have them."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class Sharing(Chain):
     def __init__(self, *widths: int) -> None:
         super().__init__(*widths)
@@ -209,6 +219,10 @@ def checkpointing() -> nn.Module:
             lambda: Skipping(8, 8),
             "what comes behind the blocks uses activations from before them",
         ),
+        (
+            lambda: Repeating(8, 8),
+            "blocks.0 is called several times.*once; write pipeline_parallel_degree=1",
+        ),
         (lambda: Scaling(8, 8), "blocks.1 does not take what blocks.0 gives"),
         (lambda: Sharing(8, 8), "blocks.0.up.weight works in block 0 and in block 1"),
         (lambda: Bare(8, 8), "place works before the blocks.*a module of its own"),
@@ -226,7 +240,17 @@ def checkpointing() -> nn.Module:
             "activations='full' in place of that.*gradient_checkpointing=False",
         ),
     ],
-    ids=["skip", "scale", "share", "bare", "meta", "example", "one", "checkpointing"],
+    ids=[
+        "skip",
+        "twice",
+        "scale",
+        "share",
+        "bare",
+        "meta",
+        "example",
+        "one",
+        "checkpointing",
+    ],
 )
 def test_a_model_that_is_no_chain_is_refused_with_the_place(
     make: Callable[[], nn.Module], said: str

@@ -143,21 +143,23 @@ def assert_like_whole_sequences(runs: list[sequences.Run]) -> None:
             assert loss < 1e-12 and gradient < 1e-12 and largest > 1e-3, run
 
 
-LLAMA, GPT2 = (
-    sequences.Run("llama", 2, 2, tensor=2),
+LLAMA = [sequences.Run("llama", 2, 2, tensor=2)]
+# Norms behind RoBERTa's sums make much of small differences.
+OTHERS = [
     sequences.Run("gpt2", 2, 2, "left", tensor=2),
-)
+    sequences.Run("roberta", 2, 2, tensor=2),
+]
 
 
 @pytest.mark.parametrize(
-    "run",
-    [pytest.param(LLAMA, marks=pytest.mark.slow), GPT2],
-    ids=lambda run: run.model,
+    "runs",
+    [pytest.param(LLAMA, marks=pytest.mark.slow), OTHERS],
+    ids=["llama", "others"],
 )
 def test_sequences_and_layers_over_ranks_are_those_of_one_process(
-    run: sequences.Run,
+    runs: list[sequences.Run],
 ) -> None:
-    assert_like_whole_sequences([run])
+    assert_like_whole_sequences(runs)
 
 
 @pytest.mark.slow
