@@ -44,12 +44,7 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts import (
-    TrialGenerator,
-    local_part,
-    seed_generators,
-    without_caches,
-)
+from smp_core.torch_facts import TrialGenerator, local_part, without_caches
 
 # Tolerances of values and gradients: relative to the largest of a token or tensor, and
 # to the largest gradient of all, which covers what is zero but for roundings.
@@ -629,7 +624,7 @@ class TokenTrial:
             ),
             torch.compiler.set_stance("force_eager"),
         ):
-            seed_generators(0)
+            torch.manual_seed(0)
             try:
                 own = [
                     module
