@@ -15,6 +15,7 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.cluster.agreement import (
         agreed as agreed,
+        host_group as host_group,
         lists_of_all_ranks as lists_of_all_ranks,
         of_all_ranks as of_all_ranks,
         of_rank_0 as of_rank_0,

@@ -1,7 +1,7 @@
 """Checks that all ranks have the same knobs, measured links and model, and decide the
-same from them.
+same from them; and the group on which hosts agree while they train.
 
-They come before the first process group: a rank with another degree makes
+The checks come before the first other process group: a rank with another degree makes
 other groups, one with another payload sends other bytes, and then all wait for one
 another in different collectives until a timeout ends them.
 """
@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 import xxhash
@@ -19,11 +20,15 @@ import xxhash
 from smp_core.cluster.links import LINKS_VARIABLE
 from smp_core.config import SmpConfig
 from smp_core.topology import by_rank
+from smp_core.torch_facts import collective_timeout
 
 # A host's own affair: what does not fit there stays on the device.
 _OF_A_HOST = "activations.offload_host_gib"
 
 T = TypeVar("T")
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
 
 
 def of_all_ranks(own: T) -> list[T]:
@@ -47,6 +52,24 @@ def lists_of_all_ranks(own: Sequence[T]) -> list[list[T]] | None:
     # Lists may be long; digests show whether they are needed.
     digests = of_all_ranks(xxhash.xxh3_64_hexdigest(repr(list(own)).encode()))
     return None if len(set(digests)) == 1 else of_all_ranks(list(own))
+
+
+def host_group(use: str) -> dist.ProcessGroup:
+    """Return the group of all ranks on which hosts exchange numbers for one use. The
+    first call is collective.
+
+    Runs of a process share it: each group keeps connections and threads until the
+    process ends.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    # Kept by group, so that another default group gets others.
+    made = _host_groups.setdefault(world, {})
+    if use not in made:
+        made[use] = dist.new_group(
+            backend="gloo", timeout=collective_timeout(), group_desc=f"smp {use}"
+        )
+    return made[use]
 
 
 def of_rank_0(decide: Callable[[], T]) -> T:

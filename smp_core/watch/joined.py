@@ -14,19 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.torch_facts import collective_timeout
+from smp_core.cluster import host_group
 from smp_core.watch.whereabouts import here
-
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
 
 
 def join(
@@ -41,7 +36,7 @@ def join(
             rank's batch weighs alike.
     """
     if dist.is_initialized():
-        host_group()  # before a loader may fail on this rank alone
+        host_group("batches")  # before a loader may fail on this rank alone
     own, nothing = iter(batches), object()
     last: Any = nothing
     while True:
@@ -77,24 +72,6 @@ def join(
         yield last if batch is nothing else batch, factor
 
 
-def host_group(use: str = "batches") -> dist.ProcessGroup:
-    """Return the group of all ranks on which hosts exchange numbers for one use. The
-    first call is collective.
-
-    Runs of a process share it: each group keeps connections and threads until the
-    process ends.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    # Kept by group, so that another default group gets others.
-    made = _host_groups.setdefault(world, {})
-    if use not in made:
-        made[use] = dist.new_group(
-            backend="gloo", timeout=collective_timeout(), group_desc=f"smp {use}"
-        )
-    return made[use]
-
-
 def _copy(batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor, MutableMapping)
 
@@ -102,14 +79,14 @@ def _copy(batch: Any) -> Any:
 def _sums(*values: float) -> list[float]:
     """Return the sums of all ranks' values."""
     told = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(told, group=host_group())
+    dist.all_reduce(told, group=host_group("batches"))
     return told.tolist()
 
 
 def _or_anothers(own: Any) -> Any:
     """Return this rank's batch, or the first one of another rank, in host memory, where
     it has None."""
-    group = host_group()
+    group = host_group("batches")
     having: list[bool] = [False] * dist.get_world_size()
     # The first rank that has a batch sends it to those without.
     dist.all_gather_object(having, own is not None, group=group)

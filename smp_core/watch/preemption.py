@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from smp_core.cluster import host_group
 from smp_core.torch_facts import is_rank_0
-from smp_core.watch.joined import host_group
 from smp_core.watch.whereabouts import here
 
 logger = logging.getLogger("smp")
