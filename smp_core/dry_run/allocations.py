@@ -98,6 +98,9 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # so that its local operations come here
+        # Autograd asks this three times for each operator; a fake tensor knows it.
+        if func is torch.ops.prim.device.default:
+            return args[0].device
         # Nothing is sent; what returns work has to return something.
         if func.namespace == "c10d":
             works = func.overloadpacket.__name__ in _RETURNS_WORK_ONLY
@@ -110,8 +113,7 @@ class Allocations(TorchDispatchMode):
             return result  # DTensor tries an operation on whole shapes
         tensors = _tensors(result)
         if not tensors:
-            # A question about a device is asked, or not, as fake tensors remember the
-            # answer.
+            # Other questions are asked, or not, as fake tensors remember the answers.
             return result
         for tensor in tensors:
             self._follow(tensor.untyped_storage())

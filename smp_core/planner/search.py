@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mode
 from typing import Any, Literal
 
 from smp_core.cluster import DEGREES, Layout
@@ -376,14 +377,8 @@ class _Search:
         """Decide about all knobs but those of :data:`LATER`; None: refused."""
         # What the user fixed wins over what the walk proposes; "auto" leaves it to the
         # walk.
-        knobs = {
-            **knobs,
-            **{
-                knob: value
-                for knob, value in self.space.fixed.items()
-                if value != "auto"
-            },
-        }
+        given = self.space.fixed.items()
+        knobs = knobs | {knob: value for knob, value in given if value != "auto"}
         own = {knob: value for knob, value in knobs.items() if knob not in LATER}
         try:
             # Refusals that only the trace knows of; all others are for decide() to say.
@@ -589,10 +584,12 @@ class _Search:
 def _nothing_allowed(
     found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None
 ) -> str:
-    # Refusals of many layouts are mostly alike: that of the layout with the fewest axes,
-    # which was looked at first, stands for all.
+    # Refusals of many layouts are mostly alike. That of the layout with the fewest axes,
+    # which was looked at first, says what the matter is; most layouts say what is allowed.
     if found.refused:
-        return f"no configuration is allowed with these knobs: {found.refused[0]}"
+        knob = found.refused[0].partition("=")[0]
+        said = mode(each for each in found.refused if each.startswith(knob))
+        return f"no configuration is allowed with these knobs: {said}"
     ranks = min(found.indivisible)
     if micro_batch is not None:
         return (

@@ -416,7 +416,8 @@ def _kept_for_products(
     for weight in trained:
         weight.requires_grad_(False)
     try:
-        return (kept - measured(source, lists, "none", 1, tokens).kept) / tokens
+        forward = measured(source, lists, "none", 1, tokens, trains=False)
+        return (kept - forward.kept) / tokens
     finally:
         for weight in trained:
             weight.requires_grad_(True)
@@ -494,9 +495,7 @@ def _with_dims(
 def told_apart(tokens: int, sizes: set[int], by: int = 2) -> int:
     """Return a length, a little shorter if need be, at which logits do not have the
     shape of a head's gradient."""
-    while (
-        any(n in sizes for n in (tokens, 2 * tokens, tokens // 2)) and tokens > 2 * by
-    ):
+    while tokens > 2 * by and sizes & {tokens, 2 * tokens, tokens // 2}:
         tokens -= by
     return tokens
 
@@ -526,9 +525,14 @@ def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
 
 
 def measured(
-    source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int
+    source: Source,
+    lists: list[str],
+    mode: Recomputation,
+    samples: int,
+    tokens: int,
+    trains: bool = True,
 ) -> TraceMeter:
-    """Run one step and return what counted it."""
+    """Run one step, or its forward alone, and return what counted it."""
     model = source.model
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
@@ -562,7 +566,8 @@ def measured(
         with meter:
             loss = source.loss(samples, tokens)
             meter.end_forward()
-            loss.backward()
+            if trains:
+                loss.backward()
     finally:
         for handle in handles:
             handle.remove()

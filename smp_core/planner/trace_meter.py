@@ -87,6 +87,9 @@ class TraceMeter(TorchDispatchMode):
         # A wrapper, as DTensor is.
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # so that operations on what it wraps come here
+        # Autograd asks this three times for each operator; a fake tensor knows it.
+        if func is torch.ops.prim.device.default:
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         # An operator that gives no tensor and changes none asks for a device or a size:
         # it reads no values, and how often it is asked depends on what fake tensors

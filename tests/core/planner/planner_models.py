@@ -3,10 +3,19 @@ cannot."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock
 from torch import nn
+
+from smp_core.planner.model_trace import ModelTrace
+from smp_core.planner.trace import trace_model
+
+if TYPE_CHECKING:
+    import pytest  # not imported by a child process that is given a model of this file
 
 WIDTH = 64
 MIXTURE: dict[str, Any] = {
@@ -26,6 +35,23 @@ MIXTURE: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 """A Mixtral of four experts a layer, two for each token."""
+MIXTURE_TOKENS = 64
+
+
+def traced_mixture(folders: pytest.TempPathFactory) -> ModelTrace:
+    """Return the trace of MIXTURE, which one process of a run of tests makes."""
+    # Files of tests run in workers, whose temporary folders lie in one.
+    shared = folders.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    path = shared / "trace-of-mixture.pickle"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            found = trace_model("mixture", MIXTURE_TOKENS, MIXTURE)
+            path.write_bytes(pickle.dumps(found))
+        read = pickle.loads(path.read_bytes())
+    assert isinstance(read, ModelTrace)
+    return read
 
 
 class Block(nn.Module):

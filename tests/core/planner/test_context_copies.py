@@ -13,24 +13,21 @@ from smp_core.context_parallel import attention, key_value_exchange
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.sequence_plan import SequencePlan
 from smp_core.engine.decide import decide
-from smp_core.plan import Plan
+from smp_core.plan import Plan, Shapes
 from smp_core.planner.context_bytes import copies
 from smp_core.planner.hardware import Hardware
-from smp_core.planner.trace import trace_model
+from tests.core.planner.planner_models import Plain
 
 RANKS, TOKENS, HEADS, SIZE = 4, 512, 2, 16
 
 
 @pytest.fixture(scope="module")
 def planned() -> Plan:
-    fields = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96}
-    no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    traced = trace_model("tiny", 64, {"model_type": "gpt2", **fields, **no_dropout})
     knobs = SmpConfig(
         shard_degree=RANKS, context_parallel_degree=RANKS, param_dtype="bfloat16"
     )
     cluster = Hardware.parse("1x4:a100-40g").cluster()
-    return decide(traced.of_precision("none", "mixed"), knobs, cluster)
+    return decide(Shapes.of(Plain(), knobs), knobs, cluster)
 
 
 class _Copied(TorchDispatchMode):

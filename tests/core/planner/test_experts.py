@@ -33,7 +33,7 @@ from smp_core.planner.step_memory import peak_memory
 from smp_core.planner.time import computed_seconds, computing_seconds, model_flops
 from smp_core.planner.trace import _keep_commonest, measured, scores_kept, trace_model
 from smp_core.topology import Topology
-from tests.core.planner.planner_models import MIXTURE
+from tests.core.planner.planner_models import MIXTURE, traced_mixture
 from tests.harness import run_ranks
 
 TOKENS, EXPERTS = 64, 8
@@ -204,8 +204,8 @@ def test_a_plan_of_a_mixture_names_what_its_experts_hold_gather_and_send(
 
 
 @pytest.fixture(scope="module")
-def mixture() -> ModelTrace:
-    return trace_model("mixture", TOKENS, MIXTURE)
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelTrace:
+    return traced_mixture(tmp_path_factory)
 
 
 def test_expert_degrees_are_searched_and_written(mixture: ModelTrace) -> None:

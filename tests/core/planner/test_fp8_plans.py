@@ -23,8 +23,7 @@ from smp_core.planner.fp8_figures import amax_bytes, block_figures
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.stage_time import step_model
-from smp_core.planner.trace import trace_model
-from tests.core.planner.planner_models import MIXTURE, WIDTH
+from tests.core.planner.planner_models import WIDTH, traced_mixture
 from tests.harness import ROOT
 
 TOKENS, H100 = 64, Hardware.parse("1x4:h100-80g")
@@ -35,8 +34,8 @@ TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 
 
 @pytest.fixture(scope="module")
-def mixture() -> ModelTrace:
-    return trace_model("mixture", TOKENS, MIXTURE)
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelTrace:
+    return traced_mixture(tmp_path_factory)
 
 
 def decided(mixture: ModelTrace, **knobs: Any) -> Any:

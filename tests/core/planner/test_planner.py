@@ -32,7 +32,7 @@ from smp_core.planner.step_memory import peak_memory, recomputation
 from smp_core.planner.time import StepModel, StepTime, exposed_seconds
 from smp_core.planner.trace import trace, trace_model
 from smp_core.run_log import write as run_log
-from tests.core.planner.planner_models import MIXTURE, WIDTH
+from tests.core.planner.planner_models import WIDTH, traced_mixture
 from tests.harness import ROOT
 
 HEADS, TOKENS, WORDS = 4, 32, 96
@@ -55,8 +55,8 @@ def tiny() -> ModelTrace:
 
 
 @pytest.fixture(scope="module")
-def mixture() -> ModelTrace:
-    return trace_model("mixture", TOKENS, MIXTURE)
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelTrace:
+    return traced_mixture(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
