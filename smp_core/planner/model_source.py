@@ -44,8 +44,7 @@ class Source:
         splits: layers and sequences can be split without being told how: the model is
             Transformers'.
         unpadded: rows that the vocabulary had before it was padded; 0: it was not.
-        quantized: how a configuration has its weights quantized, which they are not
-            here.
+        quantized: how a configuration quantizes its weights, which are not here.
     """
 
     model: nn.Module

@@ -368,8 +368,7 @@ class ModelTrace:
             for each expert.
         unpadded: rows that the vocabulary had before it was padded for tensor ranks; 0:
             it was not.
-        quantized: how the configuration has its weights quantized, which they are not
-            in a plan; "": it has not.
+        quantized: how the configuration quantizes its weights, which no plan does.
         untraced: recomputation modes that the model does not run with, and why.
         product_inputs: bytes of a token's activations that a block keeps for weights of
             FP8 layers alone, in bfloat16.
