@@ -12,6 +12,7 @@ statuses of children that have ended.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -25,11 +26,15 @@ from smp_core.verify.child import FACES, prepare, train
 
 
 def main() -> None:
-    """Import what the command line names, and serve until the input ends."""
+    """Import what the command line names, serve until the input ends, and end the
+    process by ``os._exit``."""
     # Before any fork, so children share these pages.
     for name in sys.argv[1:]:
         importlib.import_module(name)
         importlib.import_module(FACES[name][0])
+    # Collecting garbage in a child would copy the pages that all share.
+    gc.collect()
+    gc.freeze()
     # Copies: the children's own output must not be taken for answers.
     orders, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports and children print is no answer
@@ -49,6 +54,9 @@ def main() -> None:
     for child in set(started) - ended.keys():  # the process that gave orders was killed
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
+    # Taking torch and a trainer apart module by module takes seconds, for which the
+    # user would wait at the end of a verification.
+    os._exit(0)
 
 
 def _start(what: dict[str, Any]) -> int:

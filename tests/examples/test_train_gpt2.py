@@ -106,10 +106,12 @@ def test_ranks_train_a_model_that_plain_transformers_loads(
 ) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
     batch = 16 // ranks
+    # Importing takes longer than a few steps: the second rank does without.
+    forked = ["-m", "tests.examples.forked_ranks"] if steps == FEW else []
     run = f"{SCRIPT} --ranks {ranks} --nodes 2 --accelerator cpu --shard-degree 2 --accumulate 2".split()
     run += ["--batch-size", str(batch), "--steps", str(steps), "--delayed-init"]
     done = run_script(
-        [*run, *SMALL, "--cache-dir", cache, "--out", out],
+        [*forked, *run, *SMALL, "--cache-dir", cache, "--out", out],
         env={"MASTER_PORT": str(free_port())},
     )
     assert done.returncode == 0, done.stdout + done.stderr
