@@ -35,20 +35,17 @@ def begin_with_its_sampler(loader: Any) -> None:
 
 
 def share_order(loader: Any) -> None:
-    """Let all ranks read a loader in rank 0's order. Collective, the first time.
+    """Let all ranks read a prepared loader in rank 0's order. Collective.
 
     A seeded sampler takes its seed from torch's on this rank, which may differ from
     others' (``set_seed(seed, device_specific=True)``): some samples would be read by
     two ranks, and some by none.
     """
-    if getattr(loader, "shares_order", False) or isinstance(
-        loader, DataLoaderDispatcher
-    ):
-        return
-    loader.shares_order = True
-    sampler = loader.get_sampler()
-    if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = of_rank_0(lambda: sampler.initial_seed)
+    is_dispatched = isinstance(loader, DataLoaderDispatcher)
+    if not is_dispatched and hasattr(loader, "get_sampler"):
+        sampler = loader.get_sampler()
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.initial_seed = of_rank_0(lambda: sampler.initial_seed)
 
 
 def state_of(loader: Any) -> dict[str, Any]:

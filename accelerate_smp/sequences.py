@@ -99,9 +99,11 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         ):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
             if self.smp and prepared is not data_loader:
+                share_order(prepared)
                 begin_with_its_sampler(prepared)
             return prepared
         prepared = self._prepared_alike(data_loader, *args, **kwargs)
+        share_order(prepared)
         begin_with_its_sampler(prepared)
         require_as_many_batches(prepared)
         return self._through_here(prepared)
@@ -148,7 +150,6 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
-            share_order(loader)
             epoch = getattr(loader, "iteration", None)
             batches = loader.batch_sampler
             # Where all are skipped, loaders of rank 0's batches would deal out none.

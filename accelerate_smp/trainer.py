@@ -590,10 +590,11 @@ def _without_pruning(options: Mapping[str, Any]) -> dict[str, Any]:
     except ImportError:  # Trainer says it, or takes another backend
         return {}
     given = {name: options.get(name) for name in ("timeout", "catch", "n_jobs")}
+    given["n_jobs"] = None if given["n_jobs"] == 1 else given["n_jobs"]
     pruner = options.get("pruner")
     given["pruner"] = None if isinstance(pruner, NopPruner) else pruner
     for name, value in given.items():
-        if value and value != 1:
+        if value:
             raise ValueError(
                 f"hyperparameter_search({name}={value!r}): optuna looks at trials on rank 0 alone, and the other ranks "
                 f"would wait in one that it ends there; leave {name} out, or search in one process"

@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_smp.background import BackgroundSaves, in_lightning_words
 from lightning_smp.checkpoint_sources import CURRENT_MODEL, PER_RANK, main_module
@@ -97,11 +98,20 @@ def check_hyper_parameters(trainer: Trainer, config: SmpConfig) -> None:
     """
     if config.checkpoint.full_state_dict or not trainer.checkpoint_callbacks:
         return
-    for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+    # Hooks of a save may take out what it cannot hold.
+    owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    hooks = [
+        is_overridden("on_save_checkpoint", each) for each in (*owners, *callbacks)
+    ]
+    if trainer.fast_dev_run or any(hooks):  # type: ignore[attr-defined]
+        return
+    for owner in owners:
         given = getattr(owner, "hparams", None)
         if isinstance(given, dict):
+            key = getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
             with in_lightning_words():
-                encode_rest({"hyper_parameters": dict(given)}, {})
+                encode_rest({key: dict(given)}, {})
 
 
 def optimizer_state(

@@ -131,5 +131,6 @@ class SmpCheckpoint(ModelCheckpoint):
             self._kept = [
                 path
                 for path in dict.fromkeys(kept)
-                if os.path.dirname(path) == str(self.dirpath).rstrip("/")
+                if path.startswith(str(self.dirpath).rstrip("/") + "/")
+                and ".." not in path.split("/")
             ]

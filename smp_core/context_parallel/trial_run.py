@@ -149,16 +149,18 @@ class _Zeros:
     def fill(self, module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
             # Parts of tensors are other numbers on each rank; codes are none.
-            is_whole = type(parameter.data) is Tensor and parameter.is_floating_point()
+            # Torch's own: what is written into that of a gathered copy is refused.
+            data = torch.Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
+            is_whole = type(data) is Tensor and parameter.is_floating_point()
             if is_whole and parameter.numel() and not bool(parameter.any()):
                 waves = torch.arange(parameter.numel(), device=parameter.device).cos()
                 scale = 0.5 * parameter[0].numel() ** -0.5 if parameter.dim() else 0.5
-                parameter.data.copy_(scale * waves.view(parameter.shape))
-                self._filled.append(parameter)
+                data.copy_(scale * waves.view(parameter.shape))
+                self._filled.append(data)
 
     def clear(self, *_: Any) -> None:
         while self._filled:
-            self._filled.pop().data.zero_()
+            self._filled.pop().zero_()
 
 
 @contextlib.contextmanager

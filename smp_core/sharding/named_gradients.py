@@ -94,7 +94,8 @@ def _refuse_gathered(outputs: Any, inputs: Any) -> None:
         if node is None or node in known:
             continue
         known.add(node)
-        shard = shards.get(getattr(node, "variable", None))
+        is_leaf = type(node).__name__ == "AccumulateGrad"
+        shard = shards.get(node.variable) if is_leaf else None
         if shard is not None:
             raise RuntimeError(
                 f"torch.autograd.grad has no gradient of {name_of_shard(shard)}: {NOT_IN_GRAPH}"

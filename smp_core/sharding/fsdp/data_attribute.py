@@ -4,8 +4,8 @@ done in vain is an error.
 DTensor ignores that ``.data`` is assigned to, and keeps the shard that it had. Inside a
 forward a parameter is a gathered copy, which is thrown away; what is written into its
 ``.data`` there leaves no trace in the copy's version. So the attribute is replaced, once
-for the process: setting a shard's is refused, and a copy remembers what it was when its
-``.data`` was first asked for.
+for the process: setting a shard's is refused, and what is written into a copy's counts as
+written into the copy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 # On a copy: its version when it was gathered, or when a parametrization was registered,
-# which sets it to itself.
+# which sets it to itself; None: its .data was assigned to.
 _VERSION = "smp_noted_version"
-# On a copy: its bytes when its .data was first asked for; None: it was assigned to.
-_BYTES = "smp_noted_bytes"
 
 
 @functools.cache
@@ -50,13 +48,18 @@ def watch_data_attribute(name_of: Callable[[Tensor], str | None]) -> None:
         plain.__set__(shard, value)
 
     def of_copy(copy: nn.Parameter) -> Tensor:
-        if hasattr(copy, _VERSION) and not hasattr(copy, _BYTES):
-            setattr(copy, _BYTES, _bytes_of(plain.__get__(copy)).clone())
-        return plain.__get__(copy)  # type: ignore[no-any-return]
+        # Of the same memory, like .data, and of the same version.
+        return copy.detach() if is_noted(copy) else plain.__get__(copy)
 
     def set_copy(copy: nn.Parameter, value: Tensor) -> None:
-        if hasattr(copy, _VERSION):
-            setattr(copy, _BYTES, None)
+        # A frozen bias in the dtype of its input is the same bias.
+        is_cast = not copy.requires_grad and value.dtype != copy.dtype
+        is_same = value.shape == copy.shape and (
+            value.data_ptr() == copy.data_ptr()
+            or (is_cast and value.equal(copy.to(value.dtype)))
+        )
+        if is_noted(copy) and not is_same:
+            setattr(copy, _VERSION, None)
         plain.__set__(copy, value)
 
     DTensor.data = property(plain.__get__, set_shard)  # type: ignore[assignment]
@@ -66,7 +69,6 @@ def watch_data_attribute(name_of: Callable[[Tensor], str | None]) -> None:
 def note_copy(copy: nn.Parameter) -> None:
     """Take note of a copy that was just gathered."""
     setattr(copy, _VERSION, _version(copy))
-    vars(copy).pop(_BYTES, None)
 
 
 def is_noted(copy: nn.Parameter) -> bool:
@@ -79,22 +81,12 @@ def require_unchanged(copy: nn.Parameter, name: str) -> None:
     Raises:
         ValueError: it was, which would be lost with it.
     """
-    changed = _version(copy) != getattr(copy, _VERSION, 0)
-    if hasattr(copy, _BYTES):
-        before = getattr(copy, _BYTES)
-        changed = changed or before is None
-        changed = changed or not torch.equal(before, _bytes_of(copy.detach()))
-    if changed:
+    if getattr(copy, _VERSION, 0) != _version(copy):
         raise ValueError(
             f"{name} was changed in place inside a forward or training_step, where it is a gathered copy "
             "that is thrown away (an embedding with max_norm does that too); change it between calls, for example "
             "in on_train_batch_end, where the module shows its shards"
         )
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    # Not values: nan differs from itself.
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _version(tensor: Tensor) -> int:

@@ -275,7 +275,7 @@ def test_a_loss_that_is_no_mean_over_targets_is_right_or_refused() -> None:
             said[step] = warned
         # What is right only sometimes is warned of.
         assert "the loss leaves out" in said["masked sum step"][0]
-        assert "the loss is 1/2 of the mean" in said["half step"][0]
+        assert "the loss is 0.5 of the mean" in said["half step"][0]
         assert not said["weighted terms step"]
 
 
