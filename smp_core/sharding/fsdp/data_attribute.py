@@ -52,13 +52,7 @@ def watch_data_attribute(name_of: Callable[[Tensor], str | None]) -> None:
         return copy.detach() if is_noted(copy) else plain.__get__(copy)
 
     def set_copy(copy: nn.Parameter, value: Tensor) -> None:
-        # A frozen bias in the dtype of its input is the same bias.
-        is_cast = not copy.requires_grad and value.dtype != copy.dtype
-        is_same = value.shape == copy.shape and (
-            value.data_ptr() == copy.data_ptr()
-            or (is_cast and value.equal(copy.to(value.dtype)))
-        )
-        if is_noted(copy) and not is_same:
+        if is_noted(copy) and not _is_same(copy, value):
             setattr(copy, _VERSION, None)
         plain.__set__(copy, value)
 
@@ -87,6 +81,17 @@ def require_unchanged(copy: nn.Parameter, name: str) -> None:
             "that is thrown away (an embedding with max_norm does that too); change it between calls, for example "
             "in on_train_batch_end, where the module shows its shards"
         )
+
+
+def _is_same(copy: nn.Parameter, value: Tensor) -> bool:
+    """Return whether a copy loses nothing if its ``.data`` becomes this: it is its own,
+    or a frozen one's in the dtype of what it is computed with."""
+    if value.shape != copy.shape:
+        return False
+    if value.data_ptr() == copy.data_ptr():
+        return True
+    is_cast = not copy.requires_grad and value.dtype != copy.dtype
+    return is_cast and value.equal(copy.to(value.dtype))
 
 
 def _version(tensor: Tensor) -> int:

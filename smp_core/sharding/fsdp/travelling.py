@@ -203,8 +203,9 @@ class _Coded:
             decoded = torch.empty(
                 self._member.sharded_param.shape, dtype=dtype, device=codes.device
             )
-        # What autograd saved of it stays valid.
-        decode_rows(self.local.coder, codes, decoded.data)
+        # What autograd saved of it stays valid: torch's own .data has no version of it.
+        unversioned = torch.Tensor.data.__get__(decoded)  # type: ignore[attr-defined]
+        decode_rows(self.local.coder, codes, unversioned)
         # FSDP2 would keep them as long as the weight; the next gather makes room.
         codes.untyped_storage().resize_(0)
         return (decoded, (decoded,)) if out is None else None
