@@ -50,26 +50,21 @@ BATCH, BATCHES, EPOCHS = 8, 6, 2
 # Seconds: collectives' where that is what ends a run, and for all ranks to end.
 TIMEOUT, LIMIT = 30.0, 150.0
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    2: [
-        {"shard_degree": 2},
-        {"shard_degree": 1},
-        {"shard_degree": 1, "pipeline_parallel_degree": 2, "pipeline": "1f1b"},
+    ranks: [
+        {"shard_degree": ranks},
+        {"shard_degree": ranks // 2},
         {
-            "shard_degree": 1,
+            "shard_degree": ranks // 2,
+            "pipeline_parallel_degree": 2,
+            "pipeline": "1f1b",
+        },
+        {
+            "shard_degree": ranks // 2,
             "tensor_parallel_degree": 2,
             "tensor_parallel": {"plan": {"*.up": "column", "*.down": "row"}},
         },
-    ],
-    4: [
-        {"shard_degree": 4},
-        {"shard_degree": 2},
-        {"shard_degree": 2, "pipeline_parallel_degree": 2, "pipeline": "1f1b"},
-        {
-            "shard_degree": 2,
-            "tensor_parallel_degree": 2,
-            "tensor_parallel": {"plan": {"*.up": "column", "*.down": "row"}},
-        },
-    ],
+    ]
+    for ranks in (2, 4)
 }
 IN_BATCHES = (
     "forward",

@@ -445,6 +445,24 @@ def test_such_a_hyper_parameter_is_named_before_training(tmp_path: Path) -> None
     )
 
 
+class TakenOut(CustomHyperparameter):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["hyper_parameters"]
+
+
+def fit_that_takes_it_out(folder: str) -> list[str]:
+    knobs = {"shard_degree": 2}
+    trainer = make_trainer(knobs, enable_checkpointing=True, default_root_dir=folder)
+    trainer.fit(TakenOut(batches=1))
+    return sorted(path.name for path in Path(folder).rglob("manifest.json"))
+
+
+def test_one_that_a_hook_takes_out_of_the_checkpoint_is_no_matter(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(fit_that_takes_it_out, 2, str(tmp_path)) == [["manifest.json"]] * 2
+
+
 def save_over_file(path: str) -> None:
     save({"shard_degree": 2}, path)
 

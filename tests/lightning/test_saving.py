@@ -145,7 +145,8 @@ def test_only_what_lies_in_the_folder_is_kept_and_removed(tmp_path: Path) -> Non
     """A run that was preempted before its first regular save had none, and a state from
     elsewhere may name any path."""
     saver = SmpCheckpoint(tmp_path, checkpoint_interval=1)
-    own = str(tmp_path / "step-00000001.ckpt")
-    state = {**saver.state_dict(), "kept": ["", own, "/elsewhere", str(tmp_path)]}
+    own = [str(tmp_path / "step-00000001.ckpt"), str(tmp_path / "epoch=0" / "step=2")]
+    others = ["", "/elsewhere", str(tmp_path), f"{tmp_path}/../elsewhere"]
+    state = {**saver.state_dict(), "kept": [*own, *others]}
     saver.load_state_dict({**state, "best_model_path": ""})
-    assert saver._kept == [own]
+    assert saver._kept == own

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
@@ -18,6 +19,7 @@ from smp_core.context_parallel.replaced_attention import (
     positions,
     weighted_mean,
 )
+from smp_core.context_parallel.trial_loss import _factors
 from smp_core.context_parallel.trial_run import _WithoutRandomness
 from smp_core.entry import parallelize
 from smp_core.torch_facts import TrialGenerator
@@ -277,6 +279,18 @@ def test_a_loss_that_is_no_mean_over_targets_is_right_or_refused() -> None:
         assert "the loss leaves out" in said["masked sum step"][0]
         assert "the loss is 0.5 of the mean" in said["half step"][0]
         assert not said["weighted terms step"]
+
+
+def test_targets_of_another_number_than_a_class_have_no_cross_entropy() -> None:
+    """A step's own ignore_index, as nanoGPT's -1."""
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    targets, rows = torch.tensor([0, 3, -1, 2]), torch.arange(4)
+    loss = F.cross_entropy(logits, targets, ignore_index=-1)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert _factors(gradient, logits.detach(), targets, rows) is None
+    known = rows[targets >= 0]
+    found = _factors(gradient, logits.detach(), targets, known)
+    torch.testing.assert_close(found, torch.full_like(logits[:3, 0], 1 / 3))
 
 
 def test_numbers_of_a_trial_inside_of_another_stay_random() -> None:

@@ -64,17 +64,13 @@ def test_an_encoder_and_decoder_is_not_planned_as_its_decoder(
         build("whisper", 16, {"model_type": "whisper", **sizes, **special, **fields})
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 96}
+
+
 def test_the_class_that_a_configuration_names_is_the_one_that_is_planned() -> None:
-    sizes = {
-        "model_type": "gpt2",
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "vocab_size": 96,
-    }
-    assert build("gpt2", 16, {**sizes, "architectures": ["GPT2LMHeadModel"]}).splits
+    assert build("gpt2", 16, {**GPT2, "architectures": ["GPT2LMHeadModel"]}).splits
     with pytest.raises(ValueError, match="GPT2ForSequenceClassification"):
-        build("gpt2", 16, {**sizes, "architectures": ["GPT2ForSequenceClassification"]})
+        build("gpt2", 16, {**GPT2, "architectures": ["GPT2ForSequenceClassification"]})
 
 
 @pytest.mark.parametrize(
@@ -97,16 +93,9 @@ def test_a_configuration_that_makes_no_model_says_what_it_lacks(
 
 
 def test_a_configuration_of_quantized_weights_is_planned_without_and_noted() -> None:
-    sizes = {
-        "model_type": "gpt2",
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "vocab_size": 96,
-    }
     quantized = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    assert build("gpt2", 16, {**sizes}).quantized == ""
-    found = trace_model("gpt2", 16, {**sizes, "quantization_config": quantized})
+    assert build("gpt2", 16, GPT2).quantized == ""
+    found = trace_model("gpt2", 16, {**GPT2, "quantization_config": quantized})
     assert found.quantized == "mxfp4"
 
 
@@ -195,10 +184,7 @@ def test_machines_are_of_known_devices_with_peaks() -> None:
 
 
 def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_padded() -> None:
-    sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
-    odd, even = (
-        build("gpt2", 16, {**sizes, "vocab_size": words}) for words in (97, 96)
-    )
+    odd, even = (build("gpt2", 16, {**GPT2, "vocab_size": words}) for words in (97, 96))
     assert (len(odd.model.get_input_embeddings().weight), odd.unpadded) == (128, 97)
     assert (len(even.model.get_input_embeddings().weight), even.unpadded) == (96, 0)
 
