@@ -54,14 +54,7 @@ def of_commands() -> str:
     )
 
 
-def of_make() -> str:
-    targets = re.findall(
-        r"^([\w-]+):.*## (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
-    )
-    return "\n".join(f"- `make {target}`: {text}" for target, text in targets)
-
-
-PARTS = {"knobs": of_knobs, "commands": of_commands, "make": of_make}
+PARTS = {"knobs": of_knobs, "commands": of_commands}
 
 
 def written() -> str:
