@@ -84,7 +84,7 @@ from smp_core.context_parallel import BatchLayout
 from smp_core.engine import ParallelModel, missed, smallest_layout
 from smp_core.entry import build_mesh
 from smp_core.outside import console
-from smp_core.sharding import of_replaced
+from smp_core.sharding import change_this_process, of_replaced
 from smp_core.sharding.optimizer import ShardedGradScaler, settle_nonfinite
 from smp_core.topology import Topology
 from smp_core.torch_facts import after_each_step
@@ -92,7 +92,6 @@ from smp_core.watch import (
     Preemption,
     RankWatch,
     stop_watching,
-    synchronize_metrics,
     watch_ranks,
 )
 
@@ -345,7 +344,7 @@ class SmpAccelerator(
         them."""
         if self.smp_mesh is not None:
             # Torchmetrics may have been imported since.
-            synchronize_metrics(self.smp_mesh)
+            change_this_process(self.smp_mesh)
         if self.sharding:
             # Memory is planned for the optimizers that come in the same call.
             self._prepared_together = [
@@ -435,7 +434,7 @@ class SmpAccelerator(
             mesh.layout,
             SmpParallelism.of(mesh),
         )
-        synchronize_metrics(mesh)
+        change_this_process(mesh)
 
     @property
     def mesh(self) -> SmpMesh:

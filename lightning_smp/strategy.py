@@ -79,8 +79,9 @@ from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
 from smp_core.engine import missed
+from smp_core.sharding import change_this_process
 from smp_core.sharding.optimizer import say_where_gradients_are
-from smp_core.watch import Preemption, meet_between_runs, synchronize_metrics
+from smp_core.watch import Preemption, meet_between_runs
 
 logger = logging.getLogger("smp")
 
@@ -261,7 +262,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
         # torchmetrics are added up over ranks that hold different samples, not over the
         # world.
-        synchronize_metrics(self.mesh)
+        change_this_process(self.mesh)
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the
         # background.

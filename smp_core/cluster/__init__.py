@@ -55,6 +55,11 @@ if TYPE_CHECKING:
         ring_bytes as ring_bytes,
         rounds as rounds,
     )
-    from smp_core.cluster.mesh import SmpMesh as SmpMesh
+    from smp_core.cluster.mesh import (
+        SmpMesh as SmpMesh,
+        mesh_of_run as mesh_of_run,
+        mesh_on as mesh_on,
+        note_mesh as note_mesh,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -13,6 +13,7 @@ cannot tell the other, which has not used the unit, to join.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -477,3 +478,44 @@ class _Groups:
             backend="gloo",
             use_local_synchronization=True,
         )
+
+
+# Meshes of the sharded models of this process, the newest last.
+_noted: list[weakref.ref[SmpMesh]] = []
+# The mesh of the newest run, with the default group that it was made in.
+_newest: tuple[SmpMesh, object] | None = None
+
+
+def note_mesh(mesh: SmpMesh) -> None:
+    """Let :func:`mesh_on` and :func:`mesh_of_run` find the mesh of a sharded model."""
+    global _newest
+    # References to meshes that are gone are dropped.
+    _noted[:] = [each for each in _noted if each() not in (None, mesh)]
+    _noted.append(weakref.ref(mesh))
+    _newest = (mesh, dist.group.WORLD)
+
+
+def mesh_of_run() -> SmpMesh | None:
+    """Return the mesh that was noted last; None once its process groups are gone."""
+    if _newest is None or not dist.is_initialized():
+        return None
+    mesh, world = _newest
+    return mesh if dist.group.WORLD is world else None
+
+
+def mesh_on(device_mesh: DeviceMesh) -> SmpMesh | None:
+    """Return the mesh of a sharded model that the ranks of a DTensor's mesh belong
+    to."""
+    # Several models may be sharded, on meshes of the same or of other ranks.
+    ranks = set(device_mesh.mesh.flatten().tolist())
+    meshes = [mesh for each in _noted if (mesh := each()) is not None]
+    return next((each for each in meshes if ranks <= _ranks_of(each)), None)
+
+
+def _ranks_of(mesh: SmpMesh) -> set[int]:
+    """Return the ranks that hold parts of the mesh's models; none once its groups were
+    destroyed."""
+    try:
+        return set(dist.get_process_group_ranks(mesh.model_group))
+    except KeyError:
+        return set()

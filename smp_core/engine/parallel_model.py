@@ -35,7 +35,6 @@ from smp_core.sharding.optimizer import (
     local_of,
     master_dtype,
     prepare_optimizer,
-    take_scalers,
 )
 from smp_core.sharding.optimizer.grad_norm import grad_norm
 from smp_core.sharding.weights import broadcast_from_rank_0, load_full_state
@@ -430,7 +429,6 @@ class ParallelModel:
         """
         models = (self, *others)
         prepared = prepare_optimizer(optimizer, models)
-        take_scalers()
         # FP8 scales are renewed behind every optimizer's step, since weights change in
         # each; router biases move behind the first one's alone.
         for model in models:
