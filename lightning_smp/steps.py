@@ -2,7 +2,8 @@
 the optimizer step, evaluation.
 
 Private names: ``Trainer._accelerator_connector``, because ``use_distributed_sampler``
-is not public.
+is not public; and ``_LRCallback``, Lightning's learning rate finder, which looks at the
+losses of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -394,6 +396,27 @@ class SteppingStrategy(ProcessGroupStrategy):
         weight = 1.0 if self.joined is None else self.joined.weight
         mean: Tensor = self.reduce(part * weight)
         return mean
+
+    def show_mean_losses(self) -> None:
+        """Let Lightning's learning rate finder see the loss of all ranks' samples, by
+        which the rate that it suggests does not depend on the layout."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, _LRCallback):
+                callback.on_train_batch_end = functools.partial(  # type: ignore[method-assign]
+                    self._note_mean_loss, callback
+                )
+
+    def _note_mean_loss(
+        self, callback: Any, trainer: Any, module: Any, outputs: Any, *arguments: Any
+    ) -> None:
+        is_tensor = isinstance(outputs, torch.Tensor)
+        loss = outputs if is_tensor else (outputs or {}).get("loss")
+        if loss is not None:
+            outputs = {"loss": self.mean_loss(loss)}
+        type(callback).on_train_batch_end(
+            callback, trainer, module, outputs, *arguments
+        )
 
     def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along

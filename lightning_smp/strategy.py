@@ -37,12 +37,11 @@ from lightning_smp import checkpoints
 from lightning_smp.averaging import (
     averaging_keys,
     make_averages,
-    show_mean_losses,
     take_over_callbacks,
 )
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.callback_states import give_shards, let_wait, note_shards
-from lightning_smp.due_validation import agree_on_time, begin_with_it, is_lacking
+from lightning_smp.due_validation import begin_with_it, is_lacking
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
@@ -228,7 +227,6 @@ class SmpShardedStrategy(SteppingStrategy):
         trainer.predict_loop.inference_mode = False
         self.evaluations = Evaluations(trainer, self._leave_if_told)
         self.watch_stops(trainer)
-        agree_on_time(trainer, self.broadcast)
 
         # The sharded module.
         module = self._module
@@ -239,8 +237,8 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
         check_loggers(trainer, module)
-        if trainer.state.fn == TrainerFn.FITTING:
-            checkpoints.check_hyper_parameters(trainer, self.config)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            checkpoints.check_before_training(trainer, self.config)
         if not is_sharded(module):
             assert self._topology is not None
             self._parallel = shard(
@@ -268,8 +266,6 @@ class SmpShardedStrategy(SteppingStrategy):
         # background.
         if type(self.checkpoint_io) is not TorchCheckpointIO:
             checkpoints.check_plugin(self.checkpoint_io, self.config)
-        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
-            checkpoints.say_what_is_not_uploaded(trainer.loggers, self.config)
         # The watch learns which ranks make calls together: where one does not come, the
         # others are told where it is.
         if self._watch is not None:
@@ -362,7 +358,7 @@ class SmpShardedStrategy(SteppingStrategy):
     def on_train_start(self) -> None:
         require_equal_training(self._trainer)
         require_joined_alone(self._trainer, self.mesh)
-        show_mean_losses(self._trainer)
+        self.show_mean_losses()
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)
         self._has_stepped = True
