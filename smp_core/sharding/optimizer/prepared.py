@@ -44,9 +44,9 @@ from smp_core.sharding.optimizer.gradient_readers import (
     say_of_callers,
     say_where_gradients_are,
 )
-from smp_core.sharding.optimizer.group_kernels import choose_kernels
 from smp_core.sharding.optimizer.host import OnHost, step_on_host
 from smp_core.sharding.optimizer.kinds import (
+    choose_kernels,
     derive,
     may_read_loss,
     refuse_unsaveable,
@@ -188,6 +188,9 @@ class Homes:
     def __init__(self, models: Sequence[SteppedModel]) -> None:
         self._models = tuple(models)
         self.windows = [model.window for model in models]
+        self.parameters_on_host = any(
+            model.config.state_offload == "all" for model in models
+        )
         self._own: dict[int, Tensor] = {}
         self._attached: dict[int, Tensor] = {}
         self.users = 0
@@ -441,12 +444,6 @@ class Homes:
             ):
                 parameter.grad_dtype = None
 
-    def choose_kernels(self, optimizer: Optimizer, stepped_there: bool) -> None:
-        """Choose kernels that take what is in each group (``stepped_there``: an
-        :class:`OnHost` does that itself)."""
-        on_host = any(model.config.state_offload == "all" for model in self._models)
-        choose_kernels(optimizer, on_host=on_host, stepped_there=stepped_there)
-
     def bring_weights(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the models' parameters.
         Collective."""
@@ -504,7 +501,7 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     # Phase 4: groups hold what is stepped, and kernels that take it.
     if homes.worlds:
         homes.give_masters(optimizer)
-    homes.choose_kernels(optimizer, stepped_there=host)
+    choose_kernels(optimizer, homes.parameters_on_host, stepped_there=host)
     # Masters are plain tensors, of which any elementwise optimizer can step parts.
     if homes.worlds:
         homes.show_parameters(optimizer)
@@ -584,7 +581,8 @@ def settle(optimizer: Optimizer, together: bool = False) -> None:
     homes.give_masters(optimizer)
     if isinstance(optimizer, OnHost):
         homes.keep_gradients_fine(optimizer)
-    homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
+    stepped_there = isinstance(optimizer, OnHost)
+    choose_kernels(optimizer, homes.parameters_on_host, stepped_there)
     homes.show_parameters(optimizer)
 
 
