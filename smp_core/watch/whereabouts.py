@@ -339,7 +339,7 @@ class WaitWatch:
         """Write the line if it is time. Call it on the keeper of ``board``."""
         # No new mark for a while: no rank waits.
         # Adding 0 reads the count.
-        marks = board.add(_MARK, 0)
+        marks = board.ask("add", _MARK, 0)
         self._still = 0 if marks != self._marks else self._still + 1
         self._marks = marks
         if self._still >= _SILENCE:

@@ -238,6 +238,9 @@ class OfMemory:
         self.marks += amount
         return self.marks
 
+    def ask(self, name: str, *arguments: Any) -> Any:
+        return getattr(self, name)(*arguments)
+
     def read(self, _: Any) -> dict[int, dict[str, Any]]:
         return self.signs
 
