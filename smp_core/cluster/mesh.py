@@ -37,6 +37,7 @@ from smp_core.cluster.layout import (
     split,
     stages,
 )
+from smp_core.config import SmpConfig
 from smp_core.topology import Topology
 from smp_core.torch_facts import streams
 
@@ -129,18 +130,16 @@ class SmpMesh:
     @classmethod
     def build(
         cls,
+        knobs: SmpConfig,
         layout: Layout,
         topology: Topology,
         device: torch.device | str,
-        *,
-        secondary: int | None = None,
     ) -> SmpMesh:
-        """Make the groups of a layout. Collective over the world.
+        """Make the groups of a layout that was settled, as its knobs have them.
+        Collective over the world.
 
         Args:
             device: this rank's device.
-            secondary: ranks that hold a copy between forward and backward; None: no
-                such copy.
 
         Raises:
             ValueError: the topology is another world's.
@@ -208,8 +207,10 @@ class SmpMesh:
         )
         # All connections are made here, while all ranks are at the same place.
         groups.connect()
-        if secondary is not None:
-            mesh.secondary(secondary)
+        # A number: of ranks that hold a copy between forward and backward.
+        keep = knobs.reshard_after_forward
+        if type(keep) is int:
+            mesh.secondary(keep)
         return mesh
 
     def secondary(self, degree: int) -> dist.ProcessGroup:
@@ -384,13 +385,6 @@ def _world_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
-def _can_split(backend: Any) -> bool:
-    """Return whether the default group can be split: NCCL can, once it is connected."""
-    return _world_group().bound_device_id is not None and bool(
-        getattr(backend, "supports_splitting", False)
-    )
-
-
 class _Groups:
     """Process groups by their ranks, each made once."""
 
@@ -406,7 +400,9 @@ class _Groups:
         self._limit: timedelta | None = getattr(
             getattr(backend, "options", None), "_timeout", None
         )
-        self._splits = _can_split(backend)
+        # The default group can be split where NCCL has connected it.
+        is_bound = _world_group().bound_device_id is not None
+        self._splits = is_bound and bool(getattr(backend, "supports_splitting", False))
 
     def know(self, group: dist.ProcessGroup) -> None:
         # By itself torch gives each new group its own default.

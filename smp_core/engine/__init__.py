@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         take_written as take_written,
     )
     from smp_core.engine.conversions import (
-        mesh_of as mesh_of,
         parallelize_model as parallelize_model,
     )
     from smp_core.engine.decide import (

@@ -57,14 +57,13 @@ from smp_core.activations import (
 )
 from smp_core.cluster import (
     Axis,
-    Layout,
     SmpMesh,
     broadcast_from_rank_0,
     of_all_ranks,
     send_to_stages,
 )
 from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
-from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
+from smp_core.config import DelayedInit, Fp8Recipe
 from smp_core.context_parallel import (
     ContextParallel,
     chunk_losses,
@@ -113,7 +112,6 @@ from smp_core.tensor_parallel import (
     apply_tensor_parallel,
     inspect,
 )
-from smp_core.topology import Topology
 from smp_core.torch_facts import is_absent, is_compiled
 
 logger = logging.getLogger("smp")
@@ -128,20 +126,6 @@ KNOWN_METHODS = (
     "get_audio_features",
     "get_video_features",
 )
-
-
-def mesh_of(
-    knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device
-) -> SmpMesh:
-    """Make the groups of a layout that was settled, as its knobs have them. Collective
-    over the world."""
-    keep = knobs.reshard_after_forward
-    return SmpMesh.build(
-        layout,
-        topology,
-        device,
-        secondary=keep if type(keep) is int else None,
-    )
 
 
 def parallelize_model(
