@@ -37,14 +37,14 @@ _host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
 )
 
 
-def of_all_ranks(own: T) -> list[T]:
-    """Gather what every rank gives, in rank order. Collective over the world; without a
-    group there is one rank."""
+def of_all_ranks(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather what every rank of a group gives, in rank order; default: of the world.
+    Collective over it; without one there is one rank."""
     # A dry run has one rank only.
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_backend(group) == "fake":
         return [own]
-    everyone = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
     return everyone
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh
+from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh, of_all_ranks
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
@@ -314,12 +314,8 @@ class Traffic:
             )
         # Names and sizes of all ranks, so that each fills up what it lacks.
         group = self.mesh.model_group
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(
-            everyone,
-            {name: (tuple(t.shape), t.dtype) for name, t in own.items()},
-            group=group,
-        )
+        sizes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+        everyone = of_all_ranks(sizes, group)
         found = {}
         for name, (shape, dtype) in sorted(
             {name: what for ranks in everyone for name, what in ranks.items()}.items()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_core.checkpoint import map_tensors
-from smp_core.cluster import SmpMesh, mesh_of_run
+from smp_core.cluster import SmpMesh, mesh_of_run, of_all_ranks
 
 logger = logging.getLogger("smp")
 
@@ -173,11 +173,10 @@ def _match_states(metric: Any, mesh: SmpMesh) -> None:
     the others'.
     """
     own = {name: _kind_of(value) for name, value in metric.metric_state.items()}
-    told: list[Any] = [None] * mesh.gradient_degree
-    dist.all_gather_object(told, own, group=mesh.gradient_group)
+    told = of_all_ranks(own, mesh.gradient_group)
     for name, value in metric.metric_state.items():
         # Ranks that have counted nothing have no say.
-        kinds = [kinds[name] for kinds in told if kinds[name] is not None]
+        kinds = [kind for kinds in told if (kind := kinds[name]) is not None]
         if not kinds:
             continue
         dtype = functools.reduce(torch.promote_types, [kind[0] for kind in kinds])
