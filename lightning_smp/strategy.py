@@ -213,14 +213,6 @@ class SmpShardedStrategy(SteppingStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        # FSDP2 cannot train on tensors that it gathered under inference mode.
-        for evaluation in (
-            trainer.fit_loop.epoch_loop.val_loop,
-            trainer.validate_loop,
-            trainer.test_loop,
-        ):
-            evaluation.inference_mode = False
-        trainer.predict_loop.inference_mode = False
         self.evaluations = Evaluations(trainer, self._leave_if_told)
         self.watch_stops(trainer)
 

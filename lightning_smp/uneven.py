@@ -121,6 +121,8 @@ class Evaluations:
             trainer.predict_loop,
         ):
             loop.setup_data = functools.partial(self._set_up, loop)  # type: ignore[method-assign]
+            # FSDP2 cannot train on tensors that it gathered under inference mode.
+            loop.inference_mode = False
 
     def _set_up(self, loop: Any) -> None:
         self.sets_up, self._loaders = True, []
