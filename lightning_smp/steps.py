@@ -44,6 +44,7 @@ from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.sharding.optimizer import settle_nonfinite
+from smp_core.torch_facts import parameters_of
 from smp_core.watch import JoinedLoader, gather_with_gradient, report_equal_terms
 
 
@@ -486,9 +487,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             if on_nonfinite != "ignore":
                 # The norm of what this optimizer steps, where its masters have the
                 # gradients.
-                parameters = self.parallel.stepped(
-                    p for group in optimizer.param_groups for p in group["params"]
-                )
+                parameters = self.parallel.stepped(parameters_of(optimizer))
                 settle_nonfinite(
                     parameters,
                     self.parallel.grad_norm(parameters=parameters),

@@ -45,6 +45,7 @@ from smp_core.torch_facts import (
     lies_in,
     load_host_master,
     model_parameter,
+    parameters_of,
     with_host_master,
 )
 
@@ -296,11 +297,7 @@ class ParallelModel:
         """Return whether the optimizer has any of this model's parameters, those of
         before sharding included."""
         own = set(map(id, self.module.parameters()))
-        stepped = (
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        stepped = parameters_of(optimizer)
         return any(
             id(model_parameter(self.replaced.current(parameter))) in own
             for parameter in stepped

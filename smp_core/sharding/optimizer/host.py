@@ -35,7 +35,13 @@ from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.sharding.operands import take_part_of_gradient
 from smp_core.sharding.optimizer.kinds import STEP_SHARDS, derive, host_kernels
 from smp_core.sharding.optimizer.shards import MASTER, local_of, mesh_of
-from smp_core.torch_facts import StepsOnHost, note_host_master, streams, take_loaded
+from smp_core.torch_facts import (
+    StepsOnHost,
+    note_host_master,
+    parameters_of,
+    streams,
+    take_loaded,
+)
 
 logger = logging.getLogger("smp")
 
@@ -179,10 +185,7 @@ class HostOptimizer:
     def step(self) -> None:
         """Step every parameter that has a gradient."""
         with_gradient = [
-            p
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
+            p for p in parameters_of(self._optimizer) if p.grad is not None
         ]
         # One that the user assigned whole becomes this rank's part.
         for parameter in with_gradient:
