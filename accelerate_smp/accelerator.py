@@ -84,15 +84,14 @@ from smp_core.context_parallel import BatchLayout
 from smp_core.engine import ParallelModel, missed, smallest_layout
 from smp_core.entry import build_mesh
 from smp_core.outside import console
-from smp_core.sharding import of_replaced
+from smp_core.sharding import change_this_process, of_replaced
 from smp_core.sharding.optimizer import ShardedGradScaler, settle_nonfinite
 from smp_core.topology import Topology
-from smp_core.torch_facts import after_each_step
+from smp_core.torch_facts import after_each_step, parameters_of
 from smp_core.watch import (
     Preemption,
     RankWatch,
     stop_watching,
-    synchronize_metrics,
     watch_ranks,
 )
 
@@ -345,7 +344,7 @@ class SmpAccelerator(
         them."""
         if self.smp_mesh is not None:
             # Torchmetrics may have been imported since.
-            synchronize_metrics(self.smp_mesh)
+            change_this_process(self.smp_mesh)
         if self.sharding:
             # Memory is planned for the optimizers that come in the same call.
             self._prepared_together = [
@@ -435,7 +434,7 @@ class SmpAccelerator(
             mesh.layout,
             SmpParallelism.of(mesh),
         )
-        synchronize_metrics(mesh)
+        change_this_process(mesh)
 
     @property
     def mesh(self) -> SmpMesh:
@@ -512,9 +511,7 @@ class SmpAccelerator(
                 self.memory.before_update()
             on_nonfinite = handle.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
-                parameters = handle.stepped(
-                    p for group in optimizer.param_groups for p in group["params"]
-                )
+                parameters = handle.stepped(parameters_of(optimizer))
                 settle_nonfinite(
                     parameters, handle.grad_norm(parameters=parameters), on_nonfinite
                 )
@@ -602,9 +599,7 @@ def _refuse(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _prepared:
         return
     # Parameters of before sharding are remembered with the model's name.
-    model, n = of_replaced(
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
+    model, n = of_replaced(parameters_of(optimizer))
     if model is not None:
         raise ValueError(
             f"{type(optimizer).__name__} steps {n} parameters that {model} had before it was sharded, "

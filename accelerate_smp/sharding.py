@@ -19,6 +19,7 @@ from smp_core.engine import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.plan import Precision
 from smp_core.topology import Topology
+from smp_core.torch_facts import parameters_of
 
 
 def shard(
@@ -73,11 +74,7 @@ def shard(
 def steps(optimizer: Optimizer, model: nn.Module) -> bool:
     """Return whether the optimizer has any of the model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
-    return any(
-        id(parameter) in own
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    return any(id(parameter) in own for parameter in parameters_of(optimizer))
 
 
 def _gather_anew_for_evaluation(model: nn.Module, handle: ParallelModel) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from smp_core.checkpoint.random_state import random_state
+from smp_core.cluster import of_all_ranks
 from smp_core.watch import Preemption
 
 
@@ -86,8 +86,7 @@ class LeavesWhenTold(TrainerCallback):
         """Note that an evaluation over a loader begins. Collective."""
         # Notices are agreed on batch by batch, which takes as many batches on all
         # ranks.
-        counts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(counts, len(loader) if has_length(loader) else None)
+        counts = of_all_ranks(len(loader) if has_length(loader) else None)
         self._in_evaluation = None not in counts and len(set(counts)) == 1
         self._before_evaluation = random_state()
         self._preemption.begin_phase()

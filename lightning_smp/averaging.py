@@ -1,5 +1,5 @@
-"""The averages of weights by Lightning's callbacks, over sharded weights; the mean
-losses of its learning rate finder; and the callbacks that no sharding allows.
+"""The averages of weights by Lightning's callbacks, over sharded weights; and the
+callbacks that no sharding allows.
 
 ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the
 LightningModule before it is sharded. Under our strategy an instance of one, or of a
@@ -7,14 +7,10 @@ user's subclass, becomes an instance of a derived class whose average is a
 :class:`smp_core.engine.averaging.ShardedAverage`, made when the module is sharded. The
 same code as ever decides when to average, to swap and to save.
 
-Lightning's finder looks at the losses of rank 0 alone, so that the rate that it
-suggests would depend on the layout.
-
 Private names: ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``,
 ``_swap_models`` and ``_copy_average_to_current`` of ``WeightAveraging``, and
 ``_average_model`` and ``_load_average_model_state`` of ``StochasticWeightAveraging``:
-Lightning has no public way to replace the average; nor to see the callback of its
-finder, ``_LRCallback``.
+Lightning has no public way to replace the average.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -84,25 +79,6 @@ def make_averages(
         if callback.saved is not None:
             assert loading is not None
             _load_average(callback, loading)
-
-
-def show_mean_losses(trainer: Trainer) -> None:
-    """Let the learning rate finder see the loss of all ranks' samples."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, _LRCallback):
-            callback.on_train_batch_end = functools.partial(  # type: ignore[method-assign]
-                _note_mean_loss, callback
-            )
-
-
-def _note_mean_loss(
-    callback: Any, trainer: Any, module: Any, outputs: Any, *arguments: Any
-) -> None:
-    loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
-    if loss is not None:
-        outputs = {"loss": trainer.strategy.mean_loss(loss)}
-    type(callback).on_train_batch_end(callback, trainer, module, outputs, *arguments)
 
 
 def averaging_keys(trainer: Trainer) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -71,13 +69,18 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
         )
 
 
-def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> None:
-    """Warn of loggers that were asked to upload checkpoints
+def check_before_training(trainer: Trainer, config: SmpConfig) -> None:
+    """Refuse hyper-parameters that the checkpoints of a run cannot hold, before it has
+    trained to the first of them. Warn of loggers that were asked to upload checkpoints
     (``WandbLogger(log_model=True)``, MLFlowLogger), which pass over folders without a
-    word. ``_log_model`` is the only place of what they were asked."""
-    if config.checkpoint.full_state_dict or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+    word; ``_log_model`` is the only place of what they were asked.
+
+    Raises:
+        CheckpointError: with the names of the values.
+    """
+    if config.checkpoint.full_state_dict:
         return
-    for each in loggers:
+    for each in trainer.loggers if trainer.is_global_zero else ():
         asked = getattr(each, "_log_model", False)
         # Lightning's stand-in for a logger (fast_dev_run) has a method of any name.
         if asked and not callable(asked):
@@ -87,17 +90,6 @@ def say_what_is_not_uploaded(loggers: Sequence[Logger], config: SmpConfig) -> No
                 type(each).__name__,
                 asked,
             )
-
-
-def check_hyper_parameters(trainer: Trainer, config: SmpConfig) -> None:
-    """Refuse hyper-parameters that the checkpoints of a run cannot hold, before it has
-    trained to the first of them.
-
-    Raises:
-        CheckpointError: with the names of the values.
-    """
-    if config.checkpoint.full_state_dict or not trainer.checkpoint_callbacks:
-        return
     # Hooks of a save may take out what it cannot hold.
     owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
     callbacks = trainer.callbacks  # type: ignore[attr-defined]

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from smp_core.checkpoint import iterate_tensors, of_kind, set_random_state
 from smp_core.checkpoint.random_state import random_state
+from smp_core.cluster import of_all_ranks
 from smp_core.watch import count_samples, here
 
 logger = logging.getLogger("smp")
@@ -216,10 +217,8 @@ class DealtLoader:
         """Return the indices and fingerprints of all ranks."""
         # A dataset may take minutes to its first batch: the watch says what is waited
         # for.
-        told: list[Any] = [None] * dist.get_world_size()
         with here.waiting("the other ranks' first batch of a stream"):
-            dist.all_gather_object(told, (self._index, own))
-        return told
+            return of_all_ranks((self._index, own))
 
     def _say_once(self, found: dict[int, str]) -> None:
         if self._is_dealt and self._ranks > 1:

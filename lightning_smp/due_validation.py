@@ -1,5 +1,5 @@
-"""The validation that is due: on all ranks at the same batch, and what becomes of one
-that is due, or runs, when a checkpoint is taken: the resumed run begins with it.
+"""A validation that is due, or runs, when a checkpoint is taken: the resumed run begins
+with it.
 
 Lightning begins behind it: ModelCheckpoint every N steps and a preemption save at a
 batch's end, before the validation that may follow there. A resumed run would lack its
@@ -12,17 +12,11 @@ validation in progress as one that has just begun.
 
 Private names: ``_TrainingEpochLoop._should_check_val_fx``, Lightning's rule of when a
 validation is due, which depends on seven of its settings, and
-``FitLoop._data_fetcher``, which the rule takes; ``Trainer._val_check_time_interval`` and
-``_last_val_time``, the seconds that ``val_check_interval`` was given as, and their
-beginning.
+``FitLoop._data_fetcher``, which the rule takes.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import time
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -96,46 +90,6 @@ def begins_with_it(trainer: Trainer) -> bool:
     total = loop.batch_progress.total
     total.ready = total.started = total.completed  # type: ignore[attr-defined]
     return True
-
-
-def agree_on_time(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
-    """Let rank 0's clock tell all ranks when ``val_check_interval``, given as a time, has
-    passed.
-
-    Lightning asks each rank's own. Some ranks would validate where others train on, and
-    wait for them forever.
-
-    Args:
-        broadcast: gives all ranks rank 0's answer.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
-        asked = functools.partial(_is_due_by_rank_0, loop, broadcast, {})
-        loop._should_check_val_fx = asked
-
-
-def _is_due_by_rank_0(
-    loop: Any,
-    broadcast: Callable[[bool], bool],
-    answers: dict[tuple[int, float], bool],
-    fetcher: Any,
-) -> bool:
-    trainer = loop.trainer
-    interval = trainer._val_check_time_interval
-    # A batch and the validation before it have one answer, whoever asks: a checkpoint
-    # of this batch, or Lightning at its end.
-    now = (loop.total_batch_idx, trainer._last_val_time)
-    if now not in answers:
-        passed = broadcast(time.monotonic() - trainer._last_val_time >= interval)
-        answers.clear()
-        answers[now] = passed
-    # Lightning's other rules, with an interval that has passed, or never does.
-    trainer._val_check_time_interval = -math.inf if answers[now] else math.inf
-    try:
-        due: bool = type(loop)._should_check_val_fx(loop, fetcher)
-    finally:
-        trainer._val_check_time_interval = interval
-    return due
 
 
 class BeforeValidation:

@@ -59,8 +59,9 @@ from smp_core.checkpoint import (
 )
 from smp_core.checkpoint.folders import is_address
 from smp_core.checkpoint.foreign import check_torch_file, step_of_file
+from smp_core.cluster import broadcast_from_rank_0
 from smp_core.engine import ParallelModel, fill
-from smp_core.sharding.weights import broadcast_from_rank_0, load_full_state
+from smp_core.sharding import load_full_state
 from smp_core.torch_facts import clean_name
 
 logger = logging.getLogger("smp")

@@ -12,7 +12,9 @@ ranks have come.
 Private names: Lightning has no public launcher of scripts
 (``_SubprocessScriptLauncher``), and does not say in public whether an epoch is over
 (``_is_training_done``), whether ``min_epochs`` let training stop (``_can_stop_early``)
-and whether a validation is due (``_should_check_val_epoch``, ``_should_check_val_fx``).
+and whether a validation is due (``_should_check_val_epoch``, ``_should_check_val_fx``);
+nor the seconds that ``val_check_interval`` was given as (``_val_check_time_interval``)
+and their beginning (``_last_val_time``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import atexit
 import contextlib
 import functools
 import logging
+import math
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -290,14 +294,42 @@ class ProcessGroupStrategy(ParallelStrategy):
         return True
 
     def watch_stops(self, trainer: Trainer) -> None:
-        """Compare all ranks where a batch ends and ``trainer.should_stop`` is set.
+        """Compare all ranks where a batch ends and ``trainer.should_stop`` is set; and
+        let rank 0's clock tell all of them when ``val_check_interval``, given as a
+        time, has passed.
 
         Without it a rank that stops alone goes to the end of its epoch, and what it
-        sums up there would meet what the others do in their next step.
+        sums up there would meet what the others do in their next step; and by clocks of
+        their own some ranks would validate where others train on, and wait for them
+        forever.
         """
         loop: Any = trainer.fit_loop.epoch_loop
         loop.advance = functools.partial(self._begin_batch, loop)
         loop.on_advance_end = functools.partial(self._end_batch, loop)
+        if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
+            loop._should_check_val_fx = functools.partial(
+                self._is_due_by_rank_0, loop, {}
+            )
+
+    def _is_due_by_rank_0(
+        self, loop: Any, answers: dict[tuple[int, float], bool], fetcher: Any
+    ) -> bool:
+        trainer = loop.trainer
+        interval = trainer._val_check_time_interval
+        # A batch and the validation before it have one answer, whoever asks: a
+        # checkpoint of this batch, or Lightning at its end.
+        now = (loop.total_batch_idx, trainer._last_val_time)
+        if now not in answers:
+            passed = time.monotonic() - trainer._last_val_time >= interval
+            answers.clear()
+            answers[now] = self.broadcast(passed)
+        # Lightning's other rules, with an interval that has passed, or never does.
+        trainer._val_check_time_interval = -math.inf if answers[now] else math.inf
+        try:
+            due: bool = type(loop)._should_check_val_fx(loop, fetcher)
+        finally:
+            trainer._val_check_time_interval = interval
+        return due
 
     def _begin_batch(self, loop: Any, fetcher: Any) -> None:
         # Lightning broadcasts at once whether rank 0 was told to end.

@@ -2,7 +2,8 @@
 the optimizer step, evaluation.
 
 Private names: ``Trainer._accelerator_connector``, because ``use_distributed_sampler``
-is not public.
+is not public; and ``_LRCallback``, Lightning's learning rate finder, which looks at the
+losses of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -42,6 +44,7 @@ from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
 from smp_core.sharding.optimizer import settle_nonfinite
+from smp_core.torch_facts import parameters_of
 from smp_core.watch import JoinedLoader, gather_with_gradient, report_equal_terms
 
 
@@ -395,6 +398,27 @@ class SteppingStrategy(ProcessGroupStrategy):
         mean: Tensor = self.reduce(part * weight)
         return mean
 
+    def show_mean_losses(self) -> None:
+        """Let Lightning's learning rate finder see the loss of all ranks' samples, by
+        which the rate that it suggests does not depend on the layout."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, _LRCallback):
+                callback.on_train_batch_end = functools.partial(  # type: ignore[method-assign]
+                    self._note_mean_loss, callback
+                )
+
+    def _note_mean_loss(
+        self, callback: Any, trainer: Any, module: Any, outputs: Any, *arguments: Any
+    ) -> None:
+        is_tensor = isinstance(outputs, torch.Tensor)
+        loss = outputs if is_tensor else (outputs or {}).get("loss")
+        if loss is not None:
+            outputs = {"loss": self.mean_loss(loss)}
+        type(callback).on_train_batch_end(
+            callback, trainer, module, outputs, *arguments
+        )
+
     def full_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along
         ``dim``, inside a step. Collective; no gradient.
@@ -463,9 +487,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             if on_nonfinite != "ignore":
                 # The norm of what this optimizer steps, where its masters have the
                 # gradients.
-                parameters = self.parallel.stepped(
-                    p for group in optimizer.param_groups for p in group["params"]
-                )
+                parameters = self.parallel.stepped(parameters_of(optimizer))
                 settle_nonfinite(
                     parameters,
                     self.parallel.grad_norm(parameters=parameters),

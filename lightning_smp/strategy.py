@@ -37,12 +37,11 @@ from lightning_smp import checkpoints
 from lightning_smp.averaging import (
     averaging_keys,
     make_averages,
-    show_mean_losses,
     take_over_callbacks,
 )
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.callback_states import give_shards, let_wait, note_shards
-from lightning_smp.due_validation import agree_on_time, begin_with_it, is_lacking
+from lightning_smp.due_validation import begin_with_it, is_lacking
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
@@ -70,17 +69,14 @@ from lightning_smp.sharding import (
     with_recipe,
 )
 from lightning_smp.steps import SteppingStrategy, hooks_before_steps
-from lightning_smp.uneven import (
-    Evaluations,
-    require_equal_training,
-    require_joined_alone,
-)
+from lightning_smp.uneven import Evaluations, require_equal_training
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
 from smp_core.engine import missed
+from smp_core.sharding import change_this_process
 from smp_core.sharding.optimizer import say_where_gradients_are
-from smp_core.watch import Preemption, meet_between_runs, synchronize_metrics
+from smp_core.watch import Preemption, meet_between_runs
 
 logger = logging.getLogger("smp")
 
@@ -217,17 +213,8 @@ class SmpShardedStrategy(SteppingStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        # FSDP2 cannot train on tensors that it gathered under inference mode.
-        for evaluation in (
-            trainer.fit_loop.epoch_loop.val_loop,
-            trainer.validate_loop,
-            trainer.test_loop,
-        ):
-            evaluation.inference_mode = False
-        trainer.predict_loop.inference_mode = False
         self.evaluations = Evaluations(trainer, self._leave_if_told)
         self.watch_stops(trainer)
-        agree_on_time(trainer, self.broadcast)
 
         # The sharded module.
         module = self._module
@@ -238,8 +225,8 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.config.pipeline_parallel_degree > 1:
             check_module(module)
         check_loggers(trainer, module)
-        if trainer.state.fn == TrainerFn.FITTING:
-            checkpoints.check_hyper_parameters(trainer, self.config)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            checkpoints.check_before_training(trainer, self.config)
         if not is_sharded(module):
             assert self._topology is not None
             self._parallel = shard(
@@ -261,14 +248,12 @@ class SmpShardedStrategy(SteppingStrategy):
 
         # torchmetrics are added up over ranks that hold different samples, not over the
         # world.
-        synchronize_metrics(self.mesh)
+        change_this_process(self.mesh)
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the
         # background.
         if type(self.checkpoint_io) is not TorchCheckpointIO:
             checkpoints.check_plugin(self.checkpoint_io, self.config)
-        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
-            checkpoints.say_what_is_not_uploaded(trainer.loggers, self.config)
         # The watch learns which ranks make calls together: where one does not come, the
         # others are told where it is.
         if self._watch is not None:
@@ -359,9 +344,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def on_train_start(self) -> None:
-        require_equal_training(self._trainer)
-        require_joined_alone(self._trainer, self.mesh)
-        show_mean_losses(self._trainer)
+        require_equal_training(self._trainer, self.mesh)
+        self.show_mean_losses()
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)
         self._has_stepped = True

@@ -30,16 +30,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_smp.dealt import DealtLoader
-from smp_core.cluster import SmpMesh
+from lightning_smp.resume import training_loaders
+from smp_core.cluster import SmpMesh, of_all_ranks
 from smp_core.watch import JoinedLoader, join, length_of
 
 _NEUTRAL = {"max": -torch.inf, "min": torch.inf}
@@ -122,6 +121,8 @@ class Evaluations:
             trainer.predict_loop,
         ):
             loop.setup_data = functools.partial(self._set_up, loop)  # type: ignore[method-assign]
+            # FSDP2 cannot train on tensors that it gathered under inference mode.
+            loop.inference_mode = False
 
     def _set_up(self, loop: Any) -> None:
         self.sets_up, self._loaders = True, []
@@ -146,8 +147,7 @@ class Evaluations:
         if isinstance(loader, JoinedLoader):
             loader = loader.loader
         # A loader without a length on any rank is treated as if ranks differed.
-        lengths: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(lengths, length_of(loader))
+        lengths: list[Any] = of_all_ranks(length_of(loader))
         is_uneven = (
             None in lengths or len(set(lengths)) > 1 or isinstance(loader, DealtLoader)
         )
@@ -378,35 +378,23 @@ def _fill(container: Any, elements: list[Any]) -> None:
     (container.extend if hasattr(container, "extend") else container.update)(elements)
 
 
-def require_equal_training(trainer: Trainer) -> None:
-    """Check the numbers of batches before training. Collective.
+def require_equal_training(trainer: Trainer, mesh: SmpMesh) -> None:
+    """Check the numbers of batches before training. Refuse a
+    :class:`~smp_core.watch.joined.JoinedLoader` where its weights would not be those of
+    what is trained on. Collective.
 
     Raises:
         ValueError: an epoch has more batches on one rank than on another, and more than
-            one of them are trained on.
+            one of them are trained on; a JoinedLoader beside others, or where ranks
+            share a batch, or whose batches the step takes by itself.
     """
-    counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, trainer.num_training_batches)
+    counts = of_all_ranks(trainer.num_training_batches)
     # More batches on a rank do no harm where max_steps ends training before any rank
     # has run out.
     windows = min(counts) // (trainer.accumulate_grad_batches or 1)
     if len(set(counts)) > 1 and not 0 <= trainer.max_steps <= windows:
         raise _uneven("limit_train_batches", dict(enumerate(counts)))
-
-
-def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
-    """Refuse a :class:`~smp_core.watch.joined.JoinedLoader` where its weights would not
-    be those of what is trained on.
-
-    Raises:
-        ValueError: it is one of several training loaders, ranks share a batch, or steps
-            fetch batches themselves.
-    """
-    loaders = (
-        []
-        if trainer.train_dataloader is None
-        else CombinedLoader(trainer.train_dataloader).flattened
-    )
+    loaders = training_loaders(trainer)
     if not any(isinstance(loader, JoinedLoader) for loader in loaders):
         return
     if not isinstance(trainer.train_dataloader, JoinedLoader):
@@ -448,8 +436,7 @@ def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
     together = mesh.topology.world_size if mesh.pipeline_degree > 1 else stage
     if together == 1:
         return
-    counts: list[Any] = [None] * mesh.topology.world_size
-    dist.all_gather_object(counts, batches)
+    counts = of_all_ranks(batches)
     for first in range(0, len(counts), together):
         group = counts[first : first + together]
         if any(each != group[0] for each in group):

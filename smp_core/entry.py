@@ -28,7 +28,6 @@ from smp_core.engine import (
     ParallelModel,
     adopt_sharded_model,
     decide_with_smallest_degree,
-    mesh_of,
     parallelize_model,
     settle_layout,
 )
@@ -133,7 +132,7 @@ def parallelize(
     )
     # Phase 3, the process groups of the layout, and Phase 4, do it.
     if mesh is None:
-        mesh = mesh_of(plan.knobs, plan.layout, topology, device)
+        mesh = SmpMesh.build(plan.knobs, plan.layout, topology, device)
     elif given is None:
         _require_layout(mesh, plan)
     if mesh.rank == 0:
@@ -165,7 +164,7 @@ def build_mesh(
         return draft, settle_layout(draft, topology)
 
     draft, layout = agreed(asked, settle)
-    return mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
+    return SmpMesh.build(draft.knobs, layout, topology, device), draft.knobs
 
 
 def memory_tier(

@@ -28,7 +28,13 @@ from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.reader import load_checkpoint, read_rest, read_template
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
-from smp_core.torch_facts import StepsOnHost, clean_name, is_absent, model_parameter
+from smp_core.torch_facts import (
+    StepsOnHost,
+    clean_name,
+    is_absent,
+    model_parameter,
+    parameters_of,
+)
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -69,11 +75,7 @@ def numbered(named: Mapping[str, Any]) -> dict[str, Any]:
 def stepped_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the model's parameters that the optimizer steps, itself or
     (``optimizer_shard="world"``) masters of."""
-    return [
-        model_parameter(stepped)
-        for group in optimizer.param_groups
-        for stepped in group["params"]
-    ]
+    return [model_parameter(stepped) for stepped in parameters_of(optimizer)]
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -15,10 +15,12 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.cluster.agreement import (
         agreed as agreed,
+        broadcast_from_rank_0 as broadcast_from_rank_0,
         host_group as host_group,
         lists_of_all_ranks as lists_of_all_ranks,
         of_all_ranks as of_all_ranks,
         of_rank_0 as of_rank_0,
+        send_to_stages as send_to_stages,
     )
     from smp_core.cluster.launch import (
         MPI_RANKS as MPI_RANKS,
@@ -55,6 +57,11 @@ if TYPE_CHECKING:
         ring_bytes as ring_bytes,
         rounds as rounds,
     )
-    from smp_core.cluster.mesh import SmpMesh as SmpMesh
+    from smp_core.cluster.mesh import (
+        SmpMesh as SmpMesh,
+        mesh_of_run as mesh_of_run,
+        mesh_on as mesh_on,
+        note_mesh as note_mesh,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

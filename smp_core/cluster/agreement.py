@@ -1,5 +1,6 @@
 """Checks that all ranks have the same knobs, measured links and model, and decide the
-same from them; and the group on which hosts agree while they train.
+same from them; rank 0's values of tensors on every rank; and the group on which hosts
+agree while they train.
 
 The checks come before the first other process group: a rank with another degree makes
 other groups, one with another payload sends other bytes, and then all wait for one
@@ -9,15 +10,20 @@ another in different collectives until a timeout ends them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from smp_core.cluster.layout import Axis
 from smp_core.cluster.links import LINKS_VARIABLE
+from smp_core.cluster.mesh import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.topology import by_rank
 from smp_core.torch_facts import collective_timeout
@@ -31,14 +37,14 @@ _host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
 )
 
 
-def of_all_ranks(own: T) -> list[T]:
-    """Gather what every rank gives, in rank order. Collective over the world; without a
-    group there is one rank."""
+def of_all_ranks(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather what every rank of a group gives, in rank order; default: of the world.
+    Collective over it; without one there is one rank."""
     # A dry run has one rank only.
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_backend(group) == "fake":
         return [own]
-    everyone = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
     return everyone
 
 
@@ -203,3 +209,68 @@ def _digest_of(path: str) -> str:
         return f"a file with the digest {xxhash.xxh3_64_hexdigest(Path(path).read_bytes())}"
     except OSError as error:
         return f"{path}: {error.strerror}"
+
+
+@torch.no_grad()
+def broadcast_from_rank_0(
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    source: int = 0,
+) -> None:
+    """Give all ranks of a group the values of its first one, one tensor at a time.
+
+    Args:
+        group: the ranks that hold the same tensors; default the world. Collective over
+            it.
+        source: the place in the group of another rank than its first, whose values they
+            get.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    for tensor in tensors:
+        if not _has_values(tensor):
+            continue
+        # A strided or host tensor is sent as a copy, and copied back.
+        there = tensor.detach().to(device).contiguous()
+        dist.broadcast(there, group_src=source, group=group)
+        if there.data_ptr() != tensor.data_ptr():
+            tensor.copy_(there)
+
+
+@torch.no_grad()
+def send_to_stages(
+    tensors: Iterable[tuple[Tensor, Sequence[int]]], mesh: SmpMesh
+) -> None:
+    """Give the first rank of each pipeline stage the values that rank 0 has of what the
+    stage holds, one tensor at a time. Collective over these ranks; the others do
+    nothing.
+
+    Args:
+        tensors: with the stages that hold each; the same on all ranks.
+    """
+    firsts = mesh.layout.ranks(0, Axis.PIPELINE)
+    # Ranks behind the first of a stage get the values from that one, when units are
+    # sharded.
+    if mesh.rank not in firsts:
+        return
+    group = mesh.group(Axis.PIPELINE)
+    for tensor, stages in tensors:
+        if not _has_values(tensor):
+            continue
+        # One after another, in the same order on both sides: messages carry no names.
+        if mesh.rank == 0:
+            there = tensor.detach().to(mesh.device).contiguous()
+            for stage in stages:
+                if stage > 0:
+                    dist.send(there, firsts[stage], group)
+        elif mesh.stage in stages:
+            arrived = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device)
+            dist.recv(arrived, 0, group)
+            tensor.copy_(arrived)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether there is something to send: meta tensors have no values yet, and
+    DTensors, which layers that are split over ranks have, were cut from rank 0's."""
+    return not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, DTensor)

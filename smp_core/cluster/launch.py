@@ -153,7 +153,13 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             "start with torchrun, which sets both, or unset WORLD_SIZE"
         )
     return LaunchEnvironment(
-        "plain", 0, 1, 0, 1, _master_addr(environ, "127.0.0.1"), _master_port(environ)
+        "plain",
+        0,
+        1,
+        0,
+        1,
+        environ.get("MASTER_ADDR") or "127.0.0.1",
+        _master_port(environ),
     )
 
 
@@ -179,7 +185,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         world,
         local,
         local_world,
-        _master_addr(environ, "127.0.0.1"),
+        environ.get("MASTER_ADDR") or "127.0.0.1",
         _master_port(environ),
     )
 
@@ -325,7 +331,7 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnvironment:
         len(hosts),
         0,
         1,
-        _master_addr(environ, hosts[0]),
+        environ.get("MASTER_ADDR") or hosts[0],
         _master_port(environ),
     )
 
@@ -353,10 +359,6 @@ def _sagemaker_hosts(environ: Mapping[str, str]) -> list[str]:
 
     # Every host sorts alike, so all agree which one is rank 0's.
     return sorted(hosts, key=by_number)
-
-
-def _master_addr(environ: Mapping[str, str], default: str) -> str:
-    return environ.get("MASTER_ADDR") or default
 
 
 def _master_port(environ: Mapping[str, str], default: int = DEFAULT_MASTER_PORT) -> int:

@@ -13,6 +13,7 @@ cannot tell the other, which has not used the unit, to join.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +37,7 @@ from smp_core.cluster.layout import (
     split,
     stages,
 )
+from smp_core.config import SmpConfig
 from smp_core.topology import Topology
 from smp_core.torch_facts import streams
 
@@ -128,18 +130,16 @@ class SmpMesh:
     @classmethod
     def build(
         cls,
+        knobs: SmpConfig,
         layout: Layout,
         topology: Topology,
         device: torch.device | str,
-        *,
-        secondary: int | None = None,
     ) -> SmpMesh:
-        """Make the groups of a layout. Collective over the world.
+        """Make the groups of a layout that was settled, as its knobs have them.
+        Collective over the world.
 
         Args:
             device: this rank's device.
-            secondary: ranks that hold a copy between forward and backward; None: no
-                such copy.
 
         Raises:
             ValueError: the topology is another world's.
@@ -207,8 +207,10 @@ class SmpMesh:
         )
         # All connections are made here, while all ranks are at the same place.
         groups.connect()
-        if secondary is not None:
-            mesh.secondary(secondary)
+        # A number: of ranks that hold a copy between forward and backward.
+        keep = knobs.reshard_after_forward
+        if type(keep) is int:
+            mesh.secondary(keep)
         return mesh
 
     def secondary(self, degree: int) -> dist.ProcessGroup:
@@ -383,13 +385,6 @@ def _world_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
-def _can_split(backend: Any) -> bool:
-    """Return whether the default group can be split: NCCL can, once it is connected."""
-    return _world_group().bound_device_id is not None and bool(
-        getattr(backend, "supports_splitting", False)
-    )
-
-
 class _Groups:
     """Process groups by their ranks, each made once."""
 
@@ -405,7 +400,9 @@ class _Groups:
         self._limit: timedelta | None = getattr(
             getattr(backend, "options", None), "_timeout", None
         )
-        self._splits = _can_split(backend)
+        # The default group can be split where NCCL has connected it.
+        is_bound = _world_group().bound_device_id is not None
+        self._splits = is_bound and bool(getattr(backend, "supports_splitting", False))
 
     def know(self, group: dist.ProcessGroup) -> None:
         # By itself torch gives each new group its own default.
@@ -477,3 +474,44 @@ class _Groups:
             backend="gloo",
             use_local_synchronization=True,
         )
+
+
+# Meshes of the sharded models of this process, the newest last.
+_noted: list[weakref.ref[SmpMesh]] = []
+# The mesh of the newest run, with the default group that it was made in.
+_newest: tuple[SmpMesh, object] | None = None
+
+
+def note_mesh(mesh: SmpMesh) -> None:
+    """Let :func:`mesh_on` and :func:`mesh_of_run` find the mesh of a sharded model."""
+    global _newest
+    # References to meshes that are gone are dropped.
+    _noted[:] = [each for each in _noted if each() not in (None, mesh)]
+    _noted.append(weakref.ref(mesh))
+    _newest = (mesh, dist.group.WORLD)
+
+
+def mesh_of_run() -> SmpMesh | None:
+    """Return the mesh that was noted last; None once its process groups are gone."""
+    if _newest is None or not dist.is_initialized():
+        return None
+    mesh, world = _newest
+    return mesh if dist.group.WORLD is world else None
+
+
+def mesh_on(device_mesh: DeviceMesh) -> SmpMesh | None:
+    """Return the mesh of a sharded model that the ranks of a DTensor's mesh belong
+    to."""
+    # Several models may be sharded, on meshes of the same or of other ranks.
+    ranks = set(device_mesh.mesh.flatten().tolist())
+    meshes = [mesh for each in _noted if (mesh := each()) is not None]
+    return next((each for each in meshes if ranks <= _ranks_of(each)), None)
+
+
+def _ranks_of(mesh: SmpMesh) -> set[int]:
+    """Return the ranks that hold parts of the mesh's models; none once its groups were
+    destroyed."""
+    try:
+        return set(dist.get_process_group_ranks(mesh.model_group))
+    except KeyError:
+        return set()

@@ -35,6 +35,7 @@ from smp_core.cluster import (
     Kind,
     LinkFit,
     Links,
+    of_all_ranks,
     ring_bytes,
     rounds,
 )
@@ -178,10 +179,10 @@ def _together(prepare: Callable[[], T]) -> T:
     except (RuntimeError, MemoryError) as error:  # out of memory, most likely
         said = f"{type(error).__name__}: {error}"
     # All ranks know whether one of them has failed before they go on.
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
     failed = [
-        f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None
+        f"rank {rank}: {text}"
+        for rank, text in enumerate(of_all_ranks(said))
+        if text is not None
     ]
     if failed:
         raise RuntimeError(f"links cannot be measured: {'; '.join(failed[:4])}")

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.checkpoint import load_checkpoint, open_checkpoint, read_index, read_rest
+from smp_core.cluster import of_all_ranks
 from smp_core.comm.traffic import Traffic
 
 logger = logging.getLogger("smp")
@@ -98,12 +99,11 @@ def _joined(
 ) -> tuple[dict[str, Tensor], list[_Table]]:
     """Join this rank's remainders; the tables are those of all stages. Collective over
     the stages."""
-    tables: list[Any] = [None] * traffic.mesh.pipeline_degree
     own = [
         (name, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in remainders.items()
     ]
-    dist.all_gather_object(tables, own, group=traffic.mesh.column.host)
+    tables = of_all_ranks(own, traffic.mesh.column.host)
     # All stages have to bring equally long tensors.
     longest = 0
     for table in tables:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh
+from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh, of_all_ranks
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
@@ -185,17 +185,32 @@ class Traffic:
 
     def all_gather(self, unit: Unit) -> NotedCollective:
         """Return the object that gathers this unit's parameters."""
-        made: CommObject | SecondaryGather
+        # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
+        deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
+        exact: CommObject = FlatAllGather(self.meter, deferred=deferred)
         if unit.name in self._experts:
             # Experts that are dealt go over their own groups, in one stage.
-            deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
-            made = FlatAllGather(self.meter, deferred=deferred)
-        else:
-            made = primary = self._primary_all_gather(unit)
-            # Roots stay unsharded after forward.
-            if self._holders is not None and not unit.is_root:
-                made = SecondaryGather(primary, self._holders, unit)
-                self._secondary.append(made)
+            return self.issued.noting(exact, "all_gather", unit.name)
+        if self._stages is not None:
+            exact = HierarchicalAllGather(self.meter, *self._stages, deferred=deferred)
+        made: CommObject | SecondaryGather = exact
+        # The policy decides for all units at once, so each of them has a number there.
+        if self._policy is not None:
+            made = exact = QuantizedAllGather(
+                self.meter,
+                exact,
+                self._policy,
+                self._policy.add_unit(unit.name, unit.local_shards),
+                self.mesh.shard_group,
+                self._stages,
+                unit.shard_layout,
+                everywhere=self._form.gather_inside_nodes,
+                deferred=deferred,
+            )
+        # Roots stay unsharded after forward.
+        if self._holders is not None and not unit.is_root:
+            made = SecondaryGather(exact, self._holders, unit)
+            self._secondary.append(made)
         return self.issued.noting(made, "all_gather", unit.name)
 
     def reduce_scatter(self, unit: Unit) -> NotedCollective:
@@ -215,27 +230,6 @@ class Traffic:
         elif self._stages is not None and not is_dealt:
             made = HierarchicalReduceScatter(self.meter, *self._stages)
         return self.issued.noting(made, "reduce_scatter", unit.name)
-
-    def _primary_all_gather(self, unit: Unit) -> CommObject:
-        # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
-        deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
-        exact: CommObject = FlatAllGather(self.meter, deferred=deferred)
-        if self._stages is not None:
-            exact = HierarchicalAllGather(self.meter, *self._stages, deferred=deferred)
-        # The policy decides for all units at once, so each of them has a number there.
-        if self._policy is None:
-            return exact
-        return QuantizedAllGather(
-            self.meter,
-            exact,
-            self._policy,
-            self._policy.add_unit(unit.name, unit.local_shards),
-            self.mesh.shard_group,
-            self._stages,
-            unit.shard_layout,
-            everywhere=self._form.gather_inside_nodes,
-            deferred=deferred,
-        )
 
     def parts(self) -> list[Tensor]:
         """List the parts of unsharded parameters that this rank holds between forward
@@ -314,12 +308,8 @@ class Traffic:
             )
         # Names and sizes of all ranks, so that each fills up what it lacks.
         group = self.mesh.model_group
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(
-            everyone,
-            {name: (tuple(t.shape), t.dtype) for name, t in own.items()},
-            group=group,
-        )
+        sizes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+        everyone = of_all_ranks(sizes, group)
         found = {}
         for name, (shape, dtype) in sorted(
             {name: what for ranks in everyone for name, what in ranks.items()}.items()

@@ -116,9 +116,6 @@ class LearnedPositions:
 def learned_positions(model: nn.Module) -> LearnedPositions | None:
     """Find the table of learned positions of the first Transformers model in ``model``;
     None if it has none."""
-    # Only a model with tables of something may have one of positions.
-    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
-        return None
     found = transformers_models(model)
     if not found:
         return None

@@ -42,6 +42,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from smp_core.cluster import of_all_ranks
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.replaced_attention import (
     SplitBatch,
@@ -272,9 +273,7 @@ class Trial:
         """Gather what every rank of a group found."""
         if group is None:
             return [found]
-        told: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, found, group=group)
-        return told
+        return of_all_ranks(found, group)
 
     def _difference(
         self,

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import SplitBatch, attention, enabled
 from smp_core.dry_run.allocations import Allocations
@@ -47,7 +48,7 @@ from smp_core.dry_run.without_values import (
     trials_apart,
     undivided,
 )
-from smp_core.engine import ParallelModel, mesh_of, parallelize_model
+from smp_core.engine import ParallelModel, parallelize_model
 from smp_core.engine.decide import decide
 from smp_core.fp8 import GatheredWeight
 from smp_core.optim import AdamW8bit
@@ -279,9 +280,7 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
                 f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}"
             )
         # The mesh is made of real tensors: its ranks are values.
-        mesh = mesh_of(
-            plan.knobs, plan.layout, plan.cluster.topology, torch.device("cpu")
-        )
+        mesh = SmpMesh.build(plan.knobs, plan.layout, plan.cluster.topology, "cpu")
         with fake:
             # What a training does, on a mesh of real tensors.
             parallel = parallelize_model(source.model, mesh, plan)

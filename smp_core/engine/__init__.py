@@ -29,16 +29,15 @@ if TYPE_CHECKING:
         take_written as take_written,
     )
     from smp_core.engine.conversions import (
-        mesh_of as mesh_of,
         parallelize_model as parallelize_model,
     )
     from smp_core.engine.decide import (
         decide_activations as decide_activations,
         decide_pipeline as decide_pipeline,
+        knobs_of_next_run as knobs_of_next_run,
         lines_of_subjects as lines_of_subjects,
         settle_layout as settle_layout,
     )
-    from smp_core.engine.next_run import knobs_of_next_run as knobs_of_next_run
     from smp_core.engine.parallel_model import ParallelModel as ParallelModel
     from smp_core.engine.subjects import SUBJECTS as SUBJECTS
 else:

@@ -8,12 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import SmpMesh, broadcast_from_rank_0
 from smp_core.comm import CommMeter, Traffic
 from smp_core.context_parallel import chunk_losses
 from smp_core.engine.conversions import (
     balance_where_asked,
-    follow_window,
     move_plain_tensors,
     register_forward_methods,
 )
@@ -24,16 +23,17 @@ from smp_core.sharding import (
     NativeWindow,
     ReplacedParameters,
     change_this_process,
+    follow_window,
     require_plain_lookups,
 )
 from smp_core.sharding.fsdp import (
     Calls,
+    ShardedUnit,
     adopt_units,
     apply_fsdp_options,
     explain_uncalled,
 )
-from smp_core.sharding.gradients import AccumulationWindow
-from smp_core.sharding.weights import broadcast_from_rank_0
+from smp_core.sharding.gradients import AccumulationWindow, Window
 
 
 def adopt_sharded_model(
@@ -86,32 +86,22 @@ def adopt_sharded_model(
         else deal_experts(model, mesh, plan, meter)
     )
     traffic = Traffic(mesh, meter, plan)
-    # Phase 3 on a 2-D mesh: torch adds up across replicas itself.
+    # Phase 3: calls into it, and its gradients from here on.
+    units: list[ShardedUnit] = []
+    window: Window
     if given.two_dimensional:
-        torchs = NativeWindow(model)
-        follow_window(model, torchs)
+        # torch adds up across replicas itself.
+        window = NativeWindow(model)
         calls = Calls(model, mesh.shard_ranks)
-        return ParallelModel(
-            model,
-            (),
-            torchs,
-            calls,
-            replaced,
-            mesh,
-            plan,
-            meter,
-            traffic,
-            routers=routers,
-        )
-    # Phase 3 on a 1-D mesh: each partition group was sharded by itself, and may hold
-    # values of its own.
-    _first_replicas_weights(model, mesh)
-    units = adopt_units(model, plan.units, traffic, meshes)
-    explain_uncalled(units)
-    apply_fsdp_options(model, knobs, mesh.device)
-    calls = Calls(model, mesh.shard_ranks, units)
-    register_forward_methods(model, units, calls, knobs.forward_methods)
-    window = AccumulationWindow(model, units, traffic, plan, calls)
+    else:
+        # Each partition group was sharded by itself, and may hold values of its own.
+        _first_replicas_weights(model, mesh)
+        units = adopt_units(model, plan.units, traffic, meshes)
+        explain_uncalled(units)
+        apply_fsdp_options(model, knobs, mesh.device)
+        calls = Calls(model, mesh.shard_ranks, units)
+        register_forward_methods(model, units, calls, knobs.forward_methods)
+        window = AccumulationWindow(model, units, traffic, plan, calls)
     follow_window(model, window)
     return ParallelModel(
         model,

@@ -55,9 +55,15 @@ from smp_core.activations import (
     ActivationMemory,
     save_activations,
 )
-from smp_core.cluster import Axis, Layout, SmpMesh, of_all_ranks
+from smp_core.cluster import (
+    Axis,
+    SmpMesh,
+    broadcast_from_rank_0,
+    of_all_ranks,
+    send_to_stages,
+)
 from smp_core.comm import CommMeter, FlatMaxReduce, Traffic
-from smp_core.config import DelayedInit, Fp8Recipe, SmpConfig
+from smp_core.config import DelayedInit, Fp8Recipe
 from smp_core.context_parallel import (
     ContextParallel,
     chunk_losses,
@@ -80,6 +86,7 @@ from smp_core.plan import Plan, Stages, router_losses, units_with
 from smp_core.sharding import (
     ReplacedParameters,
     change_this_process,
+    follow_window,
     require_plain_lookups,
     sync_over_samples,
 )
@@ -91,18 +98,11 @@ from smp_core.sharding.fsdp import (
     passing_by,
     shard_units,
 )
-from smp_core.sharding.gradients import (
-    AccumulationWindow,
-    Window,
-    drop_with_zero_grad,
-)
+from smp_core.sharding.gradients import AccumulationWindow
 from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.weights import (
     CastParameters,
-    broadcast_from_rank_0,
-    load_own_parts,
     materialize,
-    send_to_stages,
 )
 from smp_core.tensor_parallel import (
     Inspected,
@@ -112,7 +112,6 @@ from smp_core.tensor_parallel import (
     apply_tensor_parallel,
     inspect,
 )
-from smp_core.topology import Topology
 from smp_core.torch_facts import is_absent, is_compiled
 
 logger = logging.getLogger("smp")
@@ -127,20 +126,6 @@ KNOWN_METHODS = (
     "get_audio_features",
     "get_video_features",
 )
-
-
-def mesh_of(
-    knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device
-) -> SmpMesh:
-    """Make the groups of a layout that was settled, as its knobs have them. Collective
-    over the world."""
-    keep = knobs.reshard_after_forward
-    return SmpMesh.build(
-        layout,
-        topology,
-        device,
-        secondary=keep if type(keep) is int else None,
-    )
 
 
 def parallelize_model(
@@ -300,7 +285,9 @@ def _convert_layers(
         if mesh.tensor_degree == 1
         else _split_layers(model, traffic, plan, inspected)
     )
-    learned = require_lengths(model)
+    # Only a model with tables of something may have one of positions.
+    has_tables = any(isinstance(each, nn.Embedding) for each in model.modules())
+    learned = require_lengths(model) if has_tables else None
     context = (
         None
         if mesh.context_degree == 1
@@ -450,13 +437,6 @@ def _join_stages(
     return pipeline, TiedGradients(
         tied, ends, mesh.group(Axis.REPLICATE), lambda: window().world
     ).added_up
-
-
-def follow_window(model: nn.Module, window: Window) -> None:
-    """Let ``zero_grad`` and ``load_state_dict`` of the model's modules mean what the
-    window holds, too."""
-    drop_with_zero_grad(model, window.zero_grad)
-    load_own_parts(model, lambda: window.world)
 
 
 def _keep_alike(

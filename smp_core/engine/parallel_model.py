@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from smp_core.activations import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.checkpoint import Ranks, map_tensors, named_optimizer_state
-from smp_core.cluster import DEGREES, SmpMesh, degrees_of
+from smp_core.cluster import DEGREES, SmpMesh, broadcast_from_rank_0, degrees_of
 from smp_core.comm import CommMeter, Traffic
 from smp_core.config import DEFAULTS, SmpConfig, lines_about_asked, table_as_text
 from smp_core.context_parallel import ContextParallel
@@ -26,7 +26,7 @@ from smp_core.fp8 import Fp8Model
 from smp_core.pipeline import Pipeline, states_of_all_stages
 from smp_core.plan import Plan
 from smp_core.plan.chain import EXTRA_STATE
-from smp_core.sharding import ReplacedParameters
+from smp_core.sharding import ReplacedParameters, load_full_state
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.gradients import Window, require_same_collectives
 from smp_core.sharding.optimizer import (
@@ -35,10 +35,8 @@ from smp_core.sharding.optimizer import (
     local_of,
     master_dtype,
     prepare_optimizer,
-    take_scalers,
 )
 from smp_core.sharding.optimizer.grad_norm import grad_norm
-from smp_core.sharding.weights import broadcast_from_rank_0, load_full_state
 from smp_core.sharding.weights.unsharded import unsharded
 from smp_core.tensor_parallel import SplitModel
 from smp_core.torch_facts import (
@@ -47,6 +45,7 @@ from smp_core.torch_facts import (
     lies_in,
     load_host_master,
     model_parameter,
+    parameters_of,
     with_host_master,
 )
 
@@ -298,11 +297,7 @@ class ParallelModel:
         """Return whether the optimizer has any of this model's parameters, those of
         before sharding included."""
         own = set(map(id, self.module.parameters()))
-        stepped = (
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        stepped = parameters_of(optimizer)
         return any(
             id(model_parameter(self.replaced.current(parameter))) in own
             for parameter in stepped
@@ -430,7 +425,6 @@ class ParallelModel:
         """
         models = (self, *others)
         prepared = prepare_optimizer(optimizer, models)
-        take_scalers()
         # FP8 scales are renewed behind every optimizer's step, since weights change in
         # each; router biases move behind the first one's alone.
         for model in models:

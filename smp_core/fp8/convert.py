@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.cluster import of_all_ranks
 from smp_core.config import Fp8Recipe
 from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
@@ -66,8 +67,7 @@ class Fp8Model:
         these."""
         if self.stages is None:
             return by_site
-        everyone: list[Any] = [None] * dist.get_world_size(self.stages)
-        dist.all_gather_object(everyone, by_site, group=self.stages)
+        everyone = of_all_ranks(by_site, self.stages)
         return {
             name: found for of_stage in everyone for name, found in of_stage.items()
         }

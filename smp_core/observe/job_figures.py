@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.cluster import Axis
+from smp_core.cluster import Axis, of_all_ranks
 from smp_core.comm import LINK_CLASSES, LinkClass
 from smp_core.engine import ParallelModel
 from smp_core.observe.monitoring import (
@@ -425,8 +424,7 @@ class JobFigures:
             figures[f"seconds_stage_{stage}"] = sum(seconds) / len(seconds) / steps
             figures[f"bubble_share_stage_{stage}"] = share
         # Objects: stages may have computed unlike numbers of chunks.
-        self._timeline = [[] for _ in shares]
-        dist.all_gather_object(self._timeline, times.last, group=mesh.column.host)
+        self._timeline = of_all_ranks(times.last, mesh.column.host)
         return figures
 
     def end(self) -> None:

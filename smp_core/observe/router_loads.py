@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from smp_core.cluster import of_all_ranks
 from smp_core.plan import DROPPED
 from smp_core.torch_facts import is_rank_0
 
@@ -113,8 +113,7 @@ class RouterLoads:
                 name: router.num_experts for name, router in self._routers.items()
             }
             if self._share_models:
-                everyone: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, self._sizes)
+                everyone = of_all_ranks(self._sizes)
                 self._sizes = {
                     name: size for sizes in everyone for name, size in sizes.items()
                 }

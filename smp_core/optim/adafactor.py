@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from smp_core.checkpoint import like_parameter, shard_like
 from smp_core.optim.owners import StepsTogether
-from smp_core.torch_facts import local_part
+from smp_core.torch_facts import local_part, parameters_of
 
 _FACTORS = ("row_var", "col_var")
 
@@ -94,9 +94,7 @@ class Adafactor(StepsTogether):
         numbers = [
             number for group in state_dict["param_groups"] for number in group["params"]
         ]
-        parameters = [
-            parameter for group in self.param_groups for parameter in group["params"]
-        ]
+        parameters = parameters_of(self)
         for number, parameter in zip(numbers, parameters, strict=True):
             for name in (*_FACTORS, "variance"):
                 if name in state_dict["state"].get(number, {}):

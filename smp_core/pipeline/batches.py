@@ -8,12 +8,11 @@ from collections.abc import Hashable, MutableMapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from smp_core.checkpoint import Path, iterate_tensors, map_tensors
-from smp_core.cluster import Axis, SmpMesh
+from smp_core.cluster import Axis, SmpMesh, of_all_ranks
 from smp_core.torch_facts import all_gather_single
 from smp_core.watch import here, innermost_user_line
 
@@ -133,8 +132,9 @@ class SameBatches:
 
     def _refuse_calls(self, call: str, shapes: list[tuple[int, ...]]) -> None:
         line = innermost_user_line(traceback.extract_stack())
-        found = self._of_all_stages(
-            f"{call} with tensors of {', '.join(map(str, shapes)) or 'no shapes'} ({line})"
+        found = of_all_ranks(
+            f"{call} with tensors of {', '.join(map(str, shapes)) or 'no shapes'} ({line})",
+            self._group,
         )
         said = "; ".join(
             f"rank {rank}: {where}"
@@ -158,14 +158,9 @@ class SameBatches:
                 .numpy()
                 .tobytes()
             )
-        if len(set(self._of_all_stages(read.hexdigest()))) > 1:
+        if len(set(of_all_ranks(read.hexdigest(), self._group))) > 1:
             raise ValueError(
                 f"pipeline stages read different batches; all ranks of a column ({', '.join(map(str, self._ranks))}) "
                 "have to read the same samples: leave use_distributed_sampler at True, and seed data that are made at "
                 "random"
             )
-
-    def _of_all_stages(self, own: str) -> list[str]:
-        found = [own] * len(self._ranks)
-        dist.all_gather_object(found, own, group=self._group)
-        return found

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.cluster import Axis, SmpMesh
+from smp_core.cluster import Axis, SmpMesh, of_all_ranks
 from smp_core.comm import CommMeter
 from smp_core.watch import here, innermost_user_line
 
@@ -197,14 +197,13 @@ class Messages:
                 what another one's raised.
         """
         # All stages learn of a failure at the same place of the schedule.
-        told: list[tuple[bool, str] | None] = [None] * len(self._column)
         own = (
             None
             if problem is None
             else (isinstance(problem, ValueError), in_words(problem))
         )
         with here.waiting("the first forward of all pipeline stages"):
-            dist.all_gather_object(told, own, group=self._groups.host)
+            told = of_all_ranks(own, self._groups.host)
         if not any(told):
             self._agreed.add((self._call, chunk // len(self._column)))
             return

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import like_parameter, map_tensors
+from smp_core.cluster import of_all_ranks
 from smp_core.plan import Stages
 
 
@@ -50,12 +51,8 @@ def states_of_all_stages(
     }
     # Other stages learn names, shapes and dtypes, and values only of numbers and
     # unsharded tensors.
-    told: list[Any] = [None] * stages.count
-    dist.all_gather_object(
-        told,
-        {name: map_tensors(entry, _told) for name, entry in held.items()},
-        group=group,
-    )
+    own_words = {name: map_tensors(entry, _told) for name, entry in held.items()}
+    told: list[Any] = of_all_ranks(own_words, group)
     parameters = dict(model.named_parameters())
     complete: dict[str, Any] = {}
     # In the model's order, so that every stage writes the same list.

@@ -8,9 +8,7 @@ error is printed.
 
 from __future__ import annotations
 
-import functools
 import re
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -129,18 +127,12 @@ def _has_loss_without_logits(trace: TracebackType | None) -> bool:
     return False
 
 
-def explain_uncaught_errors() -> None:
-    """Add the notes to uncaught errors of this process, too."""
-    if getattr(sys.excepthook, "func", None) is not _explaining:
-        # The earlier hook goes on being called.
-        sys.excepthook = functools.partial(_explaining, sys.excepthook)
-
-
-def _explaining(
+def explain_uncaught(
     before: Callable[..., Any],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
+    """Add the note to an uncaught error, too; in the place of ``sys.excepthook``."""
     explain(error)
     before(kind, error, trace)

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,26 +29,25 @@ from smp_core.torch_facts import is_rank_0, model_parameter
 logger = logging.getLogger("smp")
 
 
-def follow_named_gradients() -> None:
-    """Let calls that name parameters of sharded models do what they do in one process,
-    or say that they do not. Of the process, once."""
-    backward, grad = torch.autograd.backward, torch.autograd.grad
+def backward(
+    before: Callable[..., None], *args: Any, inputs: Any = None, **kwargs: Any
+) -> None:
+    """Name copies in the place of shards; in the place of ``torch.autograd.backward``."""
+    # Without inputs every leaf of the graph is meant.
+    if inputs is not None:
+        kwargs["inputs"] = _with_copies(inputs)
+    before(*args, **kwargs)
 
-    @functools.wraps(backward)
-    def with_copies(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
-        # Without inputs every leaf of the graph is meant.
-        if inputs is not None:
-            kwargs["inputs"] = _with_copies(inputs)
-        backward(*args, **kwargs)
 
-    @functools.wraps(grad)
-    def of_this_rank(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(hooks_of(each) is not None for each in _tensors(inputs)):
-            _refuse_gathered(outputs, inputs)
-            _say_whose()
-        return grad(outputs, inputs, *args, **kwargs)
-
-    torch.autograd.backward, torch.autograd.grad = with_copies, of_this_rank
+def grad(
+    before: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse shards, and say whose gradients those of others are; in the place of
+    ``torch.autograd.grad``."""
+    if any(hooks_of(each) is not None for each in _tensors(inputs)):
+        _refuse_gathered(outputs, inputs)
+        _say_whose()
+    return before(outputs, inputs, *args, **kwargs)
 
 
 def _with_copies(inputs: Any) -> Any:

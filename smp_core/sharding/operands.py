@@ -39,73 +39,57 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_core.checkpoint import map_tensors, shard_like
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import SmpMesh, mesh_on
 from smp_core.sharding.fsdp import backward_pass, in_a_call
 from smp_core.sharding.gradients.parameter_hooks import hooks_of, unsharded_value
 from smp_core.sharding.optimizer.shards import local_of
-from smp_core.sharding.random_values import mesh_on
 from smp_core.torch_facts import ABSENT, is_absent
 from smp_core.watch import here, meet_between_calls
 
 logger = logging.getLogger("smp")
 
-# Names of torch.ops.aten. Of each that has one, the variant in place ("add_") and that
-# of lists ("_foreach_add") too.
-_ELEMENTWISE = (
+_NAMES = (
     "add sub rsub mul div pow lerp addcmul addcdiv copy maximum minimum fmax fmin fmod remainder floor_divide atan2 "
     "hypot copysign xlogy logaddexp where masked_fill clamp clamp_min clamp_max eq ne lt le gt ge equal isclose "
     "allclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor dist cat stack "
     "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward"
 )
-_PRODUCTS = (
+_VARIANTS = ("{}", "{}_", "_foreach_{}", "_foreach_{}_")
+ELEMENTWISE = " ".join(
+    kind.format(name) for name in _NAMES.split() for kind in _VARIANTS
+)
+"""In torch.ops.aten; of each that has one, the variant in place ("add_") and that of
+lists ("_foreach_add") too."""
+PRODUCTS = (
     "mm addmm bmm baddbmm addbmm mv addmv addr dot vdot matmul linear _cdist_forward _cdist_backward embedding "
     "embedding_dense_backward index index_select gather convolution convolution_backward native_layer_norm "
     "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
     "native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward _prelu_kernel _prelu_kernel_backward"
 )
 # What torch refuses of an empty tensor, as a rank's part of a few rows may be. Of norms
-# that is the largest element, of order inf.
-_LARGEST = "max min amax amin aminmax argmax argmin median linalg_vector_norm norm"
+# that is the largest element, of order inf; torch.nn.utils.clip_grad_norm_ takes all
+# gradients of a dtype in one list.
+LARGEST = (
+    "max min amax amin aminmax argmax argmin median linalg_vector_norm norm "
+    "_foreach_norm"
+)
 _LOOKED_AT = 64
 _looks = itertools.count()  # unsharded tensors of a parameter's shape
 # Sharded operands whose gradients are brought into their layout.
 _followed = WeakIdKeyDictionary()
 
 
-def compute_with_unsharded_tensors() -> None:
-    """Let DTensors of sharded models and plain tensors be operands of one operation, in
-    this process."""
-    rules: dict[str, Callable[..., Any]] = {}
-    for name in _ELEMENTWISE.split():
-        for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_"):
-            rules[variant] = _compute
-    # torch.nn.utils.clip_grad_norm_ takes all gradients of a dtype in one list.
-    rules |= dict.fromkeys(
-        ("_foreach_norm", *_LARGEST.split()), _compute_with_empty_parts
-    )
-    rules |= dict.fromkeys(_PRODUCTS.split(), _compute_outside_of_forward)
-    for name, rule in rules.items():
-        packet = getattr(torch.ops.aten, name, None)
-        for overload in [] if packet is None else packet.overloads():
-            # Variants with out= write into a tensor of the caller's, which torch checks
-            # first.
-            if "out" not in overload:
-                torch.library.register_torch_dispatch(
-                    getattr(packet, overload), DTensor, rule
-                )
-
-
-def _compute_outside_of_forward(
+def compute_outside_of_forward(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:
     # Inside a forward a unit was computed with and not called: torch's error is
     # explained elsewhere.
     if in_a_call() and backward_pass() == -1:
         return NotImplemented
-    return _compute(kind, function, types, args, kwargs)
+    return compute(kind, function, types, args, kwargs)
 
 
-def _compute_with_empty_parts(
+def compute_with_empty_parts(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:
     """Return what has no value on a rank without rows, such as the largest element of a
@@ -118,7 +102,7 @@ def _compute_with_empty_parts(
         each.requires_grad for each in operands
     )
     if not is_largest or wants_gradient or not any(map(_leaves_out_ranks, operands)):
-        return _compute(kind, function, types, args, kwargs)
+        return compute(kind, function, types, args, kwargs)
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _each_alone(function, args, kwargs or {})
     with here.waiting(f"{name} of a parameter of fewer rows than ranks"):
@@ -144,7 +128,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _compute(
+def compute(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:
     """Return the result of an operation with sharded and plain operands, or sharded

@@ -1,10 +1,7 @@
 """What holds for all sharded models of a process, from the first one on:
-:func:`change_this_process`.
-
-Unsharded tensors may be operands beside shards (operands.py), random numbers in them
-are those of whole tensors (random_values.py), backward passes find the parameters that
-they name (named_gradients.py), `.data` is watched (fsdp/data_attribute.py), errors of
-others are explained (error_notes.py); and here:
+:func:`change_this_process`. Two tables say what of torch is replaced, and by what:
+:data:`CHANGES`, attributes, and :data:`OPERATIONS`, operations on DTensors. The
+replacements are in the files that the tables name; and here:
 
 ``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of
 whole tensors, and ``p.tolist()`` has all of them: torch's ``DTensor.item()`` gives this
@@ -24,45 +21,78 @@ from __future__ import annotations
 import copyreg
 import functools
 import pickle
+import sys
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smp_core.cluster import SmpMesh
-from smp_core.sharding.error_notes import explain_uncaught_errors
-from smp_core.sharding.fsdp import name_of_shard, watch_data_attribute
-from smp_core.sharding.named_gradients import follow_named_gradients
-from smp_core.sharding.operands import compute_with_unsharded_tensors
-from smp_core.sharding.random_values import draw_whole_tensors, note_mesh
+from smp_core.cluster import SmpMesh, note_mesh
+from smp_core.sharding import (
+    error_notes,
+    named_gradients,
+    operands,
+    random_values,
+)
+from smp_core.sharding.fsdp import DATA_OF_COPY, name_of_shard
+from smp_core.sharding.optimizer import take_scaler
 from smp_core.torch_facts import ABSENT, is_absent
+from smp_core.watch import sync_metric
+
+# On what was replaced: by what.
+_OURS = "smp_replacement"
+_DATA: Any = torch.Tensor.data
 
 
 def change_this_process(mesh: SmpMesh) -> None:
-    """Switch on what holds for all sharded models of this process; ``mesh``: of one
-    more of them."""
-    # For every model; the rest is registered once for the process.
+    """Switch on what holds for all sharded models of this process; ``mesh``: of the
+    model that goes on now."""
     note_mesh(mesh)
-    explain_uncaught_errors()
-    _change_once()
+    _change_operations()
+    for module, owner_name, name, replacement in CHANGES:
+        # What was not imported is in nobody's hands yet.
+        if module not in sys.modules:
+            continue
+        owner: Any = sys.modules[module]
+        if owner_name:
+            owner = attrgetter(owner_name)(owner)
+        before = getattr(owner, name)
+        # Others may have replaced it since, as they do with the hook for errors.
+        if not callable(replacement):
+            setattr(owner, name, replacement)
+        elif getattr(before, _OURS, None) is not replacement:
+            setattr(owner, name, _around(before, replacement))
+
+
+def _around(before: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
+    @functools.wraps(before)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return replacement(before, *args, **kwargs)
+
+    setattr(replaced, _OURS, replacement)
+    return replaced
 
 
 @functools.cache
-def _change_once() -> None:
-    compute_with_unsharded_tensors()
-    draw_whole_tensors()
-    follow_named_gradients()
-    watch_data_attribute(name_of_shard)
+def _change_operations() -> None:
     # A DTensor of which this process holds a part is refused; one that is unsharded
     # here (replicated, or on a mesh of one rank) is pickled as a plain tensor.
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
-    # What calls item() follows it: float, bool, int; lists of numbers are read
-    # elsewhere.
-    torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
-    DTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
-    # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part,
-    # without messages.
-    torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _is_any_true)
+    for rule, names in OPERATIONS:
+        for name in names.split():
+            packet_name, _, one = name.partition(".")
+            packet = getattr(torch.ops.aten, packet_name, None)
+            overloads = [] if packet is None else packet.overloads()
+            for overload in [one] if one else overloads:
+                # Variants with out= write into a tensor of the caller's, which torch
+                # checks first.
+                if "out" not in overload:
+                    torch.library.register_torch_dispatch(
+                        getattr(packet, overload), DTensor, rule
+                    )
 
 
 def _item(
@@ -74,10 +104,26 @@ def _item(
     return function(args[0].full_tensor())
 
 
-def _tolist(tensor: DTensor) -> Any:
+def _tolist(before: Any, tensor: DTensor) -> Any:
     if is_absent(tensor):
         raise RuntimeError(ABSENT % list(tensor.shape))
     return tensor.full_tensor().tolist()
+
+
+def _set_data(shard: DTensor, value: Tensor) -> None:
+    # `p.data += 1` sets what it was given, of the same storage, when it has written.
+    is_written = (
+        isinstance(value, DTensor)
+        and value.untyped_storage() is shard.untyped_storage()
+    )
+    name = None if is_written else name_of_shard(shard)
+    if name is not None:
+        raise ValueError(
+            f"{name}.data was assigned to, which has no effect on a sharded parameter (a torch DTensor); write "
+            "into it instead: with torch.no_grad(): parameter.copy_(value). A backup of a parameter that is "
+            "written into is parameter.detach().clone()"
+        )
+    _DATA.__set__(shard, value)
 
 
 def _is_any_true(
@@ -108,3 +154,34 @@ def _reduce(tensor: DTensor) -> tuple[Any, ...]:
         "checkpoint that any number of ranks loads: accelerator.save_state, trainer.save_checkpoint or fabric.save; to "
         "save this part on purpose: tensor.to_local()"
     )
+
+
+CHANGES: tuple[tuple[str, str, str, Any], ...] = (
+    ("torch.autograd", "", "backward", named_gradients.backward),
+    ("torch.autograd", "", "grad", named_gradients.grad),
+    ("torch.distributed.tensor", "DTensor", "tolist", _tolist),
+    ("torch.distributed.tensor", "DTensor", "data", property(_DATA.__get__, _set_data)),
+    ("torch.nn", "Parameter", "data", DATA_OF_COPY),
+    ("torch.amp", "GradScaler", "unscale_", take_scaler),
+    ("torch.amp", "GradScaler", "step", take_scaler),
+    ("torchmetrics", "Metric", "sync", sync_metric),
+    ("sys", "", "excepthook", error_notes.explain_uncaught),
+)
+"""Module, what in it has the attribute ("": the module itself), the attribute, and what
+takes its place: a property as it is; a function is called with what was there before,
+and then the arguments."""
+
+OPERATIONS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (operands.compute, operands.ELEMENTWISE),
+    (operands.compute_with_empty_parts, operands.LARGEST),
+    (operands.compute_outside_of_forward, operands.PRODUCTS),
+    (random_values.draw, random_values.DRAWN),
+    # What calls item() follows it: float, bool, int; lists of numbers are read
+    # elsewhere.
+    (_item, "_local_scalar_dense"),
+    # torch.autograd's detect_anomaly asks it of gradients; each rank looks at its part,
+    # without messages.
+    (_is_any_true, "_is_any_true"),
+)
+"""What computes operations on DTensors, and their names in torch.ops.aten: with all
+variants that return a tensor of their own, or the one behind the dot."""

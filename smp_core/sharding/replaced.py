@@ -26,14 +26,18 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from smp_core.checkpoint import iterate_tensors, map_tensors, path_text, shard_like
-from smp_core.cluster import lists_of_all_ranks, of_all_ranks, of_rank_0
+from smp_core.cluster import (
+    broadcast_from_rank_0,
+    lists_of_all_ranks,
+    of_all_ranks,
+    of_rank_0,
+)
 from smp_core.sharding.gradients.accumulation import AccumulationWindow
 from smp_core.sharding.gradients.parameter_hooks import (
     move_hooks,
     reached_by_hooks,
     registered_hooks,
 )
-from smp_core.sharding.weights import broadcast_from_rank_0
 from smp_core.torch_facts import clean_name, model_parameter
 
 _all: weakref.WeakSet[ReplacedParameters] = weakref.WeakSet()

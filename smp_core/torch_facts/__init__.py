@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         local_part as local_part,
         model_parameter as model_parameter,
         note_host_master as note_host_master,
+        parameters_of as parameters_of,
         stands_for as stands_for,
         take_loaded as take_loaded,
         with_host_master as with_host_master,

@@ -46,6 +46,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return what the groups of an optimizer hold, in order."""
+    groups = optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def stands_for(master: Tensor, parameter: Tensor) -> None:
     """Note that optimizers step ``master`` in the place of a parameter of the model."""
     _model_parameters[master] = parameter

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smp_core.watch.counting import (
         gather_with_gradient as gather_with_gradient,
         report_equal_terms as report_equal_terms,
-        synchronize_metrics as synchronize_metrics,
+        sync_metric as sync_metric,
     )
     from smp_core.watch.joined import (
         JoinedLoader as JoinedLoader,

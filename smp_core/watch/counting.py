@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_core.checkpoint import map_tensors
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import SmpMesh, mesh_of_run, of_all_ranks
 
 logger = logging.getLogger("smp")
 
@@ -122,54 +122,33 @@ def report_equal_parts(
         )
 
 
-def synchronize_metrics(mesh: SmpMesh) -> None:
-    """Let torchmetrics count over the ranks of ``mesh``, until another run begins or
-    its process groups are gone.
+def sync_metric(
+    before: Callable[..., None],
+    metric: Any,
+    dist_sync_fn: Any = None,
+    process_group: Any = None,
+    should_sync: bool = True,
+    distributed_available: Any = None,
+) -> None:
+    """Let a metric count over the ranks of the mesh of the present run; in the place of
+    ``torchmetrics.Metric.sync``.
 
     Of pipeline stages the last one's metrics count, which see what the model returned.
     Ranks without a batch take part.
-
-    Nothing happens before torchmetrics is imported.
     """
-    # Metrics cannot exist before their package was imported.
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return
-    kind, world = torchmetrics.Metric, dist.group.WORLD
-    # A later run wraps torchmetrics' own method, not the replacement of an earlier one.
-    original = getattr(kind.sync, "of_torchmetrics", kind.sync)
-
-    @functools.wraps(original)
-    def sync(
-        metric: Any,
-        dist_sync_fn: Any = None,
-        process_group: Any = None,
-        should_sync: bool = True,
-        distributed_available: Any = None,
-    ) -> None:
-        given = process_group or metric.process_group
-        # A group that the user gave is the user's choice; another process group is
-        # another run's.
-        if (
-            given is None
-            and should_sync
-            and dist.is_initialized()
-            and dist.group.WORLD is world
-        ):
-            # Ranks without a batch first take the states that the sum needs.
-            process_group = mesh.gradient_group
-            _take_last_stages_state(metric, mesh)
-            _match_states(metric, mesh)
-            if dist_sync_fn is None and mesh.context_degree > 1:
-                dist_sync_fn = functools.partial(
-                    _gather_state, mesh=mesh, what=type(metric).__name__
-                )
-        original(
-            metric, dist_sync_fn, process_group, should_sync, distributed_available
-        )
-
-    sync.of_torchmetrics = original  # type: ignore[attr-defined]
-    kind.sync = sync
+    mesh = mesh_of_run()
+    given = process_group or metric.process_group
+    # A group that the user gave is the user's choice.
+    if mesh is not None and given is None and should_sync:
+        # Ranks without a batch first take the states that the sum needs.
+        process_group = mesh.gradient_group
+        _take_last_stages_state(metric, mesh)
+        _match_states(metric, mesh)
+        if dist_sync_fn is None and mesh.context_degree > 1:
+            dist_sync_fn = functools.partial(
+                _gather_state, mesh=mesh, what=type(metric).__name__
+            )
+    before(metric, dist_sync_fn, process_group, should_sync, distributed_available)
 
 
 def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
@@ -194,11 +173,10 @@ def _match_states(metric: Any, mesh: SmpMesh) -> None:
     the others'.
     """
     own = {name: _kind_of(value) for name, value in metric.metric_state.items()}
-    told: list[Any] = [None] * mesh.gradient_degree
-    dist.all_gather_object(told, own, group=mesh.gradient_group)
+    told = of_all_ranks(own, mesh.gradient_group)
     for name, value in metric.metric_state.items():
         # Ranks that have counted nothing have no say.
-        kinds = [kinds[name] for kinds in told if kinds[name] is not None]
+        kinds = [kind for kinds in told if (kind := kinds[name]) is not None]
         if not kinds:
             continue
         dtype = functools.reduce(torch.promote_types, [kind[0] for kind in kinds])

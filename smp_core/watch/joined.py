@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
-from smp_core.cluster import host_group
+from smp_core.cluster import host_group, of_all_ranks
 from smp_core.watch.whereabouts import here
 
 
@@ -87,10 +87,8 @@ def _or_anothers(own: Any) -> Any:
     """Return this rank's batch, or the first one of another rank, in host memory, where
     it has None."""
     group = host_group("batches")
-    having: list[bool] = [False] * dist.get_world_size()
     # The first rank that has a batch sends it to those without.
-    dist.all_gather_object(having, own is not None, group=group)
-    source = having.index(True)
+    source = of_all_ranks(own is not None, group).index(True)
     sent = [
         map_tensors(own, torch.Tensor.cpu, MutableMapping)
         if dist.get_rank() == source
@@ -166,10 +164,7 @@ class JoinedLoader:
         """Learn the other ranks' lengths. Collective; call it before this one's length
         is needed."""
         self._has_met = True
-        lengths: list[Any] = [length_of(self.loader)]
-        if dist.is_initialized():
-            lengths *= dist.get_world_size()
-            dist.all_gather_object(lengths, lengths[0])
+        lengths: list[Any] = of_all_ranks(length_of(self.loader))
         # One loader without a length makes the length of all unknown.
         self._length = None if None in lengths else max(lengths)
 

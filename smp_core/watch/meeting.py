@@ -140,7 +140,7 @@ class Meetings:
         meeting."""
         key = self._key(group, self._held[group])
         # The first rank's place is the one that all others are compared with.
-        first, rank = self._board.claim(f"{key}/first", [place, self.rank])
+        first, rank = self._board.ask("claim", f"{key}/first", [place, self.rank])
         # A rank at its end is named second: the remedy is about the call that waits.
         both_end = first.startswith(_END) and place.startswith(_END)
         if first != place and not both_end:
@@ -151,16 +151,17 @@ class Meetings:
                 if first.startswith(_END)
                 else _apart(*theirs, *ours),
             )
-        if self._board.add(f"{key}/arrived", 1) < len(group):
+        if self._board.ask("add", f"{key}/arrived", 1) < len(group):
             return ""
         # What is left of the meeting before is removed by the last rank of this one.
         before = self._key(group, self._held[group] - 1)  # which all ranks have left
-        self._board.delete(f"{before}/first", f"{before}/arrived", f"{before}/verdict")
+        left = [f"{before}/{what}" for what in ("first", "arrived", "verdict")]
+        self._board.ask("delete", left)
         return self._settle(key, "all")
 
     def _settle(self, key: str, verdict: str) -> str:
         """Note the verdict: the first one holds, for everybody."""
-        return str(self._board.claim(f"{key}/verdict", verdict))
+        return str(self._board.ask("claim", f"{key}/verdict", verdict))
 
     def _wait(self, group: tuple[int, ...], place: str, limit: float | None) -> str:
         key = self._key(group, self._held[group])

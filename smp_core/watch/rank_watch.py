@@ -261,7 +261,8 @@ class RankWatch:
         Returns what holds."""
         own = {"run": self._runs, "rank": self.rank, "text": found}
         claims = [
-            attempt(board.claim, f"told/{self._runs}", own) for board in self.boards
+            attempt(board.ask, "claim", f"told/{self._runs}", own)
+            for board in self.boards
         ]
         told = next((claim for claim in claims if claim is not None), own)
         if told["rank"] == self.rank:
@@ -415,7 +416,7 @@ class RankWatch:
             or "left" in self._seen[0]
         )
         if not found:
-            board.delete("lost")
+            board.ask("delete", ["lost"])
         elif self._ends_at is None and not board.get("lost"):
             board.set("lost", found)
             if speaks:

@@ -36,6 +36,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from smp_core.cluster import of_all_ranks
+
 logger = logging.getLogger("smp")
 T = TypeVar("T")
 Sign = dict[str, Any]
@@ -252,7 +254,8 @@ class Board:
             raise ConnectionError(f"rank {self.keeper} has closed its board")
         return json.loads(answer)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Have the keeper call a method of its :class:`Table`; return the answer."""
         if self.closed:
             raise ConnectionError(
                 f"this rank is done with the board of rank {self.keeper}"
@@ -285,38 +288,30 @@ class Board:
         return None if last is None else last.result()
 
     def set(self, key: str, value: Any) -> None:
-        self._ask("set", key, value, [])
+        self.ask("set", key, value, [])
 
     def get(self, key: str) -> Any:
         """Return a value; None where there is none."""
-        return self._ask("get", [key])[0]
+        return self.ask("get", [key])[0]
 
     def values_of(self, keys: Sequence[str]) -> list[Any]:
         """Return several values; None where there is none."""
-        return list(self._ask("get", list(keys)))
+        return list(self.ask("get", list(keys)))
 
     def signs_of(self, ranks: Iterable[int]) -> list[Sign]:
         """Return the last sign of life of each of ``ranks``, as it was set for the key
         ``beat/RANK``."""
         keys = [f"beat/{rank}" for rank in ranks]
-        return [sign or NO_SIGN for sign in self._ask("get", keys)]
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
-
-    def claim(self, key: str, value: Any) -> Any:
-        """Set the value of ``key`` if it has none. Returns the one it has."""
-        return self._ask("claim", key, value)
-
-    def delete(self, *keys: str) -> None:
-        self._ask("delete", keys)
+        return [sign or NO_SIGN for sign in self.ask("get", keys)]
 
     def close(self) -> None:
         """Make no further requests; on the keeper, end the board. Does not wait."""
         if not self.closed:
             self.closed = True
             # The connection belongs to the loop's thread.
-            _loop().call_soon_threadsafe((self._kept or self._writer).close)
+            _loop_of(os.getpid()).call_soon_threadsafe(
+                (self._kept or self._writer).close
+            )
 
 
 def open_boards(host: str) -> list[Board]:
@@ -332,7 +327,7 @@ def open_boards(host: str) -> list[Board]:
     # The outermost ranks: where there are several nodes, they are on two of them.
     keepers = sorted({0, world - 1})
     own = _own_address(host)
-    addresses = _gathered(own)
+    addresses = of_all_ranks(own)
     kept = Keeper(world) if rank in keepers else None
     if kept is not None:
         # Seen from its own machine, a host may have the name of the loopback interface.
@@ -343,7 +338,7 @@ def open_boards(host: str) -> list[Board]:
         ]
         with contextlib.suppress(OSError):
             _await(kept.listen(_own_address(elsewhere[0]) if elsewhere else own))
-    invitations = _gathered(kept.invitation if kept is not None else None)
+    invitations = of_all_ranks(kept.invitation if kept is not None else None)
     boards: list[Board] = []
     # Every rank tries every board, and all keep those that all have reached.
     for keeper in keepers:
@@ -354,7 +349,7 @@ def open_boards(host: str) -> list[Board]:
                 connection = _await(_connect(invitation))
         if connection is not None:
             boards.append(Board(keeper, *connection, kept if keeper == rank else None))
-    reached = _gathered([board.keeper for board in boards])
+    reached = of_all_ranks([board.keeper for board in boards])
     if kept is not None:
         # From here on the ports are closed.
         _await(kept.stop_listening())
@@ -382,12 +377,6 @@ async def _connect(invitation: Invitation) -> tuple[StreamReader, StreamWriter]:
         await asyncio.sleep(0.05)
 
 
-def _gathered(own: T) -> list[T]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
-
-
 def _own_address(host: str) -> str:
     """Return the address of this machine on the network that leads to ``host``."""
     with contextlib.suppress(OSError):
@@ -401,7 +390,7 @@ def _own_address(host: str) -> str:
 
 
 def _start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop_of(os.getpid()))
 
 
 def _await(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -412,10 +401,6 @@ def _await(coroutine: Coroutine[Any, Any, T]) -> T:
     except NoAnswer:
         started.cancel()
         raise TimeoutError(f"nothing came in {_START:g} s") from None
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    return _loop_of(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)

@@ -110,12 +110,6 @@ class Whereabouts:
         self._place = ""
         self._since = time.monotonic()
 
-    def start(self) -> None:
-        """Begin to be watched: what this rank did before is no waiting, and is not
-        compared."""
-        self.events += 1
-        self.compared.clear()
-
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Note that this rank waits for others in the lines inside, in ``what``."""
@@ -313,7 +307,9 @@ class WaitWatch:
         self.world_size = world_size
         self.interval = interval
         self._whereabouts, self._say = whereabouts, say
-        whereabouts.start()
+        # What this rank did before is no waiting, and is not compared.
+        whereabouts.events += 1
+        whereabouts.compared.clear()
         # What the count was at the last look, and for how many looks.
         self._marks, self._still = 0, _SILENCE
         # Seconds that the longest wait had when the last line was written.
@@ -339,7 +335,7 @@ class WaitWatch:
         """Write the line if it is time. Call it on the keeper of ``board``."""
         # No new mark for a while: no rank waits.
         # Adding 0 reads the count.
-        marks = board.add(_MARK, 0)
+        marks = board.ask("add", _MARK, 0)
         self._still = 0 if marks != self._marks else self._still + 1
         self._marks = marks
         if self._still >= _SILENCE:

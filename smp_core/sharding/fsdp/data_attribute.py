@@ -5,59 +5,35 @@ DTensor ignores that ``.data`` is assigned to, and keeps the shard that it had. 
 forward a parameter is a gathered copy, which is thrown away; what is written into its
 ``.data`` there leaves no trace in the copy's version. So the attribute is replaced, once
 for the process: setting a shard's is refused, and what is written into a copy's counts as
-written into the copy.
+written into the copy (:mod:`smp_core.sharding.process` replaces both attributes).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 # On a copy: its version when it was gathered, or when a parametrization was registered,
 # which sets it to itself; None: its .data was assigned to.
 _VERSION = "smp_noted_version"
+_DATA: Any = torch.Tensor.data
 
 
-@functools.cache
-def watch_data_attribute(name_of: Callable[[Tensor], str | None]) -> None:
-    """Replace ``.data`` of shards and of copies in this process.
+def _of_copy(copy: nn.Parameter) -> Tensor:
+    # Of the same memory, like .data, and of the same version.
+    return copy.detach() if is_noted(copy) else _DATA.__get__(copy)
 
-    Args:
-        name_of: returns the name of a parameter in shards; None: of no model.
-    """
-    plain: Any = torch.Tensor.data
 
-    def set_shard(shard: DTensor, value: Tensor) -> None:
-        # `p.data += 1` sets what it was given, of the same storage, when it has written.
-        is_written = (
-            isinstance(value, DTensor)
-            and value.untyped_storage() is shard.untyped_storage()
-        )
-        name = None if is_written else name_of(shard)
-        if name is not None:
-            raise ValueError(
-                f"{name}.data was assigned to, which has no effect on a sharded parameter (a torch DTensor); write "
-                "into it instead: with torch.no_grad(): parameter.copy_(value). A backup of a parameter that is "
-                "written into is parameter.detach().clone()"
-            )
-        plain.__set__(shard, value)
+def _set_copy(copy: nn.Parameter, value: Tensor) -> None:
+    if is_noted(copy) and not _is_same(copy, value):
+        setattr(copy, _VERSION, None)
+    _DATA.__set__(copy, value)
 
-    def of_copy(copy: nn.Parameter) -> Tensor:
-        # Of the same memory, like .data, and of the same version.
-        return copy.detach() if is_noted(copy) else plain.__get__(copy)
 
-    def set_copy(copy: nn.Parameter, value: Tensor) -> None:
-        if is_noted(copy) and not _is_same(copy, value):
-            setattr(copy, _VERSION, None)
-        plain.__set__(copy, value)
-
-    DTensor.data = property(plain.__get__, set_shard)  # type: ignore[assignment]
-    nn.Parameter.data = property(of_copy, set_copy)  # type: ignore[assignment]
+DATA_OF_COPY = property(_of_copy, _set_copy)
+"""``.data`` of parameters, of which some are copies."""
 
 
 def note_copy(copy: nn.Parameter) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from smp_core.cluster import SmpMesh
+from smp_core.cluster import SmpMesh, broadcast_from_rank_0
 from smp_core.comm import Traffic
 from smp_core.config import SmpConfig
 from smp_core.fp8 import WeightGather
@@ -36,7 +36,6 @@ from smp_core.plan import Plan
 from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
-from smp_core.sharding.weights.rank_0 import broadcast_from_rank_0
 from smp_core.torch_facts import (
     base_without_dict,
     collective_timeout,

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
         require_same_collectives as require_same_collectives,
     )
     from smp_core.sharding.gradients.received_gradients import Told as Told
-    from smp_core.sharding.gradients.window import (
-        Window as Window,
-        drop_with_zero_grad as drop_with_zero_grad,
-    )
+    from smp_core.sharding.gradients.window import Window as Window
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

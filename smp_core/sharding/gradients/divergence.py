@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.cluster import PARTITION, Axis, Layout, SmpMesh
+from smp_core.cluster import PARTITION, Axis, Layout, SmpMesh, of_all_ranks
 from smp_core.comm import IssuedCollectives, first_to_differ
 from smp_core.torch_facts import streams
 from smp_core.watch import here, ranks_in_words
@@ -277,8 +277,7 @@ def difference_in_words(
         own = WindowRecord(issued.windows, mesh.replicate_rank, older, numbers, names)
         # Of the ranks that hold the same layers, one after another in the group's
         # order.
-        everyone = [own] * dist.get_world_size(mesh.model_group)
-        dist.all_gather_object(everyone, own, group=mesh.model_group)
+        everyone = of_all_ranks(own, mesh.model_group)
         found = _difference(
             issued,
             dict(
@@ -297,8 +296,7 @@ def difference_in_words(
         return found
     # The other stages may have found a difference of their own; all ranks raise the
     # same words.
-    of_stages = [found] * mesh.pipeline_degree
-    dist.all_gather_object(of_stages, found, group=mesh.column.host)
+    of_stages = of_all_ranks(found, mesh.column.host)
     return " ".join(dict.fromkeys(filter(None, of_stages)))
 
 

@@ -95,14 +95,14 @@ class ParameterHooks:
         self._has_gradient = False
         # The dicts of before go on as stores: handles that remove hooks look into them.
         self._of_gradient = [_store(parameter._backward_hooks)]
-        self._accumulated = [_store(_post_accumulate_grad_hooks(parameter))]
+        self._accumulated = [_store(parameter._post_accumulate_grad_hooks)]
         parameter._backward_hooks = _Kept(self, self._of_gradient[0], before)
         parameter._post_accumulate_grad_hooks = _Kept(self, self._accumulated[0], after)  # type: ignore[attr-defined]
 
     def show_on(self, copy: Tensor) -> None:
         """Take the hooks of an unsharded copy, which a forward shows in the parameter's
         place, now and from now on."""
-        given, late = copy._backward_hooks, _post_accumulate_grad_hooks(copy)
+        given, late = copy._backward_hooks, copy._post_accumulate_grad_hooks
         # What the user registered on the copy joins the parameter's own; handles go on
         # working.
         if not isinstance(given, _Kept):
@@ -186,7 +186,7 @@ def shows_hooks(copy: Tensor) -> bool:
 
 def registered_hooks(parameter: Tensor) -> list[Hook]:
     """Return the hooks of a parameter, of both kinds, kept here or by autograd."""
-    both = (parameter._backward_hooks, _post_accumulate_grad_hooks(parameter))
+    both = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     return [hook for hooks in both for hook in _store(hooks).values()]
 
 
@@ -208,7 +208,7 @@ def reached_by_hooks(parameter: Tensor) -> Iterator[Tensor]:
 def move_hooks(old: Tensor, new: Tensor) -> None:
     """Let a parameter have the hooks of the one whose place it takes."""
     new._backward_hooks = old._backward_hooks
-    new._post_accumulate_grad_hooks = _post_accumulate_grad_hooks(old)  # type: ignore[attr-defined]
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
 def _store(hooks: Any) -> MutableMapping[int, Hook]:
@@ -221,10 +221,6 @@ def _store(hooks: Any) -> MutableMapping[int, Hook]:
 def _each(stores: Iterable[MutableMapping[int, Hook]]) -> Iterator[Hook]:
     for store in stores:
         yield from store.values()
-
-
-def _post_accumulate_grad_hooks(tensor: Tensor) -> Any:
-    return tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 def unsharded_value(gradient: Tensor, mesh: SmpMesh) -> Tensor:

@@ -1,15 +1,13 @@
-"""Window: the interface to gradients between a step's first micro-batch and the step;
-and ``zero_grad`` of modules, which drops what an open window holds of their parameters,
-as an optimizer's does."""
+"""Window: the interface to gradients between a step's first micro-batch and the
+step."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp_core.sharding.optimizer.shards import WorldSharding
 
@@ -61,38 +59,3 @@ class Window(Protocol):
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """Make masters of this rank's part; gradients are theirs from now on."""
-
-
-Drop = Callable[[Iterable[Tensor], bool], None]
-
-
-def drop_with_zero_grad(model: nn.Module, drop: Drop) -> None:
-    """Let ``zero_grad`` of the model and of every module in it call ``drop``
-    (parameters, set_to_none) first."""
-    for module in model.modules():
-        module.zero_grad = _ZeroGrad(module, drop)  # type: ignore[method-assign]
-
-
-class _ZeroGrad:
-    """A method of the instance, because every module of the model has one and their
-    classes are not ours. It copies and pickles as the plain method of the copy."""
-
-    def __init__(self, module: nn.Module, drop: Drop) -> None:
-        self._module, self._drop = module, drop
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        """Reset gradients of all the module's parameters, held by the open window or
-        not."""
-        self._drop(self._module.parameters(), set_to_none)
-        _plain(self._module)(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        # The copied module is in memo already; it has torch's own method.
-        return _plain(memo[id(self._module)])
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _plain, (self._module,)
-
-
-def _plain(module: nn.Module) -> Callable[..., None]:
-    return types.MethodType(type(module).zero_grad, module)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from smp_core.sharding.optimizer.grad_scaler import (
         ShardedGradScaler as ShardedGradScaler,
         scale_in_stages as scale_in_stages,
-        take_scalers as take_scalers,
+        take_scaler as take_scaler,
     )
     from smp_core.sharding.optimizer.gradient_readers import (
         say_where_gradients_are as say_where_gradients_are,

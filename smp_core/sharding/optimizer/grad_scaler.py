@@ -82,31 +82,21 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return found
 
 
-@functools.cache
-def take_scalers() -> None:
-    """Let every gradient scaler of this process unscale what prepared optimizers step,
-    from the first call of its public methods on."""
-    for name in ("unscale_", "step"):
-        method = getattr(torch.amp.GradScaler, name)
-        setattr(torch.amp.GradScaler, name, _taking(method))
-
-
-def _taking(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def taking(
-        self: torch.amp.GradScaler,
-        optimizer: torch.optim.Optimizer,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        # Accelerate's wrapper of an optimizer has the prepared one inside.
-        own = getattr(optimizer, "optimizer", optimizer)
-        homes: Homes | None = getattr(own, "_smp_homes", None)
-        if homes is not None and self.is_enabled():
-            _become_sharded(self, homes)
-        return method(self, optimizer, *args, **kwargs)
-
-    return taking
+def take_scaler(
+    before: Callable[..., Any],
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Let a gradient scaler unscale what prepared optimizers step; in the place of its
+    ``unscale_`` and ``step``."""
+    # Accelerate's wrapper of an optimizer has the prepared one inside.
+    own = getattr(optimizer, "optimizer", optimizer)
+    homes: Homes | None = getattr(own, "_smp_homes", None)
+    if homes is not None and scaler.is_enabled():
+        _become_sharded(scaler, homes)
+    return before(scaler, optimizer, *args, **kwargs)
 
 
 def _become_sharded(scaler: Any, homes: Homes) -> None:

@@ -22,21 +22,26 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.sharding.operands import take_part_of_gradient
-from smp_core.sharding.optimizer.kinds import STEP_SHARDS, derive
+from smp_core.sharding.optimizer.kinds import STEP_SHARDS, derive, host_kernels
 from smp_core.sharding.optimizer.shards import MASTER, local_of, mesh_of
-from smp_core.torch_facts import StepsOnHost, note_host_master, streams, take_loaded
+from smp_core.torch_facts import (
+    StepsOnHost,
+    note_host_master,
+    parameters_of,
+    streams,
+    take_loaded,
+)
 
 logger = logging.getLogger("smp")
 
@@ -180,10 +185,7 @@ class HostOptimizer:
     def step(self) -> None:
         """Step every parameter that has a gradient."""
         with_gradient = [
-            p
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
+            p for p in parameters_of(self._optimizer) if p.grad is not None
         ]
         # One that the user assigned whole becomes this rank's part.
         for parameter in with_gradient:
@@ -370,28 +372,6 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 # What a group asks of the device's kernels, and what the host's get instead.
 _REPLACED = ("fused", "foreach", "capturable")
-
-
-def host_kernels(
-    group: Mapping[str, Any], members: Iterable[Tensor], kind: type
-) -> dict[str, Any]:
-    """Return the options of a group with which its kernels run on the host: fused where
-    there is such a kernel (for DTensors, torch has Adam's and AdamW's)."""
-    # A differentiable step has no fused kernel.
-    options: dict[str, Any] = {"capturable": False} if "capturable" in group else {}
-    if "fused" in group and not group.get("differentiable"):
-        members = list(members)
-        sharded = any(isinstance(member, DTensor) for member in members)
-        fused = not sharded or any(
-            base in kind.__mro__ for base in (torch.optim.Adam, torch.optim.AdamW)
-        )
-        # Complex numbers have no fused kernel.
-        fused = fused and all(member.is_floating_point() for member in members)
-        # torch's fused SGD has no first step of some parameters beside later steps of
-        # others, so with momentum it runs only where it was asked for.
-        fused = fused and (bool(group["fused"]) or not group.get("momentum"))
-        options |= {"fused": fused, "foreach": False}
-    return options
 
 
 def to_host(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Which optimizers may step parts of tensors, or some tensors without the others.
+"""Which optimizers may step parts of tensors, or some tensors without the others, and
+with which of torch's kernels.
 
 ``optimizer_shard="world"`` steps a part of every tensor on each rank, and a pipeline
 stage steps its own tensors only. Whether that gives one process's numbers cannot be
@@ -14,8 +15,15 @@ this rank. Collectives go to torch's fake process group, which does nothing, so 
 optimizer that fails on some ranks only cannot leave the others waiting; whether it
 failed anywhere is asked afterwards.
 
+A fused or foreach kernel takes tensors of one kind: plain ones, or DTensors of one
+mesh; torch has fused kernels for DTensors of Adam and AdamW only. Parameters in host
+memory are stepped by the host's kernels. What was asked for and cannot run is said in
+the log; numbers are the same.
+
 The fake backend has no public name: ``torch.testing._internal.distributed.fake_pg``
-registers it when it is imported.
+registers it when it is imported. A fused optimizer takes the scale of a gradient scaler
+into its kernel (``_step_supports_amp_scaling``, which has no public name); one whose
+kernels were changed gets unscaled gradients, as every other one.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -516,3 +524,84 @@ def _without_traces(device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+_FUSED_FOR_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def choose_kernels(optimizer: Optimizer, on_host: bool, stepped_there: bool) -> None:
+    """Choose kernels that take what is in each group, and in all of them for
+    ``zero_grad``, which goes by the defaults.
+
+    Args:
+        on_host: parameters live in host memory, where other kernels run than on the
+            device.
+        stepped_there: an optimizer that steps on the host chooses its kernels itself.
+    """
+    has_fused = isinstance(optimizer, _FUSED_FOR_SHARDS)
+    for group in [] if stepped_there else optimizer.param_groups:
+        parameters = held(group)
+        if _are_mixed(parameters):
+            _leave(
+                optimizer,
+                group,
+                ("fused", "foreach"),
+                "where 0-d, shared or tensor parallel parameters are in the group",
+            )
+        elif on_host:
+            group.update(host_kernels(group, group["params"], type(optimizer)))
+        elif not has_fused and any(isinstance(each, DTensor) for each in parameters):
+            _leave(
+                optimizer,
+                group,
+                ("fused",),
+                "on sharded parameters, for which torch has the fused kernels of Adam and AdamW alone",
+            )
+    if _are_mixed(
+        parameter for group in optimizer.param_groups for parameter in held(group)
+    ):
+        optimizer.defaults.update(
+            {flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults}
+        )
+
+
+def _leave(
+    optimizer: Optimizer, group: dict[str, object], flags: tuple[str, ...], where: str
+) -> None:
+    """Switch kernels of a group off, and say so of those that were asked for."""
+    asked = [flag for flag in flags if group.get(flag)]
+    if asked:
+        logger.info("%s=True has no effect %s", asked[0], where)
+    if "fused" in asked:
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    group.update({flag: False for flag in flags if flag in group})
+
+
+def _are_mixed(parameters: Iterable[Tensor]) -> bool:
+    """Return whether one kernel cannot take all: plain tensors, and DTensors of each
+    mesh, go by themselves."""
+    meshes = {
+        parameter.device_mesh if isinstance(parameter, DTensor) else None
+        for parameter in parameters
+    }
+    return len(meshes) > 1
+
+
+def host_kernels(
+    group: Mapping[str, Any], members: Iterable[Tensor], kind: type
+) -> dict[str, Any]:
+    """Return the options of a group with which its kernels run on the host: fused where
+    there is such a kernel (for DTensors, torch has Adam's and AdamW's)."""
+    # A differentiable step has no fused kernel.
+    options: dict[str, Any] = {"capturable": False} if "capturable" in group else {}
+    if "fused" in group and not group.get("differentiable"):
+        members = list(members)
+        sharded = any(isinstance(member, DTensor) for member in members)
+        fused = not sharded or any(base in kind.__mro__ for base in _FUSED_FOR_SHARDS)
+        # Complex numbers have no fused kernel.
+        fused = fused and all(member.is_floating_point() for member in members)
+        # torch's fused SGD has no first step of some parameters beside later steps of
+        # others, so with momentum it runs only where it was asked for.
+        fused = fused and (bool(group["fused"]) or not group.get("momentum"))
+        options |= {"fused": fused, "foreach": False}
+    return options

@@ -44,9 +44,9 @@ from smp_core.sharding.optimizer.gradient_readers import (
     say_of_callers,
     say_where_gradients_are,
 )
-from smp_core.sharding.optimizer.group_kernels import choose_kernels
 from smp_core.sharding.optimizer.host import OnHost, step_on_host
 from smp_core.sharding.optimizer.kinds import (
+    choose_kernels,
     derive,
     may_read_loss,
     refuse_unsaveable,
@@ -64,7 +64,12 @@ from smp_core.sharding.optimizer.shards import (
 )
 from smp_core.sharding.optimizer.states_by_parameter import StatesByParameter
 from smp_core.sharding.replaced import ReplacedParameters, step_alike, take_in_attached
-from smp_core.torch_facts import clean_name, is_outermost, model_parameter
+from smp_core.torch_facts import (
+    clean_name,
+    is_outermost,
+    model_parameter,
+    parameters_of,
+)
 from smp_core.watch import meet
 
 logger = logging.getLogger("smp")
@@ -108,11 +113,7 @@ class Prepared:
         with _masters_in_groups(self):
             for window in self._smp_homes.windows:
                 window.drop(
-                    (
-                        parameter
-                        for group in self.param_groups
-                        for parameter in group["params"]
-                    ),
+                    parameters_of(self),
                     set_to_none,
                 )
             self._smp_unprepared.zero_grad(self, set_to_none)
@@ -122,11 +123,7 @@ class Prepared:
         Collective over the world."""
         homes = _homes_of(self)
         # By the model's parameter: in the groups a master may stand for it.
-        before = {
-            model_parameter(parameter)
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        before = {model_parameter(parameter) for parameter in parameters_of(self)}
         # Torch's own checks come first; a group that ours refuse is taken out again.
         self._smp_unprepared.add_param_group(self, param_group)
         try:
@@ -188,6 +185,9 @@ class Homes:
     def __init__(self, models: Sequence[SteppedModel]) -> None:
         self._models = tuple(models)
         self.windows = [model.window for model in models]
+        self.parameters_on_host = any(
+            model.config.state_offload == "all" for model in models
+        )
         self._own: dict[int, Tensor] = {}
         self._attached: dict[int, Tensor] = {}
         self.users = 0
@@ -251,11 +251,7 @@ class Homes:
         return id(model_parameter(parameter)) in self._own
 
     def _owns_all(self, optimizer: Optimizer) -> bool:
-        return all(
-            self.owns(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        return all(self.owns(parameter) for parameter in parameters_of(optimizer))
 
     def in_words(self, parameters: Sequence[Tensor]) -> str:
         """Return the names of a few parameters."""
@@ -301,12 +297,7 @@ class Homes:
         }
         for model in self._models:
             replaced = model.replaced
-            old = [
-                p
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if replaced.current(p) is not p
-            ]
+            old = [p for p in parameters_of(optimizer) if replaced.current(p) is not p]
             # States are found by the parameter, and taken out before it changes.
             states = [
                 (parameter, optimizer.state.pop(parameter))
@@ -429,23 +420,13 @@ class Homes:
     def keep_gradients_fine(self, optimizer: Optimizer) -> None:
         """Let half precision parameters have gradients of any dtype: masters on the
         host are stepped with the sums as they are."""
-        for parameter in (
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+        for parameter in parameters_of(optimizer):
             # Masters of a part have had a grad_dtype since they were made.
             if (
                 master_dtype(parameter) != parameter.dtype
                 and model_parameter(parameter) is parameter
             ):
                 parameter.grad_dtype = None
-
-    def choose_kernels(self, optimizer: Optimizer, stepped_there: bool) -> None:
-        """Choose kernels that take what is in each group (``stepped_there``: an
-        :class:`OnHost` does that itself)."""
-        on_host = any(model.config.state_offload == "all" for model in self._models)
-        choose_kernels(optimizer, on_host=on_host, stepped_there=stepped_there)
 
     def bring_weights(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the models' parameters.
@@ -504,7 +485,7 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
     # Phase 4: groups hold what is stepped, and kernels that take it.
     if homes.worlds:
         homes.give_masters(optimizer)
-    homes.choose_kernels(optimizer, stepped_there=host)
+    choose_kernels(optimizer, homes.parameters_on_host, stepped_there=host)
     # Masters are plain tensors, of which any elementwise optimizer can step parts.
     if homes.worlds:
         homes.show_parameters(optimizer)
@@ -561,9 +542,7 @@ def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> 
 def stepped_by(optimizer: Optimizer) -> list[Tensor]:
     """Return what an optimizer steps, which has the gradients: with
     ``optimizer_shard="world"`` masters."""
-    parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ]
+    parameters = parameters_of(optimizer)
     homes: Homes | None = getattr(optimizer, "_smp_homes", None)
     return parameters if homes is None else homes.stepped(parameters)
 
@@ -584,7 +563,8 @@ def settle(optimizer: Optimizer, together: bool = False) -> None:
     homes.give_masters(optimizer)
     if isinstance(optimizer, OnHost):
         homes.keep_gradients_fine(optimizer)
-    homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
+    stepped_there = isinstance(optimizer, OnHost)
+    choose_kernels(optimizer, homes.parameters_on_host, stepped_there)
     homes.show_parameters(optimizer)
 
 

@@ -56,6 +56,7 @@ from smp_core.torch_facts import (
     load_host_master,
     local_part,
     model_parameter,
+    parameters_of,
     stands_for,
     with_host_master,
 )
@@ -75,8 +76,7 @@ def _refuse_unprepared(optimizer: Optimizer, *_: Any) -> None:
     if not hasattr(optimizer, "_smp_homes") and any(
         world.has_master(parameter)
         for world in _worlds
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in parameters_of(optimizer)
     ):
         raise ValueError(
             f"{type(optimizer).__name__} was not prepared, and with optimizer_shard='world' parameters have no "
@@ -410,11 +410,7 @@ class WorldSharding:
     def after_step(self, optimizer: Optimizer) -> None:
         """Bring what the optimizer has stepped into the parameters. Collective."""
         # A shard is sent only if this optimizer steps it: others may step the rest.
-        stepped = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        stepped = {id(parameter) for parameter in parameters_of(optimizer)}
         for shard in self.shards:
             if any(id(master) in stepped for master in shard.masters):
                 shard.update_parameters()
@@ -520,11 +516,7 @@ class WorldSharding:
 
     def _numbers(self, optimizer: Optimizer) -> dict[int, tuple[FlatShard, int]]:
         """Return torch's number of a parameter -> its place."""
-        stepped = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        stepped = parameters_of(optimizer)
         return {
             number: self._place[id(model_parameter(parameter))]
             for number, parameter in enumerate(stepped)

@@ -1,9 +1,8 @@
-"""Values for sharded parameters: initialised, broadcast, loaded or cast, a part for
-each rank.
+"""Values for sharded parameters: initialised or cast, a part for each rank.
 
-Delayed initialisation draws the numbers of one process, rank 0's values reach every
-rank, whole tensors are cut for each rank, and for code that one rank runs alone a
-module is a plain one for a while.
+Delayed initialisation draws the numbers of one process, parameters that are replicated
+are computed with in another dtype, and for code that one rank runs alone a module is a
+plain one for a while.
 """
 
 from __future__ import annotations
@@ -17,13 +16,5 @@ if TYPE_CHECKING:
         CastParameters as CastParameters,
     )
     from smp_core.sharding.weights.delayed_init import materialize as materialize
-    from smp_core.sharding.weights.load_state_dict import (
-        load_full_state as load_full_state,
-        load_own_parts as load_own_parts,
-    )
-    from smp_core.sharding.weights.rank_0 import (
-        broadcast_from_rank_0 as broadcast_from_rank_0,
-        send_to_stages as send_to_stages,
-    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import threading
 import time
@@ -238,6 +239,9 @@ class OfMemory:
         self.marks += amount
         return self.marks
 
+    def ask(self, name: str, *arguments: Any) -> Any:
+        return getattr(self, name)(*arguments)
+
     def read(self, _: Any) -> dict[int, dict[str, Any]]:
         return self.signs
 
@@ -302,7 +306,7 @@ def posts_to_a_stopped_keeper() -> tuple[list[bool], list[Any], Any]:
     """What rank 1 is given when it posts to rank 0, which does not answer; what rank 0
     then has; the last answer."""
     first, _ = open_boards("127.0.0.1")
-    event_loop, answers = signs._loop(), threading.Event()
+    event_loop, answers = signs._loop_of(os.getpid()), threading.Event()
     dist.barrier()
     if dist.get_rank() == 0:
         event_loop.call_soon_threadsafe(answers.wait, LONG)

@@ -1,16 +1,19 @@
-"""``load_state_dict`` of a sharded model, or of a module in it, with whole tensors:
-each rank takes its part.
+"""``zero_grad`` and ``load_state_dict`` of a sharded model and of every module in it.
 
-``load_own_parts`` puts a hook before each module's own parameters are loaded, for a
-user's calls; ``load_full_state`` calls it for a checkpoint, with weights that may be
-finer than the parameters that hold them. Both run on every rank alike and send nothing,
-so every rank has to have the tensors, as after ``torch.load`` on all of them.
+``zero_grad`` drops what an open window holds of the parameters, as an optimizer's does.
+
+``load_state_dict`` takes whole tensors, of which each rank keeps its part: a hook goes
+before each module's own parameters are loaded, for a user's calls; ``load_full_state``
+calls it for a checkpoint, with weights that may be finer than the parameters that hold
+them. Both run on every rank alike and send nothing, so every rank has to have the
+tensors, as after ``torch.load`` on all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,32 +23,52 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from smp_core.checkpoint import copy_into, shard_like
-from smp_core.sharding.optimizer.shards import WorldSharding
+from smp_core.sharding.gradients import Window
 from smp_core.torch_facts import clean_name, is_rank_0
 
 logger = logging.getLogger("smp")
 
-World = Callable[[], WorldSharding | None]
 
-
-def load_own_parts(model: nn.Module, world: World) -> None:
-    """Let ``load_state_dict`` of the model and of every module in it take unsharded
-    tensors.
-
-    Args:
-        world: gives the masters that take up the values too, where there are any.
-    """
-    # Only modules with parameters of their own have anything to cut.
+def follow_window(model: nn.Module, window: Window) -> None:
+    """Let ``zero_grad`` and ``load_state_dict`` of the model's modules mean what the
+    window holds, too."""
     for module in model.modules():
+        module.zero_grad = _ZeroGrad(module, window)  # type: ignore[method-assign]
+        # Only modules with parameters of their own have anything to cut.
         if any(True for _ in module.parameters(recurse=False)):
-            module.register_load_state_dict_pre_hook(_TakingOwnParts(world))
+            module.register_load_state_dict_pre_hook(_TakingOwnParts(window))
+
+
+class _ZeroGrad:
+    """A method of the instance, because every module of the model has one and their
+    classes are not ours. It copies and pickles as the plain method of the copy."""
+
+    def __init__(self, module: nn.Module, window: Window) -> None:
+        self._module, self._window = module, window
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Reset gradients of all the module's parameters, held by the open window or
+        not."""
+        self._window.zero_grad(self._module.parameters(), set_to_none)
+        _plain(self._module)(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        # The copied module is in memo already; it has torch's own method.
+        return _plain(memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        return _plain, (self._module,)
+
+
+def _plain(module: nn.Module) -> Callable[..., None]:
+    return types.MethodType(type(module).zero_grad, module)
 
 
 class _TakingOwnParts:
     """The hook; a copy of the module has one that does nothing."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, window: Window) -> None:
+        self._window = window
 
     @torch.no_grad()
     def __call__(
@@ -72,7 +95,7 @@ class _TakingOwnParts:
                 value = state_dict[prefix + name] = shard_like(parameter, value)
             # Masters over the world have to follow, or the next step brings the old
             # weights back.
-            world = self._world()
+            world = self._window.world
             if world is not None:
                 world.take_weights({id(parameter): value})
 
