@@ -35,7 +35,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,12 +49,14 @@ from smp_core.context_parallel.replaced_attention import (
     enabled,
     part_of_mean,
 )
-from smp_core.context_parallel.trial_loss import watch_loss
+from smp_core.context_parallel.trial_loss import other_shares, watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, tensors_of, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
 from smp_core.torch_facts import clean_name, is_compiled
 
 logger = logging.getLogger("smp")
+
+_Found = TypeVar("_Found")
 
 # Later layers amplify rounding errors, and run 3 draws other ones than 1 and 2 have.
 _MARGIN = 10
@@ -225,18 +227,24 @@ class Trial:
                 lambda: self._outputs == number,
             )
 
-    def _refuse_here(self, found: str | None) -> None:
-        self._refuse(found, self._group.process_group)
+    def _refuse_here(self, found: str | None, share: float | None) -> None:
+        # What targets weigh is compared where no rank has found anything itself.
+        told = self._of_all((found, share), self._group.process_group)
+        texts = [text for text, _ in filter(None, told)]
+        self._raise([*texts, other_shares([each for _, each in filter(None, told)])])
 
-    def _warn(self, found: str | None) -> None:
+    def _warn(self, found: str | None, share: float | None) -> None:
         try:
-            self._refuse_here(found)
+            self._refuse_here(found, share)
         except ValueError as error:
             logger.warning("numbers are not those of one process: %s", error)
 
     def _refuse(self, found: str | None, group: dist.ProcessGroup | None) -> None:
         """Raise on all ranks of a group what any of them found."""
-        for text in filter(None, self._of_all(found, group)):
+        self._raise(self._of_all(found, group))
+
+    def _raise(self, found: list[str | None]) -> None:
+        for text in filter(None, found):
             raise ValueError(
                 f"context_parallel_degree={self._group.degree}: {text}. {ADVICE}"
             )
@@ -268,8 +276,8 @@ class Trial:
         return f"{label} computes something else over each rank's tokens than over whole sequences: {found}"
 
     def _of_all(
-        self, found: str | None, group: dist.ProcessGroup | None
-    ) -> list[str | None]:
+        self, found: _Found | None, group: dist.ProcessGroup | None
+    ) -> list[_Found | None]:
         """Gather what every rank of a group found."""
         if group is None:
             return [found]

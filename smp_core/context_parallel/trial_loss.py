@@ -11,9 +11,12 @@ the outputs show what is not:
     a token without a target gets one                                      a mean over other tokens than the targets
     some targets get none                                                  a mask inside the step: a warning
     those of logits are not 1 / (own targets) for each target              a divisor that is not the number of targets
+    those of logits weigh a target more on one rank than on another        a divisor that is the same on all ranks
 
-The last three are looked at in outputs that no further module takes: through attention
-every token has a gradient.
+The last four are looked at in outputs that no further module takes: through attention
+every token has a gradient. What a target weighs is the derivative of the loss by its
+cross entropy, and is found whatever else the loss has of the logits that is a function
+of their log-sum-exp (z-loss) or mean (label smoothing).
 
 Shape letters: B rows, L tokens of a rank, N targets of a rank, V classes.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,8 +37,8 @@ from smp_core.context_parallel.trial_run import tensors_of
 logger = logging.getLogger("smp")
 
 # Tokens whose probabilities are computed at once: all of them would be as large as the
-# logits.
-_TOKENS_AT_ONCE = 64
+# logits, of which the largest classes of each token are kept until backward.
+_TOKENS_AT_ONCE, _CLASSES = 64, 32
 
 _NO_TARGETS = (
     "nothing, as a sum over labels does: labels of a batch that ranks share are all -100. Write "
@@ -46,20 +50,23 @@ _NO_TARGETS = (
 def watch_loss(
     output: object,
     split: SplitBatch,
-    refuse: Callable[[str | None], None],
+    refuse: Callable[[str | None, float | None], None],
     is_last: Callable[[], bool],
 ) -> None:
     """Look at the gradients of a call's outputs once.
 
     Args:
-        refuse: called on every context rank, with words where something is wrong.
+        refuse: called on every context rank, with words where something is wrong, and
+            with what each target of this rank weighs, if that is known.
         is_last: returns, in backward, whether no other call followed that gave features.
     """
     expected = _expected(split)
     for name, tensor in tensors_of(output):
         if has_features(tensor, split):
-            look = _look_once(name, tensor.detach(), split, expected, refuse, is_last)
-            tensor.register_hook(look)
+            logits = _Logits.of(tensor.detach(), split)
+            tensor.register_hook(
+                _look_once(name, logits, split, expected, refuse, is_last)
+            )
 
 
 def has_features(tensor: Tensor, split: SplitBatch) -> bool:
@@ -73,29 +80,83 @@ def has_features(tensor: Tensor, split: SplitBatch) -> bool:
 
 def _look_once(
     name: str,
-    output: Tensor,
+    logits: _Logits | None,
     split: SplitBatch,
     expected: Tensor,
-    refuse: Callable[[str | None], None],
+    refuse: Callable[[str | None, float | None], None],
     is_last: Callable[[], bool],
 ) -> Callable[[Tensor], None]:
     is_over = False
 
     def look(gradient: Tensor) -> None:
         # Later backward passes are not looked at: they would cost a message each.
-        nonlocal is_over
+        nonlocal is_over, logits
         if is_over:
             return
         is_over = True
         gradient, targets = gradient.detach(), expected.to(gradient.device)
-        found = _wrong(gradient, targets.any(0), split.labels is not None)
+        found, share = _wrong(gradient, targets.any(0), split.labels is not None), None
         if found is None and is_last():
-            found = _other_tokens(gradient, targets) or _other_divisor(
-                gradient, output, split
-            )
-        refuse(None if found is None else f"the loss takes of {name} {found}")
+            found = _other_tokens(gradient, targets)
+            if found is None and logits is not None:
+                found, share = _other_divisor(gradient, logits, split)
+        logits = None
+        refuse(None if found is None else f"the loss takes of {name} {found}", share)
 
     return look
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """What is kept of logits [B, L, V] until backward, of the N tokens with a target.
+
+    Attributes:
+        rows: [N], places in [B * L].
+        targets: [N], classes.
+        top: [N, K], the classes with the largest logits, and ``logits`` of these.
+        at_target: [N], the target's logit.
+        lse: [N], log-sum-exp over all classes.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    top: Tensor
+    logits: Tensor
+    at_target: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, output: Tensor, split: SplitBatch) -> _Logits | None:
+        """None: an output without a cross entropy of the batch's targets."""
+        targets = split.shift_labels
+        # Values in place of classes have no cross entropy.
+        if targets is None or targets.is_floating_point():
+            return None
+        if output.shape[:-1] != targets.shape or output.shape[-1] < 5:
+            return None
+        flat = targets.flatten().long().to(output.device)
+        return cls.among(output.flatten(0, 1), flat)
+
+    @classmethod
+    def among(cls, output: Tensor, targets: Tensor) -> _Logits | None:
+        """The same of logits [B * L, V] and targets [B * L]."""
+        rows = (targets != IGNORED).nonzero()[:, 0]
+        of_rows = targets[rows]
+        # Tokens without a target may have another number than -100.
+        if not len(rows) or int(of_rows.min()) < 0:
+            return None
+        if int(of_rows.max()) >= output.shape[-1]:
+            return None
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        parts = []
+        for some, at in zip(
+            rows.split(_TOKENS_AT_ONCE), of_rows.split(_TOKENS_AT_ONCE), strict=True
+        ):
+            logits = output[some].to(dtype)
+            values, top = logits.topk(min(_CLASSES, logits.shape[-1]))
+            at_target = logits.gather(-1, at[:, None])[:, 0]
+            parts.append((top, values, at_target, logits.logsumexp(-1)))
+        return cls(rows, of_rows, *map(torch.cat, zip(*parts, strict=True)))
 
 
 def _expected(split: SplitBatch) -> Tensor:
@@ -157,33 +218,42 @@ def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
     return "the mean over a rank's tokens" if is_same and not is_sum else None
 
 
-def _other_divisor(gradient: Tensor, logits: Tensor, split: SplitBatch) -> str | None:
+def _other_divisor(
+    gradient: Tensor, logits: _Logits, split: SplitBatch
+) -> tuple[str | None, float | None]:
     """Return in words that a cross entropy of logits [B, L, V] is no mean over this
-    rank's targets, where its gradient shows that; warn where it may be a scaled one."""
-    targets, of_loss = split.shift_labels, split.loss_gradients
-    # Of several weighted losses it is not known which one the logits went into.
-    if targets is None or len(of_loss) != 1 or logits.shape[:-1] != targets.shape:
-        return None
-    # Values in place of classes have no cross entropy.
-    if targets.is_floating_point():
-        return None
-    rows = (targets != IGNORED).flatten().nonzero()[:, 0].to(logits.device)
-    factors = _factors(
-        gradient.flatten(0, 1),
-        logits.flatten(0, 1),
-        targets.flatten().long().to(logits.device),
-        rows,
-    )
-    scale = float(of_loss[0])
-    if factors is None or not scale:
-        return None
-    # The derivative of the step's own loss by each target's cross entropy.
-    factors = factors / scale
-    total, count = float(factors.sum()), len(factors)
-    eps = torch.finfo(gradient.dtype).eps
-    is_even = float(factors.max() - factors.min()) <= max(4 * eps, 1e-4) * abs(total)
-    is_even = is_even or _near(float(factors.max()), float(factors.min()), eps)
+    rank's targets, where its gradient shows that, and what each target weighs; warn
+    where it may be a scaled mean."""
+    factors = _factors(gradient.flatten(0, 1), logits)
+    if factors is None:
+        if split.rank == 0:
+            logger.warning(
+                "context_parallel_degree=%d: the loss of the logits is no cross entropy of each token, so its divisor "
+                "is not looked at: every term has to be a mean over this rank's targets",
+                split.plan.degree,
+            )
+        return None, None
+    eps, count = torch.finfo(gradient.dtype).eps, len(factors)
+    mean = float(factors.mean())
+    near = max(8 * eps, 1e-3)
+    is_even = float(factors.max() - factors.min()) <= near * abs(mean)
+    share = mean if is_even and mean else None
 
+    # Of several weighted losses it is not known which one the logits went into.
+    of_loss = split.loss_gradients
+    scale = float(of_loss[0]) if len(of_loss) == 1 else 0.0
+    if not scale or not mean:
+        return None, share
+    # The derivative of the step's own loss by the cross entropy of all targets.
+    total = mean * count / scale
+    return _unlike_mean(total, count, is_even, eps, split), share
+
+
+def _unlike_mean(
+    total: float, count: int, is_even: bool, eps: float, split: SplitBatch
+) -> str | None:
+    """Return in words that the weights of ``count`` targets, ``total`` together, are
+    not those of their mean."""
     # Each case has its own remedy. A loss that nothing weights has to do so itself.
     if split.divided_by_model and not split.weighted:
         weight = 1.0 if split.weight is None else float(split.weight)
@@ -209,58 +279,107 @@ def _other_divisor(gradient: Tensor, logits: Tensor, split: SplitBatch) -> str |
         )
     if count > 1 and _near(total, count, eps):
         return "the sum over a rank's targets, while losses are averaged over ranks: divide it by their number"
-    is_of_all = count < targets.numel() and _near(total * targets.numel(), count, eps)
+    assert split.shift_labels is not None
+    tokens = split.shift_labels.numel()
+    is_of_all = count < tokens and _near(total * tokens, count, eps)
     # A round factor, as a weight of one loss of several, may be equal by chance.
-    if is_of_all and not _near(20 * total, round(20 * total), eps):
+    if is_of_all and not _is_round(total, eps):
         return (
-            f"the sum over {count} targets divided by all {targets.numel()} tokens of a rank, while means are weighted "
+            f"the sum over {count} targets divided by all {tokens} tokens of a rank, while means are weighted "
             "by the targets of each rank: divide it by the number of targets"
         )
-    # Half of a mean looks the same with two ranks, so this is no error.
-    if is_of_all or _near(total * split.plan.degree, 1, eps):
+    # Half of a mean looks the same with two ranks, so this is no error. Another part
+    # may be a step's own weight of a term, or 1 / (steps accumulated).
+    is_part = _near(total * split.plan.degree, 1, eps)
+    is_other = not _is_round(total, eps) and not _is_round(1 / total, eps)
+    if is_of_all or is_part or is_other:
         logger.warning(
             "the loss is %.3g of the mean over this rank's targets: right if a step multiplies its mean by that; a sum "
-            "that is divided by the targets of whole sequences, or by all tokens, has to be divided by the targets of "
-            "this rank",
+            "that is divided by the targets of whole sequences, by all tokens or by a constant has to be divided by "
+            "the targets of this rank",
             total,
         )
     return None
+
+
+def other_shares(shares: list[float | None]) -> str | None:
+    """Return in words that targets weigh more on one context rank than on another."""
+    known = [share for share in shares if share is not None]
+    # Roundings of half precision are averaged over a rank's targets.
+    if not known or max(known) - min(known) <= 5e-3 * max(map(abs, known)):
+        return None
+    return (
+        f"targets that weigh {min(known):.3g} on one rank and {max(known):.3g} on another, as those of a sum that is "
+        "divided by a constant do, while means are weighted by the targets of each rank: divide it by the number of "
+        "targets of this rank"
+    )
 
 
 def _near(found: float, expected: float, eps: float) -> bool:
     return abs(found - expected) <= max(eps / 2, 1e-5) * abs(expected)
 
 
-def _factors(
-    gradient: Tensor, logits: Tensor, targets: Tensor, rows: Tensor
-) -> Tensor | None:
-    """Return [N], what the cross entropy of each target is multiplied by in the loss:
-    the gradient is that times (probabilities - target). None: it is something else.
+def _is_round(number: float, eps: float) -> bool:
+    """Return whether a number is a multiple of 0.05."""
+    return _near(20 * number, round(20 * number), eps)
+
+
+def _factors(gradient: Tensor, logits: _Logits) -> Tensor | None:
+    """Return [N], the derivative of the loss by the cross entropy of each target. None:
+    it has other terms of the logits.
 
     Args:
-        gradient, logits: [B * L, V]; ``targets`` [B * L] are classes.
-        rows: [N], those that have a target.
+        gradient: [B * L, V], of a token with probabilities p and target t
+
+                slope_j = (factor + z) p_j - smooth - (factor - V smooth) [j = t]
+
+            where ``z`` comes from a term of the log-sum-exp, and ``smooth`` from label
+            smoothing.
     """
-    if logits.shape[-1] < 3 or not len(rows):
-        return None
-    found = []
-    for some in rows.split(_TOKENS_AT_ONCE):
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        slope, p = gradient[some].to(dtype), logits[some].to(dtype).softmax(-1)
-        at = targets[some][:, None]
-        # Tokens without a target may have another number than -100.
-        if int(at.min()) < 0 or int(at.max()) >= p.shape[-1]:
-            return None
-        # Classes besides the target: small probabilities have all their digits.
-        others = p.scatter(-1, at, 0)
-        factor = (slope * others).sum(-1) / others.square().sum(-1)
+    classes, found = gradient.shape[-1], []
+    # In half precision a few roundings are as large as another loss would be.
+    limit = max(8 * torch.finfo(gradient.dtype).eps, 1e-4)
+    for part in torch.arange(len(logits.rows), device=gradient.device).split(
+        _TOKENS_AT_ONCE
+    ):
+        top, at = logits.top[part], logits.targets[part][:, None]
+        lse = logits.lse[part][:, None]
+        slope = gradient[logits.rows[part]].to(logits.lse.dtype)
+        p = (logits.logits[part] - lse).exp()
+        others, slopes = top != at, slope.gather(-1, top)
+        largest = torch.where(others, slopes, 0).abs().amax(-1)
+
+        rate, smooth, error = _line(p, slopes, others, smooths=False)
+        if not bool((error <= limit * largest).all()):
+            rate, smooth, error = _line(p, slopes, others, smooths=True)
+        factor = rate - slope.sum(-1)
         # The target's own entry has to follow from the others.
-        expected = factor[:, None] * p.scatter_add(-1, at, -torch.ones_like(p[:, :1]))
-        error = (slope - expected).abs().amax(-1)
-        # In half precision a few roundings are as large as another loss would be.
-        eps = torch.finfo(gradient.dtype).eps
-        limit = min(100 * eps, max(4 * eps, 1e-5)) * factor.abs()
-        if not bool((error <= limit).all()):
+        p_target = (logits.at_target[part] - lse[:, 0]).exp()
+        of_target = rate * p_target - smooth - (factor - classes * smooth)
+        off = (slope.gather(-1, at)[:, 0] - of_target).abs()
+        is_smooth = (smooth * factor >= 0) & (
+            (classes * smooth).abs() <= factor.abs() * (1 + limit)
+        )
+        fits = (error <= limit * largest) & (off <= limit * rate.abs()) & is_smooth
+        if not bool(fits.all()):
             return None
         found.append(factor)
     return torch.cat(found)
+
+
+def _line(
+    p: Tensor, slopes: Tensor, others: Tensor, *, smooths: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit ``slopes`` [N, K] of classes besides the target by ``rate * p - smooth``;
+    return [N] of these two, and of the largest error."""
+    weight = others.to(p.dtype)
+    count = weight.sum(-1, keepdim=True)
+    # A line through the origin where nothing smooths.
+    centre = (p * weight).sum(-1, keepdim=True) / count * smooths
+    height = (slopes * weight).sum(-1, keepdim=True) / count * smooths
+    off = (p - centre) * weight
+    squares = off.square().sum(-1, keepdim=True)
+    rate = (off * (slopes - height)).sum(-1, keepdim=True) / squares
+    smooth = rate * centre - height
+    error = torch.where(others, slopes - rate * p + smooth, 0).abs().amax(-1)
+    return rate[:, 0], smooth[:, 0], error

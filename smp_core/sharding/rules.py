@@ -223,11 +223,6 @@ def _refuse_casts_of_complex(draft: ModelDraft) -> None:
             "reduce_dtype=None, or float32 weights",
         ),
     }
-    if knobs.state_offload == "optimizer":
-        raise ValueError(
-            f"state_offload='optimizer' steps by torch's fused kernels, which take no complex parameters ({names[0]}); "
-            "write state_offload='all', or leave it out"
-        )
     # Phase 3: the first of them is refused.
     for what, (is_there, instead) in casts.items():
         if is_there:

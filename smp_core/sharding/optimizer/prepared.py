@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_core.checkpoint import stepped_parameters
+from smp_core.checkpoint import numbered, stepped_parameters
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
 from smp_core.config import SmpConfig
@@ -155,6 +155,8 @@ class Prepared:
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Load a state, of sharded or unsharded tensors, except with which kernels the
         optimizer steps: these are chosen for this run, not by the checkpoint."""
+        # torch's functions for checkpoints call parameters by names.
+        state_dict = {**state_dict, **numbered(state_dict)}
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
             taken = []
@@ -632,8 +634,17 @@ def _before_weights_change(optimizer: Optimizer) -> None:
     # Set and not counted: a step that raised has left its own behind.
     optimizer._smp_homes.users = 1  # type: ignore[attr-defined]
     settle(optimizer)
-    # Gradients that the user assigned whole, or in another layout.
+    homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
     for stepped in stepped_by(optimizer):
+        # A gradient that was assigned to a parameter whose master has none, as torch's
+        # functions for checkpoints do to make an optimizer's states.
+        parameter = model_parameter(stepped)
+        if parameter is not stepped and stepped.grad is None:
+            given, parameter.grad = parameter.grad, None
+            if given is not None:
+                part = homes.part_of_state(parameter, given).detach()
+                stepped.grad = part.to(stepped.grad_dtype)
+        # Gradients that the user assigned whole, or in another layout.
         take_part_of_gradient(stepped)
     # Weights may have been loaded, or edited, since the last step.
     for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]

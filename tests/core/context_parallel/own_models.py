@@ -60,11 +60,15 @@ WRONG = (
 WRONG_STEPS = ("shifted step", "class step", "last step", "mean step")
 DIVIDED_STEPS = (
     "class weights step",
+    "constant step",
     "half step",
     "masked step",
     "masked sum step",
     "padded mean step",
     "row means step",
+    "smooth step",
+    "smooth constant step",
+    "squares step",
     "sum step",
     "weighted terms step",
 )
@@ -490,9 +494,21 @@ def _divided(logits: torch.Tensor, targets: torch.Tensor, step: str) -> torch.Te
     if step == "class weights step":
         weights = torch.linspace(0.5, 1.5, VOCABULARY, dtype=logits.dtype)
         return F.cross_entropy(logits, flat, weights)
-    values = F.cross_entropy(logits, flat, reduction="none").view(targets.shape)
+    smoothing = 0.1 if "smooth" in step else 0.0
+    values = F.cross_entropy(
+        logits, flat, reduction="none", label_smoothing=smoothing
+    ).view(targets.shape)
+    # A z-loss, whose gradient is one of the probabilities too.
+    z = logits.logsumexp(-1).view(targets.shape).square() * is_target * 0.01
     mask = is_target & (targets % 3 != 0)
     return {
+        "constant step": lambda: values.sum() / 40,
+        "smooth step": lambda: (values + z).sum() / is_target.sum(),
+        "smooth constant step": lambda: (values + z).sum() / 40,
+        "squares step": lambda: (
+            (logits.square().mean(-1).view(targets.shape) * is_target).sum()
+            / is_target.sum()
+        ),
         "half step": lambda: 0.5 * values.sum() / is_target.sum(),
         "masked step": lambda: (values * mask).sum() / mask.sum(),
         "masked sum step": lambda: (values * mask).sum() / is_target.sum(),

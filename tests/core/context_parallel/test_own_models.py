@@ -19,7 +19,7 @@ from smp_core.context_parallel.replaced_attention import (
     positions,
     weighted_mean,
 )
-from smp_core.context_parallel.trial_loss import _factors
+from smp_core.context_parallel.trial_loss import _factors, _Logits
 from smp_core.context_parallel.trial_run import _WithoutRandomness
 from smp_core.entry import parallelize
 from smp_core.torch_facts import TrialGenerator
@@ -255,11 +255,15 @@ OF_MAPPINGS = {"own mean of a mapping": False, "weighted mean of a mapping": Tru
 OTHER_STEPS = {
     "all tokens step": "tokens that have no target (padding, or a label of -100)",
     "class weights step": "divided by their sum over a rank's own tokens",
+    "constant step": "targets that weigh",
     "half step": "exact",
     "masked step": "divided by their sum over a rank's own tokens",
     "masked sum step": "exact",
     "padded mean step": "tokens of a rank, while means are weighted",
     "row means step": "divided by their sum over a rank's own tokens",
+    "smooth step": "exact",
+    "smooth constant step": "targets that weigh",
+    "squares step": "exact",
     "sum step": "the sum over a rank's targets, while losses are averaged",
     "weighted terms step": "exact",
     "own mean of a mapping": "nothing weights it: write loss = weighted_mean(loss)",
@@ -268,7 +272,8 @@ OTHER_STEPS = {
 
 
 def test_a_loss_that_is_no_mean_over_targets_is_right_or_refused() -> None:
-    for told in run_ranks(on_other_tokens, 4, list(OTHER_STEPS), ranks_per_node=2):
+    of_ranks = run_ranks(on_other_tokens, 4, list(OTHER_STEPS), ranks_per_node=2)
+    for rank, told in enumerate(of_ranks):
         said = {}
         for (step, text), (found, warned) in zip(
             OTHER_STEPS.items(), told, strict=True
@@ -278,18 +283,22 @@ def test_a_loss_that_is_no_mean_over_targets_is_right_or_refused() -> None:
         # What is right only sometimes is warned of.
         assert "the loss leaves out" in said["masked sum step"][0]
         assert "the loss is 0.5 of the mean" in said["half step"][0]
-        assert not said["weighted terms step"]
+        assert not said["weighted terms step"] and not said["smooth step"]
+        # This one is the first context rank's to say.
+        unknown = [text for text in said["squares step"] if "no cross entropy" in text]
+        assert len(unknown) == (rank % 2 == 0)
 
 
 def test_targets_of_another_number_than_a_class_have_no_cross_entropy() -> None:
     """A step's own ignore_index, as nanoGPT's -1."""
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    targets, rows = torch.tensor([0, 3, -1, 2]), torch.arange(4)
+    targets = torch.tensor([0, 3, -1, 2])
     loss = F.cross_entropy(logits, targets, ignore_index=-1)
     (gradient,) = torch.autograd.grad(loss, logits)
-    assert _factors(gradient, logits.detach(), targets, rows) is None
-    known = rows[targets >= 0]
-    found = _factors(gradient, logits.detach(), targets, known)
+    assert _Logits.among(logits.detach(), targets) is None
+    kept = _Logits.among(logits.detach(), targets.where(targets >= 0, -100))
+    assert kept is not None
+    found = _factors(gradient, kept)
     torch.testing.assert_close(found, torch.full_like(logits[:3, 0], 1 / 3))
 
 

@@ -166,6 +166,13 @@ CASES = {
     "complex parameters in host memory": case(
         block("complex"), knobs={"state_offload": "all"}
     ),
+    "complex parameters stepped on the host": case(
+        block("complex"), knobs={"state_offload": "optimizer"}
+    ),
+    "complex parameters stepped on the host over the world": case(
+        block("complex"),
+        knobs=REPLICAS | {"optimizer_shard": "world", "state_offload": "optimizer"},
+    ),
     "a reentrant checkpoint": case(block("linear", call="reentrant")),
     "a reentrant checkpoint on replicas": case(
         block("linear", call="reentrant"), knobs=REPLICAS
@@ -238,7 +245,6 @@ def test_many_drawn_models_are_as_in_one_process_or_refused(
         ({"param_dtype": "bfloat16"}, "write param_dtype=None"),
         ({"reduce_dtype": "bfloat16"}, "write reduce_dtype=None"),
         ({"compression": {"reduce": "int8"}}, "write compression=None"),
-        ({"state_offload": "optimizer"}, "write state_offload='all'"),
     ],
 )
 def test_casts_of_complex_parameters_are_refused(

@@ -6,6 +6,7 @@ order."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from pathlib import Path
@@ -14,6 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import save_checkpoint
@@ -391,3 +400,61 @@ def test_a_state_that_is_looked_up_by_its_parameter_is_said_to_be_a_part() -> No
     first, second = run_ranks(looked_up_states, 2)
     assert len(first) == 1 and "has this rank's part of each state" in first[0]
     assert second == []
+
+
+def resumed_by_torch(folder: str, degree: int) -> list[bool]:
+    """Whether runs that torch's functions for checkpoints resume, from files and from
+    rank 0's whole states, go on as the first one does."""
+
+    def fresh() -> tuple[ParallelModel, torch.optim.Optimizer]:
+        model = bf16_model("mixed").double()
+        made = parallel_model(model, shard_degree=degree, optimizer_shard="world")
+        optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
+        made.prepare_optimizer(optimizer)
+        return made, optimizer
+
+    def step(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        optimizer.zero_grad()
+        parallel.module(torch.randint(101, (2, 9), generator=generator)).backward()
+        optimizer.step()
+
+    first, optimizer = fresh()
+    step(first, optimizer)
+    weights, states = get_state_dict(first.module, optimizer)
+    dcp.save({"weights": weights, "states": states}, checkpoint_id=folder)
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # A copy, because counters of steps are the optimizer's own.
+    of_rank_0 = copy.deepcopy(
+        get_optimizer_state_dict(first.module, optimizer, options=whole)
+    )
+    later = []
+    for is_whole in (False, True):
+        second, own = fresh()
+        weights, states = get_state_dict(second.module, own)
+        into = {"weights": weights, "states": states}
+        dcp.load(into, checkpoint_id=folder)
+        set_state_dict(
+            second.module,
+            own,
+            model_state_dict=into["weights"],
+            optim_state_dict=into["states"],
+        )
+        if is_whole:
+            set_optimizer_state_dict(second.module, own, of_rank_0, options=whole)
+        later.append((second, own))
+    found = []
+    for parallel, own in ((first, optimizer), *later):
+        step(parallel, own)
+        found.append(full_weights(parallel.module))
+    return [
+        all(torch.equal(each[name], found[0][name]) for name in found[0])
+        for each in found[1:]
+    ]
+
+
+def test_torchs_functions_for_checkpoints_resume_it(tmp_path: Path) -> None:
+    for degree in (1, 2):
+        folder = str(tmp_path / str(degree))
+        for found in run_ranks(resumed_by_torch, 2, folder, degree):
+            assert found == [True, True]
