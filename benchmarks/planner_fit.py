@@ -12,6 +12,7 @@ from typing import Any
 from smp_core.plan.cluster import GIB
 from smp_core.planner.devices import Device
 from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.hardware import Hardware
 
 Row = dict[str, Any]
 Constants = dict[str, float]
@@ -94,6 +95,28 @@ def fitted_of(constants: Mapping[str, float], device: str) -> Fitted:
         elif of in (device, GENERATIONS.get(device)):
             found[kind] = {"": value}
     return replace(FITTED, **found)
+
+
+def remembered(
+    predict: Callable[[Constants], float], hardware: Hardware
+) -> Callable[[Constants], float]:
+    """Return the same function, which computes once for the constants of this hardware:
+    a fit changes one at a time, mostly of other machines."""
+    device, seconds = hardware.device.name, dict[tuple[float, ...], float]()
+    unused = {EMPTYING} if hardware.first_efa else {EMPTYING, "falls"}
+
+    def remember(constants: Constants) -> float:
+        own = []
+        for name, value in constants.items():
+            of = name.partition("_")[2]
+            if of in ("", device, GENERATIONS.get(device)) and name not in unused:
+                own.append(value)
+        key = tuple(own)
+        if key not in seconds:
+            seconds[key] = predict(constants)
+        return seconds[key]
+
+    return remember
 
 
 def refilled(held: float, others: float, groups: int, device: Device) -> float:

@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import megatron_model
-from planner_fit import EMPTYING, Case, Constants, Row, fitted_of, refilled
+from planner_fit import (
+    EMPTYING,
+    Case,
+    Constants,
+    Row,
+    fitted_of,
+    refilled,
+    remembered,
+)
 
 from smp_core.cluster.links import Links
 from smp_core.planner.devices import DEVICES
@@ -188,10 +196,10 @@ def predictor(row: Row) -> Callable[[Constants], float]:
 
     def predict(constants: Constants) -> float:
         machines = replace(hardware, fitted=fitted_of(constants, "A100"))
-        seconds = step_seconds(run, layer, rest, trace.parameters, machines)
-        return seconds + again * constants.get(EMPTYING, 0.0)
+        return step_seconds(run, layer, rest, trace.parameters, machines)
 
-    return predict
+    seconds = remembered(predict, hardware)
+    return lambda constants: seconds(constants) + again * constants.get(EMPTYING, 0.0)
 
 
 def megatron(rows: list[Row]) -> list[Case]:

@@ -18,7 +18,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner_fit import EMPTYING, Case, Constants, Row, fitted_of, refilled
+from planner_fit import (
+    EMPTYING,
+    Case,
+    Constants,
+    Row,
+    fitted_of,
+    refilled,
+    remembered,
+)
 
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
@@ -86,10 +94,10 @@ def stepped(
         fitted = fitted_of(constants, hardware.device.name)
         model = step_model(plan, trace, replace(hardware, fitted=fitted), sequence)
         step = model.step(*counts)
-        seconds = step.total + (tensor - 1) * step.tensor
-        return seconds + again * constants.get(EMPTYING, 0.0)
+        return step.total + (tensor - 1) * step.tensor
 
-    return predict
+    seconds = remembered(predict, hardware)
+    return lambda constants: seconds(constants) + again * constants.get(EMPTYING, 0.0)
 
 
 def of_their_kernels(
