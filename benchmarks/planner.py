@@ -43,7 +43,7 @@ from smp_core.planner.trace import trace_model
 sys.path.insert(0, str(Path(__file__).parent))
 import kempner_model
 import scaling_model
-from planner_fit import Case, Constants, Row, held_out, mape, without_each
+from planner_fit import EMPTYING, Case, Constants, Row, held_out, mape, without_each
 from planner_megatron import START, megatron
 from planner_rows import of_their_kernels, published, ratios, read, stepped, traced
 
@@ -268,6 +268,7 @@ TOGETHER: Constants = {
     "network": 0.6,
     "falls": 0.37,
     "launching": 1.5e-3,
+    EMPTYING: 0.03,
 }
 """Where the fit of one set of constants starts: attention with the shares that are
 published of FlashAttention-2 (arXiv 2307.08691: 50 to 73 % of an A100's peak; arXiv

@@ -9,12 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from smp_core.plan.cluster import GIB
+from smp_core.planner.devices import Device
 from smp_core.planner.fitted import FITTED, Fitted
+from smp_core.planner.hardware import Hardware
 
 Row = dict[str, Any]
 Constants = dict[str, float]
 
-RANGES = {"launching": (1e-4, 3e-3), "moving": (0.01, 50.0), "falls": (0.01, 2.0)}
+EMPTYING = "emptying"
+"""Seconds in which a GiB is freed and taken again where an allocator runs full
+(:func:`refilled`): of the programs that were measured, and not of plans. No figure is
+published that a fit could start from, so that it is not drawn back to its start."""
+
+RANGES = {
+    "launching": (1e-4, 3e-3),
+    "moving": (0.01, 50.0),
+    "falls": (0.01, 2.0),
+    EMPTYING: (1e-3, 1.0),
+}
 """The least and the most that a constant can be; all others are shares from 0.01 to
 1."""
 
@@ -75,11 +88,55 @@ def fitted_of(constants: Mapping[str, float], device: str) -> Fitted:
     found: dict[str, Any] = {}
     for name, value in constants.items():
         kind, _, of = name.partition("_")
+        if name == EMPTYING:
+            continue
         if not of:
             found[name] = value
         elif of in (device, GENERATIONS.get(device)):
             found[kind] = {"": value}
     return replace(FITTED, **found)
+
+
+def remembered(
+    predict: Callable[[Constants], float], hardware: Hardware
+) -> Callable[[Constants], float]:
+    """Return the same function, which computes once for the constants of this hardware:
+    a fit changes one at a time, mostly of other machines."""
+    device, seconds = hardware.device.name, dict[tuple[float, ...], float]()
+    unused = {EMPTYING} if hardware.first_efa else {EMPTYING, "falls"}
+
+    def remember(constants: Constants) -> float:
+        own = []
+        for name, value in constants.items():
+            of = name.partition("_")[2]
+            if of in ("", device, GENERATIONS.get(device)) and name not in unused:
+                own.append(value)
+        key = tuple(own)
+        if key not in seconds:
+            seconds[key] = predict(constants)
+        return seconds[key]
+
+    return remember
+
+
+def refilled(held: float, others: float, groups: int, device: Device) -> float:
+    """Return the GiB that an allocator frees and takes again in one pass through the
+    blocks (forward, backward, or computing again); 0 where all of it fits.
+
+    Until 2.7 torch marked what a collective reads (`record_stream`), which is free
+    again when the device has passed it. The host runs ahead, by a whole pass of
+    forward. Where that does not fit, the allocator gives all that it has back and takes
+    it again, as pytorch/pytorch#76861 reports of "models with various types of model
+    parallelism"; since #148590 nothing is marked.
+
+    Args:
+        held: bytes that collectives of tensor ranks read in a forward pass.
+        others: bytes of all else at its end.
+        groups: of several ranks, each of which has a communicator.
+    """
+    taken = FITTED.context_gib + groups * FITTED.communicator_gib
+    fits = (held + others) / GIB + taken <= device.memory_gib
+    return 0.0 if fits else held / GIB
 
 
 def errors_of(cases: Sequence[Case], constants: Constants) -> list[float]:
@@ -111,7 +168,9 @@ def fit(cases: Sequence[Case], start: Constants, near: float = NEAR) -> Constant
 
     def loss(constants: Constants) -> float:
         far = sum(
-            math.log(value / start[name]) ** 2 for name, value in constants.items()
+            math.log(value / start[name]) ** 2
+            for name, value in constants.items()
+            if name != EMPTYING
         )
         return loss_of(cases, constants, near) + DRAWN_BACK * far
 

@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import megatron_model
-from planner_fit import Case, Constants, Row, fitted_of
+from planner_fit import (
+    EMPTYING,
+    Case,
+    Constants,
+    Row,
+    fitted_of,
+    refilled,
+    remembered,
+)
 
 from smp_core.cluster.links import Links
 from smp_core.planner.devices import DEVICES
@@ -30,6 +38,14 @@ from smp_core.planner.time import STEP_BYTES, pass_seconds
 from smp_core.planner.trace import trace_model
 
 VOCABULARY = 51200
+STATE_BYTES = 16
+"""Of an element while a step's passes run, in float16: parameter and gradient, and in
+float32 the master and AdamW's two (megatron/arguments.py: gradients are added up in
+float32 for bfloat16 alone)."""
+
+PASSES = 3
+"""Forward, again in backward, and backward."""
+
 START = {"products_A100": 0.6, "link": 0.6, "network": 0.6, "launching": 1e-3}
 """Where the fit of the constants starts. The share of the memory's bandwidth is the
 planner's and not fitted: the kernels that are traced are those that ran, and runs of
@@ -145,6 +161,28 @@ def step_seconds(
     return worked + summed + updated
 
 
+def taken_again(
+    run: Run, layer: Figures, rest: Figures, parameters: float, hardware: Hardware
+) -> float:
+    """Return the GiB of a step that the allocator frees and takes again.
+
+    With stages the host waits for the device at each message (its
+    p2p_communication.py), so that only one pass is ahead. What two sums of each layer
+    read is marked.
+    """
+    if run.tensor == 1:
+        return 0.0
+    layers, input_bytes = run.layers / run.stages, layer.kept
+    waiting = min(run.stages, run.micro_batches)
+    others = STATE_BYTES * parameters / run.stages
+    others += waiting * layers * input_bytes
+    # The first of several stages has most inputs, and no logits.
+    others += rest.kept if run.stages == 1 else 0.0
+    groups = 1 + sum(degree > 1 for degree in (run.tensor, run.data, run.stages))
+    one = refilled(2 * layers * input_bytes, others, groups, hardware.device)
+    return PASSES * run.micro_batches * one
+
+
 def predictor(row: Row) -> Callable[[Constants], float]:
     """Return the function that predicts a published row from constants."""
     run = Run.of(row)
@@ -154,11 +192,14 @@ def predictor(row: Row) -> Callable[[Constants], float]:
     layer = trace.block["full"].at(run.micro_batch, run.sequence)
     rest = trace.rest["none"].at(run.micro_batch, run.sequence)
 
+    again = taken_again(run, layer, rest, trace.parameters, hardware)
+
     def predict(constants: Constants) -> float:
         machines = replace(hardware, fitted=fitted_of(constants, "A100"))
         return step_seconds(run, layer, rest, trace.parameters, machines)
 
-    return predict
+    seconds = remembered(predict, hardware)
+    return lambda constants: seconds(constants) + again * constants.get(EMPTYING, 0.0)
 
 
 def megatron(rows: list[Row]) -> list[Case]:

@@ -18,10 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner_fit import Case, Constants, Row, fitted_of
+from planner_fit import (
+    EMPTYING,
+    Case,
+    Constants,
+    Row,
+    fitted_of,
+    refilled,
+    remembered,
+)
 
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
+from smp_core.plan import communicators
 from smp_core.plan.cluster import GIB
 from smp_core.plan.plan import Plan
 from smp_core.planner.devices import DEVICES
@@ -72,11 +81,13 @@ def stepped(
     sequence: int,
     counts: tuple[int, int],
     tensor: float = 1.0,
+    again: float = 0.0,
 ) -> Predict:
     """Return the function that predicts the seconds of a plan's step from constants.
 
     Args:
         tensor: how many times as many collectives of tensor ranks the program has.
+        again: GiB of a step that its allocator frees and takes again.
     """
 
     def predict(constants: Constants) -> float:
@@ -85,7 +96,8 @@ def stepped(
         step = model.step(*counts)
         return step.total + (tensor - 1) * step.tensor
 
-    return predict
+    seconds = remembered(predict, hardware)
+    return lambda constants: seconds(constants) + again * constants.get(EMPTYING, 0.0)
 
 
 def of_their_kernels(
@@ -138,10 +150,19 @@ def published(
         traced_so = trace.of_precision(row["recompute"], row["precision"])
         plan = decide(traced_so, asked, hardware.cluster())
         counts, tokens = _counts(row), int(row["seq"])
-        predict = stepped(plan, trace, hardware, tokens, counts)
+        planned, again = _planned_bytes(row, plan, trace), 0.0
+        if program == "nanotron":
+            # What its sums read is marked; what it gathered is kept anyway.
+            read_by_sums = 2 * trace.block["full"].at(counts[0], tokens).kept
+            held = read_by_sums * StagePart.of(plan, trace).blocks
+            groups = len(communicators(plan))
+            one = refilled(held, planned, groups, hardware.device)
+            # Forward and backward; nothing is computed again.
+            again = 2 * counts[1] * one if plan.layout.tensor > 1 else 0.0
+        predict = stepped(plan, trace, hardware, tokens, counts, again=again)
         case = Case(row, row["id"].split()[1], float(row["step_s"]), predict)
         if row["memory_gib"]:
-            case.used = _memory_error(row, plan, trace)
+            case.used = planned / GIB / float(row["memory_gib"]) - 1
         cases.append(case)
     return cases
 
@@ -178,9 +199,9 @@ def _asked(row: Row) -> SmpConfig:
     )
 
 
-def _memory_error(row: Row, plan: Plan, trace: ModelTrace) -> float:
-    """Return how far the planned peak is off. That of rank 0 was noted, which is of the
-    first stage. What nanotron does otherwise than our plan of it is added."""
+def _planned_bytes(row: Row, plan: Plan, trace: ModelTrace) -> float:
+    """Return the planned peak of rank 0, which was noted and is of the first stage.
+    What nanotron does otherwise than our plan of it is added."""
     counts, tokens, first = _counts(row), int(row["seq"]), states_of(plan)[:1]
     peak = peak_memory(plan, trace, *counts, tokens, states=first, in_stages=counts[1])
     part, tensor = StagePart.of(plan, trace), plan.layout.tensor
@@ -193,7 +214,7 @@ def _memory_error(row: Row, plan: Plan, trace: ModelTrace) -> float:
     if plan.layout.replicate == 1:
         # Parameters in bfloat16 stay beside their masters (its gradient_accumulator.py).
         planned += 2 * part.elements - peak.gathered
-    return planned / GIB / float(row["memory_gib"]) - 1
+    return planned
 
 
 def kept_there(row: Row) -> float:

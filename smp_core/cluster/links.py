@@ -178,8 +178,11 @@ class Links:
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Links:
+    def load(cls, path: str | os.PathLike[str], asked_by: str = "") -> Links:
         """Read the file of :meth:`save`.
+
+        Args:
+            asked_by: the option that names it; "": ``SMP_LINKS``.
 
         Raises:
             ValueError: no such file, or not one that :meth:`save` of this version
@@ -205,8 +208,8 @@ class Links:
             OverflowError,
         ) as error:
             raise ValueError(
-                f"{LINKS_VARIABLE}={os.fspath(path)}: no measurement of links ({error}); make one on the cluster with "
-                "`torchrun ... -m smp_core.cli topology --measure --store FILE`"
+                f"{asked_by or LINKS_VARIABLE}={os.fspath(path)}: no measurement of links ({error}); make one on the "
+                "cluster with `torchrun ... -m smp_core.cli topology --measure --store FILE`"
             ) from error
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from smp_core.outside import console, long_wait
+from smp_core.outside import console, long_wait, matplotlibs_figure
 from smp_core.planner.calibrate import calibrate
 from smp_core.planner.dry_run import compared, dry_run_of
 from smp_core.planner.explain import as_json, as_yaml, draw_plans, front_table, table
@@ -21,6 +21,7 @@ from smp_core.planner.planner import (
     require_limits,
     within,
 )
+from smp_core.planner.search import read_fixed
 from smp_core.planner.trace import trace
 from smp_core.planner.workload import Workload
 from smp_core.run_log import Run
@@ -178,10 +179,13 @@ def _require_places(out: Path | None, picture: Path | None) -> None:
             raise ValueError(
                 f"{option}={path}: cannot be written; write a file in a folder that is there"
             )
-    if picture is not None and picture.suffix.lower() not in (".svg", ".png", ".pdf"):
+    if picture is None:
+        return
+    if picture.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise ValueError(
             f"--picture={picture} is drawn by the ending of its name; allowed: .svg, .png, .pdf"
         )
+    matplotlibs_figure()
 
 
 def _show(
@@ -222,4 +226,5 @@ def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name or not value:
         raise ValueError(f"{text!r} is no knob with its value; write it as shard=16")
+    read_fixed([(name, value)])  # what is no knob is said before the trace
     return name, value

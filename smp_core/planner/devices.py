@@ -1,5 +1,6 @@
 """Devices and machines as data: peaks, memory, bandwidths, and the machines that one
-can rent. Every row names its source.
+can rent. Every row names its source: a page of the device's maker, of AWS (EC2), Azure
+(ND), Google Cloud (a2 to a4) or NVIDIA (DGX).
 
 Bandwidths are of one direction. Where NVIDIA prints figures with 2:4 sparsity, half of
 that stands here.
@@ -135,63 +136,29 @@ _PCIE3, _PCIE4, _PCIE5, _PCIE6 = 16e9, 32e9, 64e9, 128e9
 DEVICES: dict[str, Device] = {
     # of float16
     "v100-16g": Device(
-        "V100",
-        15.8,
-        900e9,
-        150e9,
-        _PCIE3,
-        "NVIDIA V100 data sheet: SXM2 16 GB, NVLink",
-        125e12,
+        "V100", 15.8, 900e9, 150e9, _PCIE3, "data sheet: SXM2 16 GB, NVLink", 125e12
     ),
     "v100-32g": Device(
-        "V100",
-        31.7,
-        900e9,
-        150e9,
-        _PCIE3,
-        "NVIDIA V100 data sheet: SXM2 32 GB, NVLink",
-        125e12,
+        "V100", 31.7, 900e9, 150e9, _PCIE3, "data sheet: SXM2 32 GB, NVLink", 125e12
     ),
     "a100-40g": Device(
-        "A100",
-        39.4,
-        1555e9,
-        300e9,
-        _PCIE4,
-        "NVIDIA A100 data sheet: SXM 40 GB, NVLink 600 GB/s",
+        "A100", 39.4, 1555e9, 300e9, _PCIE4, "data sheet: SXM 40 GB, NVLink 600 GB/s"
     ),
     "a100-80g": Device(
-        "A100",
-        79.2,
-        2039e9,
-        300e9,
-        _PCIE4,
-        "NVIDIA A100 data sheet: SXM 80 GB, NVLink 600 GB/s",
+        "A100", 79.2, 2039e9, 300e9, _PCIE4, "data sheet: SXM 80 GB, NVLink 600 GB/s"
     ),
     "a100-pcie-40g": Device(
-        "A100 PCIE", 39.4, 1555e9, _PCIE4, _PCIE4, "NVIDIA A100 data sheet: PCIe 40 GB"
+        "A100 PCIE", 39.4, 1555e9, _PCIE4, _PCIE4, "data sheet: PCIe 40 GB"
     ),
     "a100-pcie-80g": Device(
-        "A100 PCIE", 79.2, 1935e9, _PCIE4, _PCIE4, "NVIDIA A100 data sheet: PCIe 80 GB"
+        "A100 PCIE", 79.2, 1935e9, _PCIE4, _PCIE4, "data sheet: PCIe 80 GB"
     ),
     "h100-80g": Device(
-        "H100",
-        79.2,
-        3350e9,
-        450e9,
-        _PCIE5,
-        "NVIDIA H100 data sheet: SXM, NVLink 900 GB/s",
+        "H100", 79.2, 3350e9, 450e9, _PCIE5, "data sheet: SXM, NVLink 900 GB/s"
     ),
-    "h100-pcie": Device(
-        "H100 PCIE", 79.2, 2000e9, _PCIE5, _PCIE5, "NVIDIA H100 data sheet: PCIe"
-    ),
+    "h100-pcie": Device("H100 PCIE", 79.2, 2000e9, _PCIE5, _PCIE5, "data sheet: PCIe"),
     "h200": Device(
-        "H200",
-        139.8,
-        4800e9,
-        450e9,
-        _PCIE5,
-        "NVIDIA H200 data sheet: SXM 141 GB, NVLink 900 GB/s",
+        "H200", 139.8, 4800e9, 450e9, _PCIE5, "data sheet: SXM 141 GB, NVLink 900 GB/s"
     ),
     "gh200": Device(
         "GH200",
@@ -199,7 +166,7 @@ DEVICES: dict[str, Device] = {
         4000e9,
         450e9,
         450e9,
-        "NVIDIA GH200 data sheet: 96 GB HBM3, NVLink-C2C 900 GB/s",
+        "data sheet: 96 GB HBM3, NVLink-C2C 900 GB/s",
     ),
     "b200": Device(
         "B200",
@@ -207,64 +174,28 @@ DEVICES: dict[str, Device] = {
         8000e9,
         900e9,
         _PCIE5,
-        "NVIDIA DGX B200 data sheet: 1,440 GB in 8, NVLink 1.8 TB/s",
+        "data sheet: 1,440 GB in 8, NVLink 1.8 TB/s",
     ),
     "gb200": Device(
-        "GB200",
-        184.0,
-        8000e9,
-        900e9,
-        225e9,
-        "NVIDIA GB200 NVL72 data sheet: 186 GB, half a CPU's C2C",
+        "GB200", 184.0, 8000e9, 900e9, 225e9, "data sheet: 186 GB, half a CPU's C2C"
     ),
     "b300": Device(
-        "B300",
-        267.0,
-        8000e9,
-        900e9,
-        _PCIE6,
-        "NVIDIA DGX B300 data sheet: 288 GB each, NVLink 1.8 TB/s",
+        "B300", 267.0, 8000e9, 900e9, _PCIE6, "data sheet: 288 GB each, NVLink 1.8 TB/s"
     ),
     "dgx-spark": Device(
-        "GB10",
-        119.0,
-        273e9,
-        25e9,
-        273e9,
-        "NVIDIA DGX Spark data sheet: 128 GB, 200 Gb/s",
+        "GB10", 119.0, 273e9, 25e9, 273e9, "data sheet: 128 GB, 200 Gb/s"
     ),
-    "a10g": Device(
-        "A10G", 22.1, 600e9, _PCIE4, _PCIE4, "NVIDIA A10G data sheet: 24 GB, PCIe Gen4"
-    ),
+    "a10g": Device("A10G", 22.1, 600e9, _PCIE4, _PCIE4, "data sheet: 24 GB, PCIe Gen4"),
     "a40": Device(
-        "A40",
-        44.4,
-        696e9,
-        _PCIE4,
-        _PCIE4,
-        "NVIDIA A40 data sheet: 48 GB with ECC, PCIe Gen4",
+        "A40", 44.4, 696e9, _PCIE4, _PCIE4, "data sheet: 48 GB with ECC, PCIe Gen4"
     ),
-    "l4": Device(
-        "L4", 22.0, 300e9, _PCIE4, _PCIE4, "NVIDIA L4 data sheet: 24 GB, PCIe Gen4"
-    ),
-    "l40s": Device(
-        "L40S", 44.5, 864e9, _PCIE4, _PCIE4, "NVIDIA L40S data sheet: 48 GB, PCIe Gen4"
-    ),
+    "l4": Device("L4", 22.0, 300e9, _PCIE4, _PCIE4, "data sheet: 24 GB, PCIe Gen4"),
+    "l40s": Device("L40S", 44.5, 864e9, _PCIE4, _PCIE4, "data sheet: 48 GB, PCIe Gen4"),
     "rtx-a6000": Device(
-        "RTX A6000",
-        47.4,
-        768e9,
-        _PCIE4,
-        _PCIE4,
-        "NVIDIA RTX A6000 data sheet: 48 GB, PCIe Gen4",
+        "RTX A6000", 47.4, 768e9, _PCIE4, _PCIE4, "data sheet: 48 GB, PCIe Gen4"
     ),
     "rtx-6000-ada": Device(
-        "RTX 6000 Ada",
-        47.4,
-        960e9,
-        _PCIE4,
-        _PCIE4,
-        "NVIDIA RTX 6000 Ada data sheet: 48 GB",
+        "RTX 6000 Ada", 47.4, 960e9, _PCIE4, _PCIE4, "data sheet: 48 GB"
     ),
     "rtx-4090": Device(
         "RTX 4090",
@@ -272,7 +203,7 @@ DEVICES: dict[str, Device] = {
         1008e9,
         _PCIE4,
         _PCIE4,
-        "NVIDIA Ada architecture paper: 24 GB, PCIe Gen4",
+        "Ada architecture paper: 24 GB, PCIe Gen4",
     ),
     "rtx-5090": Device(
         "RTX 5090",
@@ -283,28 +214,13 @@ DEVICES: dict[str, Device] = {
         "NVIDIA RTX Blackwell architecture paper: 32 GB",
     ),
     "mi300x": Device(
-        "MI300X",
-        191.5,
-        5300e9,
-        448e9,
-        _PCIE5,
-        "AMD Instinct MI300X data sheet: 192 GB, 7 x 64 GB/s",
+        "MI300X", 191.5, 5300e9, 448e9, _PCIE5, "data sheet: 192 GB, 7 x 64 GB/s"
     ),
     "mi325x": Device(
-        "MI325X",
-        255.5,
-        6000e9,
-        448e9,
-        _PCIE5,
-        "AMD Instinct MI325X data sheet: 256 GB, 7 x 64 GB/s",
+        "MI325X", 255.5, 6000e9, 448e9, _PCIE5, "data sheet: 256 GB, 7 x 64 GB/s"
     ),
     "mi355x": Device(
-        "MI355X",
-        287.5,
-        8000e9,
-        537.6e9,
-        _PCIE5,
-        "AMD Instinct MI355X data sheet: 288 GB, 7 x 76.8 GB/s",
+        "MI355X", 287.5, 8000e9, 537.6e9, _PCIE5, "data sheet: 288 GB, 7 x 76.8 GB/s"
     ),
 }
 
@@ -337,99 +253,74 @@ class Machine:
 # `plan="auto"` knows a device only, and takes the network of its first row here.
 MACHINES: dict[str, Machine] = {
     "p3dn": Machine(
-        "v100-32g", 8, 100, "AWS EC2 P3 page: p3dn.24xlarge, 100 Gbps", first_efa=True
+        "v100-32g", 8, 100, "EC2 P3 page: p3dn.24xlarge, 100 Gbps", first_efa=True
     ),
     "p4d": Machine(
-        "a100-40g",
-        8,
-        400,
-        "AWS EC2 P4 page: p4d.24xlarge, EFA 400 Gbps",
-        first_efa=True,
+        "a100-40g", 8, 400, "EC2 P4 page: p4d.24xlarge, EFA 400 Gbps", first_efa=True
     ),
     "p4de": Machine(
-        "a100-80g",
-        8,
-        400,
-        "AWS EC2 P4 page: p4de.24xlarge, EFA 400 Gbps",
-        first_efa=True,
+        "a100-80g", 8, 400, "EC2 P4 page: p4de.24xlarge, EFA 400 Gbps", first_efa=True
     ),
-    "p5": Machine("h100-80g", 8, 3200, "AWS EC2 P5 page: p5.48xlarge, EFA 3,200 Gbps"),
-    "p5e": Machine("h200", 8, 3200, "AWS EC2 P5 page: p5e.48xlarge, EFA 3,200 Gbps"),
-    "p5en": Machine("h200", 8, 3200, "AWS EC2 P5 page: p5en.48xlarge, EFA 3,200 Gbps"),
-    "p6-b200": Machine(
-        "b200", 8, 3200, "AWS EC2 P6 page: p6-b200.48xlarge, EFA 3.2 Tbps"
-    ),
-    "p6-b300": Machine(
-        "b300", 8, 6400, "AWS EC2 P6 page: p6-b300.48xlarge, EFA 6.4 Tbps"
-    ),
-    "g5": Machine("a10g", 8, 100, "AWS EC2 G5 page: g5.48xlarge, 100 Gbps"),
-    "g6": Machine("l4", 8, 100, "AWS EC2 G6 page: g6.48xlarge, 100 Gbps"),
-    "g6e": Machine("l40s", 8, 400, "AWS EC2 G6e page: g6e.48xlarge, 400 Gbps"),
+    "p5": Machine("h100-80g", 8, 3200, "EC2 P5 page: p5.48xlarge, EFA 3,200 Gbps"),
+    "p5e": Machine("h200", 8, 3200, "EC2 P5 page: p5e.48xlarge, EFA 3,200 Gbps"),
+    "p5en": Machine("h200", 8, 3200, "EC2 P5 page: p5en.48xlarge, EFA 3,200 Gbps"),
+    "p6-b200": Machine("b200", 8, 3200, "EC2 P6 page: p6-b200.48xlarge, EFA 3.2 Tbps"),
+    "p6-b300": Machine("b300", 8, 6400, "EC2 P6 page: p6-b300.48xlarge, EFA 6.4 Tbps"),
+    "g5": Machine("a10g", 8, 100, "EC2 G5 page: g5.48xlarge, 100 Gbps"),
+    "g6": Machine("l4", 8, 100, "EC2 G6 page: g6.48xlarge, 100 Gbps"),
+    "g6e": Machine("l40s", 8, 400, "EC2 G6e page: g6e.48xlarge, 400 Gbps"),
     "nd-a100-v4": Machine(
-        "a100-40g",
-        8,
-        1600,
-        "Azure ND A100 v4 page: ND96asr_v4, 8 x 200 Gb/s InfiniBand",
+        "a100-40g", 8, 1600, "ND A100 v4 page: ND96asr_v4, 8 x 200 Gb/s InfiniBand"
     ),
     "ndm-a100-v4": Machine(
         "a100-80g",
         8,
         1600,
-        "Azure NDm A100 v4 page: ND96amsr_A100_v4, 8 x 200 Gb/s InfiniBand",
+        "NDm A100 v4 page: ND96amsr_A100_v4, 8 x 200 Gb/s InfiniBand",
     ),
     "nd-h100-v5": Machine(
-        "h100-80g",
-        8,
-        3200,
-        "Azure ND H100 v5 page: ND96isr_H100_v5, 8 x 400 Gb/s InfiniBand",
+        "h100-80g", 8, 3200, "ND H100 v5 page: ND96isr_H100_v5, 8 x 400 Gb/s InfiniBand"
     ),
     "nd-h200-v5": Machine(
-        "h200",
-        8,
-        3200,
-        "Azure ND H200 v5 page: ND96isr_H200_v5, 8 x 400 Gb/s InfiniBand",
+        "h200", 8, 3200, "ND H200 v5 page: ND96isr_H200_v5, 8 x 400 Gb/s InfiniBand"
     ),
     "nd-mi300x-v5": Machine(
         "mi300x",
         8,
         3200,
-        "Azure ND MI300X v5 page: ND96isr_MI300X_v5, 8 x 400 Gb/s InfiniBand",
+        "ND MI300X v5 page: ND96isr_MI300X_v5, 8 x 400 Gb/s InfiniBand",
     ),
-    "a2-highgpu-8g": Machine(
-        "a100-40g", 8, 100, "Google Cloud GPU machine types page: 100 Gbps"
-    ),
-    "a2-ultragpu-8g": Machine(
-        "a100-80g", 8, 100, "Google Cloud GPU machine types page: 100 Gbps"
-    ),
+    "a2-highgpu-8g": Machine("a100-40g", 8, 100, "GPU machine types page: 100 Gbps"),
+    "a2-ultragpu-8g": Machine("a100-80g", 8, 100, "GPU machine types page: 100 Gbps"),
     "a3-highgpu-8g": Machine(
-        "h100-80g", 8, 800, "Google Cloud GPU machine types page: 4 x 200 Gbps of GPUs"
+        "h100-80g", 8, 800, "GPU machine types page: 4 x 200 Gbps of GPUs"
     ),
     "a3-megagpu-8g": Machine(
-        "h100-80g", 8, 1600, "Google Cloud GPU machine types page: 8 x 200 Gbps of GPUs"
+        "h100-80g", 8, 1600, "GPU machine types page: 8 x 200 Gbps of GPUs"
     ),
     "a3-ultragpu-8g": Machine(
-        "h200", 8, 3200, "Google Cloud GPU machine types page: 8 x 400 Gbps of GPUs"
+        "h200", 8, 3200, "GPU machine types page: 8 x 400 Gbps of GPUs"
     ),
     "a4-highgpu-8g": Machine(
-        "b200", 8, 3200, "Google Cloud GPU machine types page: 8 x 400 Gbps of GPUs"
+        "b200", 8, 3200, "GPU machine types page: 8 x 400 Gbps of GPUs"
     ),
     "dgx-a100": Machine(
-        "a100-80g", 8, 1600, "NVIDIA DGX A100 data sheet: 8 x 200 Gb/s InfiniBand"
+        "a100-80g", 8, 1600, "DGX A100 data sheet: 8 x 200 Gb/s InfiniBand"
     ),
     "dgx-h100": Machine(
-        "h100-80g", 8, 3200, "NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand"
+        "h100-80g", 8, 3200, "DGX H100 data sheet: 8 x 400 Gb/s InfiniBand"
     ),
     "dgx-h200": Machine(
-        "h200", 8, 3200, "NVIDIA DGX H200 data sheet: 8 x 400 Gb/s InfiniBand"
+        "h200", 8, 3200, "DGX H200 data sheet: 8 x 400 Gb/s InfiniBand"
     ),
     "dgx-b200": Machine(
-        "b200", 8, 3200, "NVIDIA DGX B200 data sheet: 8 x 400 Gb/s InfiniBand"
+        "b200", 8, 3200, "DGX B200 data sheet: 8 x 400 Gb/s InfiniBand"
     ),
     "dgx-b300": Machine(
-        "b300", 8, 6400, "NVIDIA DGX B300 data sheet: 8 x 800 Gb/s InfiniBand"
+        "b300", 8, 6400, "DGX B300 data sheet: 8 x 800 Gb/s InfiniBand"
     ),
     "gb200-nvl72": Machine(
-        "gb200", 72, 28800, "NVIDIA DGX GB200 data sheet: 72 x 400 Gb/s InfiniBand"
+        "gb200", 72, 28800, "DGX GB200 data sheet: 72 x 400 Gb/s InfiniBand"
     ),
 }
 

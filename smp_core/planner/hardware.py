@@ -166,11 +166,12 @@ class Hardware:
         Raises:
             ValueError: they are of another number of nodes or ranks.
         """
-        links = Links.load(path)
+        links = Links.load(path, "--links")
         if (links.nodes, links.ranks_per_node) != (self.nodes, self.ranks_per_node):
             raise ValueError(
-                f"{os.fspath(path)} was measured on {links.nodes} x {links.ranks_per_node} ranks, and the cluster has "
-                f"{self.nodes} x {self.ranks_per_node}; leave it out, or plan for {links.nodes}x{links.ranks_per_node}"
+                f"--links={os.fspath(path)} was measured on {links.nodes} x {links.ranks_per_node} ranks, and the "
+                f"cluster has {self.nodes} x {self.ranks_per_node}; leave it out, or plan for "
+                f"{links.nodes}x{links.ranks_per_node}"
             )
         return replace(self, measured=links)
 

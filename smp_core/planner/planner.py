@@ -26,6 +26,7 @@ from smp_core.planner.search import (
     search,
     simplest,
 )
+from smp_core.planner.search_space import require_degrees, require_fp8_products
 from smp_core.planner.stage_time import step_model
 from smp_core.planner.time import TIME_PARTS
 from smp_core.planner.trace import trace
@@ -319,6 +320,8 @@ def plan(
     # What the user wrote is checked before the trace, which takes seconds.
     hardware = cluster if isinstance(cluster, Hardware) else Hardware.parse(cluster)
     given = read_fixed(fixed)
+    require_degrees(given, hardware)
+    require_fp8_products(given, hardware.device)
     traced = model if isinstance(model, ModelTrace) else trace(model, workload.sequence)
     found = search(traced, hardware, workload, given, objective)
     name = "model" if isinstance(model, ModelTrace) else model

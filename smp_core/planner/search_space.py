@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_core.cluster import DEGREES
-from smp_core.config import Activations, Fp8Recipe, Pipeline
-from smp_core.plan import Cluster, chunks_of
+from smp_core.config import Activations, Fp8Recipe, Pipeline, SmpConfig
+from smp_core.engine.decide import settle_layout
+from smp_core.plan import Cluster, Draft, chunks_of
+from smp_core.planner.devices import Device
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.time import computed_seconds
@@ -32,6 +34,41 @@ _SLOW = 0.1  # a message by a stage's forward and backward
 _LARGEST_MICRO_BATCH = 256
 # Shorter pieces of a sequence are not worth their exchange of keys.
 _TOKENS_OF_A_PIECE = 1024
+
+
+def require_degrees(fixed: Mapping[str, Any], hardware: Hardware) -> None:
+    """Refuse fixed degrees that the machines do not take, whatever the model is."""
+    asked = {knob: fixed[knob] for knob in DEGREES.values() if knob in fixed}
+    asked["shard_degree"] = fixed.get("shard_degree", "auto")
+    if asked["shard_degree"] == "auto":  # of whose ranks context ranks are
+        asked.update(shard_degree=1, context_parallel_degree=1)
+    if "tensor_parallel" in fixed:
+        asked["tensor_parallel"] = fixed["tensor_parallel"]
+    settle_layout(Draft(SmpConfig(**asked)), hardware.cluster().topology)
+
+
+def require_fp8_products(fixed: Mapping[str, Any], device: Device) -> None:
+    """Refuse FP8 on a device, or with fields, that it is not planned with."""
+    asked = fixed.get("fp8")
+    recipe = None if asked is None else Fp8Recipe.read(asked)
+    if recipe is None:
+        return
+    # Speed is planned of native layers on tensor cores; anything else would be told a
+    # time that it does not have.
+    if device.fp8_flops is None:
+        raise ValueError(
+            f"fp8: {device.name} has no tensor cores for FP8 in its data sheet, without which products "
+            "are emulated; leave fp8 out, plan for a device that has them, as h100-80g, or write fp8_tflops "
+            "of one's own device into its YAML file"
+        )
+    plain = Fp8Recipe()
+    for field in ("backend", "include", "exclude"):
+        value, planned = getattr(recipe, field), getattr(plain, field)
+        if value != planned:
+            raise ValueError(
+                f"fp8.{field}={value!r} is not planned with: the native layers in all places are; leave it out, "
+                "and add it to the file by hand"
+            )
 
 
 @dataclass(frozen=True)
@@ -91,29 +128,7 @@ class SearchSpace:
         self._require_dealt_evenly()
         # A run emulates what its device does not have.
         if workload.precision != "trainer":
-            self._require_fp8_products()
-
-    def _require_fp8_products(self) -> None:
-        asked, device = self.fixed.get("fp8"), self.hardware.device
-        # Speed is planned of native layers on tensor cores; anything else would be told
-        # a time that it does not have.
-        recipe = None if asked is None else Fp8Recipe.read(asked)
-        if recipe is None:
-            return
-        if device.fp8_flops is None:
-            raise ValueError(
-                f"fp8: {device.name} has no tensor cores for FP8 in its data sheet, without which products "
-                "are emulated; leave fp8 out, plan for a device that has them, as h100-80g, or write fp8_tflops "
-                "of one's own device into its YAML file"
-            )
-        plain = Fp8Recipe()
-        for field in ("backend", "include", "exclude"):
-            value, planned = getattr(recipe, field), getattr(plain, field)
-            if value != planned:
-                raise ValueError(
-                    f"fp8.{field}={value!r} is not planned with: the native layers in all places are; leave it out, "
-                    "and add it to the file by hand"
-                )
+            require_fp8_products(self.fixed, hardware.device)
 
     def _require_dealt_evenly(self) -> None:
         """Refuse a fixed degree that does not divide the experts of a layer, or that is

@@ -224,6 +224,13 @@ def test_the_command_takes_tokens_of_a_step_a_price_and_days(
         (["--out", "nowhere/plan.yaml"], "--out=nowhere"),
         (["--picture", "nowhere/plan.svg"], "--picture=nowhere"),
         (["--picture", "plan.xyz"], "allowed: .svg, .png, .pdf"),
+        (["--links", "nowhere.json"], "--links=nowhere.json: no measurement"),
+        (["--fix", "tensor=3"], "allowed: 1, 2, 4"),
+        (["--fix", "pipeline=3"], "pipeline_parallel_degree=3"),
+        (["--fix", "shard=2", "--fix", "context=4"], "context_parallel_degree=4"),
+        (["--fix", "fp8.include=[mlp]", "--fix", "fp8.enabled=true"], "fp8"),
+        (["--why-not", "tensr=8"], "tensr"),
+        (["--why-not", "micro_batch=0"], "micro_batch=0"),
     ],
 )
 def test_what_is_written_wrongly_is_said_before_the_trace(
