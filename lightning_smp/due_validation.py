@@ -19,7 +19,6 @@ beginning.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -29,6 +28,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from smp_core.checkpoint.random_state import random_state
+
+# Batches between two questions at the most.
+_MOST_BATCHES = 7
 
 
 def is_due(trainer: Trainer) -> bool:
@@ -98,7 +100,7 @@ def begins_with_it(trainer: Trainer) -> bool:
     return True
 
 
-def agree_on_time(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
+def agree_on_time(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
     """Let rank 0's clock tell all ranks when ``val_check_interval``, given as a time, has
     passed.
 
@@ -110,32 +112,53 @@ def agree_on_time(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
     """
     loop: Any = trainer.fit_loop.epoch_loop
     if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
-        asked = functools.partial(_is_due_by_rank_0, loop, broadcast, {})
-        loop._should_check_val_fx = asked
+        loop._should_check_val_fx = _ClockOfRank0(loop, broadcast)
 
 
-def _is_due_by_rank_0(
-    loop: Any,
-    broadcast: Callable[[bool], bool],
-    answers: dict[tuple[int, float], bool],
-    fetcher: Any,
-) -> bool:
-    trainer = loop.trainer
-    interval = trainer._val_check_time_interval
-    # A batch and the validation before it have one answer, whoever asks: a checkpoint
-    # of this batch, or Lightning at its end.
-    now = (loop.total_batch_idx, trainer._last_val_time)
-    if now not in answers:
-        passed = broadcast(time.monotonic() - trainer._last_val_time >= interval)
-        answers.clear()
-        answers[now] = passed
-    # Lightning's other rules, with an interval that has passed, or never does.
-    trainer._val_check_time_interval = -math.inf if answers[now] else math.inf
-    try:
-        due: bool = type(loop)._should_check_val_fx(loop, fetcher)
-    finally:
-        trainer._val_check_time_interval = interval
-    return due
+class _ClockOfRank0:
+    """Lightning's rule of when a validation is due, by the time that has passed on rank
+    0, which is asked for more rarely while much of the interval is left."""
+
+    def __init__(self, loop: Any, broadcast: Callable[[Any], Any]) -> None:
+        self.loop, self._broadcast = loop, broadcast
+        self._now: tuple[int, float] | None = None
+        self._passed = False
+        # Batches until the next question, since the last one, and when that was.
+        self._wait = self._since = 0
+        self._asked_at = time.monotonic()
+
+    def __call__(self, fetcher: Any) -> bool:
+        trainer = self.loop.trainer
+        interval = trainer._val_check_time_interval
+        # A batch and the validation before it have one answer, whoever asks: a
+        # checkpoint of this batch, or Lightning at its end.
+        now = (self.loop.total_batch_idx, trainer._last_val_time)
+        if now != self._now:
+            # Behind a validation the pace is another one.
+            if self._now is None or now[1] != self._now[1]:
+                self._wait = 0
+            self._now, self._passed = now, False
+            self._wait, self._since = self._wait - 1, self._since + 1
+            if self._wait < 0:
+                self._ask(interval, trainer._last_val_time)
+        # Lightning's other rules, with an interval that has passed, or never does.
+        trainer._val_check_time_interval = -math.inf if self._passed else math.inf
+        try:
+            due: bool = type(self.loop)._should_check_val_fx(self.loop, fetcher)
+        finally:
+            trainer._val_check_time_interval = interval
+        return due
+
+    def _ask(self, interval: float, begun: float) -> None:
+        """Get from rank 0 whether the interval has passed and, where it has not, how
+        many batches it will surely not pass in. Collective."""
+        time_now = time.monotonic()
+        left = interval - (time_now - begun)
+        # Batches may become slower: half as many as would fit, with a bound.
+        batches = int(left * self._since / max(time_now - self._asked_at, 1e-9) / 2)
+        wait = min(_MOST_BATCHES, max(0, batches))
+        self._passed, self._wait = self._broadcast((left <= 0, wait))
+        self._since, self._asked_at = 0, time_now
 
 
 class BeforeValidation:

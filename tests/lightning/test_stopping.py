@@ -3,19 +3,23 @@ other; ranks whose clocks differ validate together."""
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
 
+from lightning_smp.due_validation import agree_on_time
 from tests.harness import RanksFailed, run_ranks
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import fit, make_trainer
 
 SAID = (
-    r"rank 0 is at trainer.should_stop = True and rank 1 at the next batch[\s\S]*"
+    r"(rank 0 is at trainer.should_stop = True and rank 1 at the next batch|"
+    r"rank 1 is at the next batch and rank 0 at trainer.should_stop = True)[\s\S]*"
     r"reduce_boolean_decision\(this_rank_stops, all=False\)"
 )
 
@@ -42,10 +46,9 @@ def steps(hook: str, ranks: tuple[int, ...], knobs: dict[str, Any]) -> int:
     return len(run.losses)
 
 
-@pytest.mark.parametrize(("hook", "shard"), [("batch", 1), ("epoch", 2)])
-def test_a_rank_that_stops_alone_is_named(hook: str, shard: int) -> None:
+def test_a_rank_that_stops_alone_is_named() -> None:
     with pytest.raises(RanksFailed, match=SAID):
-        run_ranks(steps, 2, hook, (0,), {"shard_degree": shard})
+        run_ranks(steps, 2, "batch", (0,), {"shard_degree": 1})
 
 
 def steps_validating_inside(ranks: tuple[int, ...]) -> int:
@@ -69,6 +72,24 @@ def test_a_rank_that_stops_before_its_own_validation_is_named() -> None:
     ):
         run_ranks(steps_validating_inside, 2, (0,), timeout=60)
     assert run_ranks(steps_validating_inside, 2, (0, 1)) == [4, 4]
+
+
+def what_is_caught(hook: str) -> str:
+    trainer = make_trainer(
+        {"shard_degree": 2}, max_epochs=2, callbacks=[Stops(hook, (0,))]
+    )
+    try:
+        trainer.fit(LanguageModule())
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("hook", ["last batch", "epoch"])
+def test_a_rank_that_stops_behind_an_epoch_leaves_no_other_waiting(hook: str) -> None:
+    """Also where the script catches the error and its processes go on."""
+    for said in run_ranks(what_is_caught, 2, hook, timeout=60):
+        assert re.match(SAID, said), said
 
 
 class Clock(Callback):
@@ -104,6 +125,34 @@ def test_the_clock_of_rank_0_says_when_to_validate() -> None:
     alone = steps_of_validations()
     assert alone == [1, 3]
     assert run_ranks(steps_of_validations, 2, timeout=60) == [alone, alone]
+
+
+class Loop:
+    """What Lightning's epoch loop has of its rule."""
+
+    def __init__(self) -> None:
+        self.total_batch_idx = 0
+        self.trainer = SimpleNamespace(
+            _val_check_time_interval=3600.0,
+            _last_val_time=time.monotonic(),
+            fit_loop=SimpleNamespace(epoch_loop=self),
+        )
+
+    def _should_check_val_fx(self, fetcher: Any) -> bool:
+        return self.trainer._val_check_time_interval < 0
+
+
+def test_rank_0_is_not_asked_at_each_batch_of_a_long_interval() -> None:
+    loop, answers = Loop(), []
+    agree_on_time(loop.trainer, lambda answer: answers.append(answer) or answer)  # type: ignore[arg-type, func-returns-value]
+    due = []
+    for loop.total_batch_idx in range(80):
+        due += [loop._should_check_val_fx(None), loop._should_check_val_fx(None)]
+    assert not any(due) and len(answers) <= 12
+    loop.trainer._last_val_time -= 3600
+    assert loop._should_check_val_fx(None) and loop._should_check_val_fx(None)
+    assert answers[-1] == (True, 0)
+    assert loop.trainer._val_check_time_interval == 3600
 
 
 def test_ranks_that_stop_together_stop() -> None:
