@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_smp.dealt import DealtLoader
@@ -150,6 +151,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._memory_log, self._run_log = memory_log, run_log
         self._record: RunRecord | None = None
         self._logged: dict[str, Any] = {}
+        self._steps: list[RemovableHandle] = []
         self._of_evaluation: set[str] = set()
 
     # The batches
@@ -189,6 +191,13 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         why_not = f"takes the memory of SmpShardedStrategy apart, and this is {type(strategy).__name__}; leave it out"
         self._start_watching(parallel, trainer.optimizers, log, step, why_not)
         self._start_record(trainer, parallel)
+        # Forward passes may follow a step of manual optimization, in the same batch.
+        go_on = functools.partial(_after_step, self._figures)
+        self._steps = [
+            optimizer.register_step_post_hook(go_on)
+            for optimizer in trainer.optimizers
+            if not pl_module.automatic_optimization
+        ]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -233,11 +242,23 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         if not pl_module.automatic_optimization:
             self._figures.measure_forward()
 
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        # An optimizer's own products (Muon's) are none of the model's.
+        assert self._figures is not None
+        self._figures.end_forward()
+
+    def _end_figures(self) -> None:
+        for hook in self._steps:
+            hook.remove()
+        if self._figures is not None:
+            self._figures.end()
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if self._figures is not None:
-            self._figures.end()
+        self._end_figures()
         self._abandon_watch()
         self._end_record(exception)
 
@@ -283,8 +304,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         # The last steps, fewer than a report has.
         if self._booked_step > self._reported_step:
             self._report(trainer, ended=True)
-        if self._figures is not None:
-            self._figures.end()
+        self._end_figures()
 
     def _end_record(self, error: BaseException | None = None) -> None:
         if self._record is not None:
@@ -397,6 +417,10 @@ def _over_ranks(trainer: Trainer, values: list[float], operation: str) -> list[f
     )
     every = dist.group.WORLD if dist.is_initialized() else None
     return trainer.strategy.reduce(tensor, every, reduce_op=operation).tolist()
+
+
+def _after_step(figures: JobFigures, *_: Any) -> None:
+    figures.measure_forward()
 
 
 def _parallel_model(trainer: Trainer) -> ParallelModel | None:

@@ -334,6 +334,9 @@ class ProcessGroupStrategy(ParallelStrategy):
     def _begin_batch(self, loop: Any, fetcher: Any) -> None:
         # Lightning broadcasts at once whether rank 0 was told to end.
         if self._watch is not None:
+            # One that has stopped alone at the end of an epoch fails on all ranks.
+            if loop.batch_progress.current.ready == 0:
+                self._meet("the next batch")
             self._watch.meetings.batches += 1
         type(loop).advance(loop, fetcher)
 

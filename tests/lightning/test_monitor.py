@@ -89,6 +89,14 @@ class ManualModel(Model):
         return torch.optim.SGD(first, 0.1), torch.optim.SGD(self.head.parameters(), 0.1)
 
 
+class MuonModel(ManualModel):
+    """Optimizers that multiply matrices themselves."""
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.embed.parameters(), self.middle.weight]
+        return torch.optim.Muon(first, 0.1), torch.optim.Muon([self.head.weight], 0.1)
+
+
 class PerStep(Callback):
     """What the meter says about each single optimizer step of this rank."""
 
@@ -230,6 +238,13 @@ def test_bytes_are_sums_over_a_nodes_ranks_per_step_without_evaluation(
         assert [without_seconds(step) for step in alone] == [
             without_seconds(step) for step in between
         ]
+
+
+def test_products_of_an_optimizer_are_none_of_the_models() -> None:
+    monitor = SmpMonitor(every_n_steps=2)
+    make_trainer(callbacks=[monitor], limit_val_batches=0).fit(MuonModel())
+    passes = 2 * LENGTH * FLOPS_PER_TOKEN
+    assert flops_per_sample(monitor.latest, 1) == pytest.approx(passes, rel=1e-12)
 
 
 def test_mfu_is_the_share_of_the_given_peak() -> None:

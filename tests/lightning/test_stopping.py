@@ -3,6 +3,7 @@ other; ranks whose clocks differ validate together."""
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,8 @@ from tests.lightning.modules import LanguageModule
 from tests.lightning.running import fit, make_trainer
 
 SAID = (
-    r"rank 0 is at trainer.should_stop = True and rank 1 at the next batch[\s\S]*"
+    r"(rank 0 is at trainer.should_stop = True and rank 1 at the next batch|"
+    r"rank 1 is at the next batch and rank 0 at trainer.should_stop = True)[\s\S]*"
     r"reduce_boolean_decision\(this_rank_stops, all=False\)"
 )
 
@@ -42,10 +44,9 @@ def steps(hook: str, ranks: tuple[int, ...], knobs: dict[str, Any]) -> int:
     return len(run.losses)
 
 
-@pytest.mark.parametrize(("hook", "shard"), [("batch", 1), ("epoch", 2)])
-def test_a_rank_that_stops_alone_is_named(hook: str, shard: int) -> None:
+def test_a_rank_that_stops_alone_is_named() -> None:
     with pytest.raises(RanksFailed, match=SAID):
-        run_ranks(steps, 2, hook, (0,), {"shard_degree": shard})
+        run_ranks(steps, 2, "batch", (0,), {"shard_degree": 1})
 
 
 def steps_validating_inside(ranks: tuple[int, ...]) -> int:
@@ -69,6 +70,24 @@ def test_a_rank_that_stops_before_its_own_validation_is_named() -> None:
     ):
         run_ranks(steps_validating_inside, 2, (0,), timeout=60)
     assert run_ranks(steps_validating_inside, 2, (0, 1)) == [4, 4]
+
+
+def what_is_caught(hook: str) -> str:
+    trainer = make_trainer(
+        {"shard_degree": 2}, max_epochs=2, callbacks=[Stops(hook, (0,))]
+    )
+    try:
+        trainer.fit(LanguageModule())
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("hook", ["last batch", "epoch"])
+def test_a_rank_that_stops_behind_an_epoch_leaves_no_other_waiting(hook: str) -> None:
+    """Also where the script catches the error and its processes go on."""
+    for said in run_ranks(what_is_caught, 2, hook, timeout=60):
+        assert re.match(SAID, said), said
 
 
 class Clock(Callback):
