@@ -91,6 +91,7 @@ from smp_core.torch_facts import after_each_step, parameters_of
 from smp_core.watch import (
     Preemption,
     RankWatch,
+    report,
     stop_watching,
     watch_ranks,
 )
@@ -388,6 +389,21 @@ class SmpAccelerator(
                 model, device_placement=False, evaluation_mode=True
             )
 
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, **options: Any
+    ) -> nn.Module:
+        """Unwrap as Accelerate does; a sharded model stays in autocast, without which
+        the parameters that it gathers would meet inputs of another dtype."""
+        sharded = self.native_amp and parallel_of(model) is not None
+        if sharded and not keep_fp32_wrapper:
+            logger.warning(
+                "unwrap_model(keep_fp32_wrapper=False): the model stays in autocast, because its parameters are "
+                "gathered in %s; leave it out, or write mixed_precision='no'",
+                self.mixed_precision,
+            )
+            keep_fp32_wrapper = True
+        return super().unwrap_model(model, keep_fp32_wrapper, **options)
+
     def _parallelize(self, model: nn.Module) -> ParallelModel:
         """Shard a model; the first one decides the mesh and prints the table of
         knobs."""
@@ -552,12 +568,19 @@ class SmpAccelerator(
 
     def end_training(self) -> None:
         """End training as Accelerate does, after the save in flight: free the states in
-        memory, take no more notices by signals, and stop the watch over the ranks."""
+        memory, take no more notices by signals, and stop the watch over the ranks.
+
+        In a ``finally:`` that an error comes through, it is told to the other ranks, and
+        states in memory stay.
+        """
+        error = sys.exc_info()[1]
+        if error is not None:
+            report(error)
         self.wait_for_save()
         # What the script does from here on asks for no notices, so SIGTERM ends it.
         if self._preemption is not None:
             self._preemption.restore()
-        self.close_memory(ended_well=True)
+        self.close_memory(ended_well=error is None)
         if self.sharding:
             stop_watching()
         super().end_training()

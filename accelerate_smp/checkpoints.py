@@ -242,8 +242,8 @@ def read(
         accelerator.step = ours["step"]
         if accelerator.scaler is not None and ours["scaler"] is not None:
             accelerator.scaler.load_state_dict(ours["scaler"])
-        for loader, saved in zip(
-            accelerator._dataloaders, ours["dataloaders"], strict=False
+        for loader, saved in loader_places.pairs(
+            accelerator._dataloaders, ours["dataloaders"]
         ):
             loader_places.restore(loader, saved, path.address)
         _load_each(

@@ -9,6 +9,7 @@ by itself, counted in batches.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 from accelerate.data_loader import (
@@ -16,6 +17,7 @@ from accelerate.data_loader import (
     IterableDatasetShard,
     SeedableRandomSampler,
 )
+from torch.utils.data import IterableDataset
 
 from smp_core.checkpoint import CheckpointError
 from smp_core.cluster import of_rank_0
@@ -50,7 +52,7 @@ def share_order(loader: Any) -> None:
 
 def state_of(loader: Any) -> dict[str, Any]:
     """Return the place of a prepared loader, as a checkpoint keeps it."""
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {"of": _what_it_reads(loader)}
     if getattr(loader, "use_stateful_dataloader", False):
         place = loader.state_dict()
         # One whose epoch has ended begins the next, as one does that has not begun.
@@ -67,6 +69,36 @@ def state_of(loader: Any) -> dict[str, Any]:
             "initial_seed": sampler.initial_seed,
         }
     return state
+
+
+def pairs(
+    loaders: Sequence[Any], saved: Sequence[dict[str, Any]]
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield prepared loaders, each with its place of before: the next one of a loader
+    that read as many samples, shuffled or not, whatever was prepared in between. The
+    rest are paired by their order."""
+    left, others = list(saved), []
+    for loader in loaders:
+        own = _what_it_reads(loader)
+        # By position: places may hold tensors, which do not compare.
+        found = next(
+            (place for place, state in enumerate(left) if state.get("of") == own), None
+        )
+        if found is None:
+            others.append(loader)
+        else:
+            yield loader, left.pop(found)
+    yield from zip(others, left, strict=False)
+
+
+def _what_it_reads(loader: Any) -> list[Any]:
+    """Return what tells loaders apart on any number of ranks: the samples of its data
+    set, None of a stream, and whether a seed orders them."""
+    data = getattr(loader, "dataset", None)
+    is_counted = isinstance(data, Sized) and not isinstance(data, IterableDataset)
+    samples = len(data) if is_counted else None
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    return [samples, isinstance(sampler, SeedableRandomSampler)]
 
 
 def restore(loader: Any, saved: dict[str, Any], path: str) -> None:

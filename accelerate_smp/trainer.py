@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -52,6 +53,7 @@ from smp_core.torch_facts import is_rank_0
 from smp_core.watch import meet
 
 logger = logging.getLogger("smp")
+_DDP_TIMEOUT = TrainingArguments.__dataclass_fields__["ddp_timeout"].default
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -138,6 +140,9 @@ class SmpTrainerMixin(
         if self.args.fsdp and isinstance(options, dict) and "version" in options:
             # Transformers 4 leaves it out.
             os.environ.setdefault("FSDP_VERSION", str(options["version"]))
+        # Transformers leaves ddp_timeout out on a CPU.
+        if on_cpu and dist.is_initialized() and self.args.ddp_timeout != _DDP_TIMEOUT:
+            dist.group.WORLD.set_timeout(self.args.ddp_timeout_delta)  # type: ignore[union-attr]
         # Trainer looks the name up in its own module.
         stock = trainer_module.Accelerator
         trainer_module.Accelerator = functools.partial(

@@ -7,12 +7,14 @@ sharded ones. So calls like this one meet first, on the board that has the signs
 are there, and one that is somewhere else (at another such call, at the end of its
 process) says so to all. A rank that waits also looks at the next one: whether that one
 lives, and whether it has begun a forward pass, the sums behind a backward pass, or
-another batch of a Trainer, that it cannot end alone. Calls that only a partition group
+another batch of a Trainer, that it cannot end alone; after a minute also whether all
+others wait in something else. Calls that only a partition group
 makes together meet among its ranks.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
@@ -23,6 +25,8 @@ _END = "the end of its process"
 # Signs of life of a rank's own without one of the next rank's: far more than a busy
 # machine makes of it.
 _SILENCE = 40
+# Seconds that all others stand in other waits, after which these are for this rank.
+_STANDSTILL = 60.0
 
 
 class Meetings:
@@ -105,6 +109,12 @@ class Meetings:
             # The board went away with rank 0; the collective that comes next says so.
             return
         if said != "all":
+            # Scripts save in `except:` what one rank alone has met.
+            met = sys.exc_info()[1]
+            if met is not None:
+                said += (
+                    f"; rank {self.rank} came there after {type(met).__name__}: {met}"
+                )
             raise RuntimeError(said)
 
     def meet_in_all_groups(self, place: str) -> None:
@@ -199,6 +209,8 @@ class Meetings:
             elif ours["beats"] - since > _SILENCE:
                 lost = f"rank {neighbour} was lost: it gives no sign of life, and rank {self.rank} waits for it at "
                 self._settle(key, lost + place)
+            elif time.monotonic() - begun > _STANDSTILL:
+                self._settle_if_all_wait(key, group, place)
             # The others live and do not come: that is an error as well.
             if limit is not None and time.monotonic() - begun > limit:
                 others = ", ".join(str(rank) for rank in group if rank != self.rank)
@@ -210,6 +222,19 @@ class Meetings:
         # verdict, which those that wait have just received.
         end = _end_after(self.rank_0_failure)
         return _apart(self.rank, place, 0, end) if 0 in group else "all"
+
+    def _settle_if_all_wait(self, key: str, group: tuple[int, ...], place: str) -> None:
+        """Note a verdict where every other rank has waited elsewhere for so long that
+        only this one can be what they wait for."""
+        others = [rank for rank in group if rank != self.rank]
+        signs = zip(others, self._board.signs_of(others), strict=True)
+        waits = {rank: at for rank, state in signs if (at := state.get("at"))}
+        if len(waits) == len(others) and all(
+            at["waits"] and at["for"] > _STANDSTILL and at["place"] != place
+            for at in waits.values()
+        ):
+            other, at = next(iter(waits.items()))
+            self._settle(key, _apart(self.rank, place, other, at["place"]))
 
 
 _ALL_OF_THEM = (

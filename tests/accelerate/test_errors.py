@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
 from accelerate_smp.config import resolve_config
+from smp_core.torch_facts import collective_timeout
 from tests.accelerate.running import fresh_accelerator, make_loader
 from tests.accelerate.trainers import LENGTH, make_model, make_trainer
 from tests.core.models import TroubledModel
@@ -198,6 +199,9 @@ def refusals() -> dict[str, str]:
         "searched batch",
         lambda: make_trainer("unused", 8, 1, {}, auto_find_batch_size=True),
     )
+    # Where Transformers itself leaves it out.
+    make_trainer("unused", 8, 1, {"shard_degree": 2}, use_cpu=True, ddp_timeout=77)
+    said["timeout"] = str(collective_timeout())
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
     refused("degree", lambda: fresh_accelerator(shard_degree=3))
@@ -256,6 +260,7 @@ def test_refusals_on_ranks() -> None:
             "auto_find_batch_size=True" in said["searched batch"]
             and "per_device_train_batch_size" in said["searched batch"]
         )
+        assert said["timeout"] == "0:01:17"
         assert (
             "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes"
             in said["product"]

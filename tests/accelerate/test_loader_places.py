@@ -14,7 +14,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler, DataLoader
 
-from accelerate_smp.loader_places import restore, state_of
+from accelerate_smp.loader_places import pairs, restore, state_of
 from smp_core.checkpoint import CheckpointError
 from tests.accelerate.running import fresh_accelerator
 from tests.harness import run_ranks
@@ -65,6 +65,22 @@ def test_a_place_that_the_loader_does_not_keep_is_said(
     with caplog.at_level("WARNING", "smp"):
         restore(loader, saved, "there")
     assert "skip_first_batches" in caplog.text
+
+
+def test_places_are_told_apart_by_what_is_read() -> None:
+    """One that was prepared before, or is new, takes no other's place; of equal ones
+    the first takes the first."""
+    held_out = DataLoader(range(8))  # type: ignore[arg-type]
+    first, second = keeping(2, 2, {"_num_yielded": 3}), keeping(2, 2, {})
+    saved = [state_of(each) for each in (first, second, held_out)]
+    new = DataLoader(range(3))  # type: ignore[arg-type]
+    found = list(pairs([held_out, new, first, second], saved))
+    assert found == [(held_out, saved[2]), (first, saved[0]), (second, saved[1])]
+    # Folders of before say nothing of it.
+    for state in saved:
+        del state["of"]
+    found = list(pairs([first, second, held_out], saved))
+    assert [place for _, place in found] == saved
 
 
 def order() -> list[int]:

@@ -405,6 +405,9 @@ def _places(
     return [*enumerate(args), *kwargs.items()]
 
 
+_ALIKE = "call all blocks alike, or write pipeline_parallel_degree=1"
+
+
 def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
     """Find where each block takes what the one before it gave."""
     # Each block is called once.
@@ -420,7 +423,8 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
                 "once; write pipeline_parallel_degree=1"
             )
         raise ValueError(
-            f"{refusal}{', '.join(never[:3])} is not called in one forward; {HOW}"
+            f"{refusal}{', '.join(never[:3])} is not called in one forward (`block.forward(...)` is no call of a "
+            f"block, `block(...)` is); {HOW}, or write pipeline_parallel_degree=1"
         )
     # The places that link all pairs of neighbours.
     # The same tensor object has to go from each block into the next.
@@ -436,22 +440,23 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
         if not links:
             raise ValueError(
                 f"{refusal}{named[number]} does not take what {named[number - 1]} gives, in the place where the blocks "
-                "before it do"
+                f"before it do; {_ALIKE}"
             )
     # One tensor, in the same place everywhere.
     assert links is not None
     if len(links) > 1:
         raise ValueError(
-            f"{refusal}its blocks hand on {len(links)} tensors; one can be sent between stages"
+            f"{refusal}its blocks hand on {len(links)} tensors, and one is sent between stages: let each block "
+            "compute the others, or write pipeline_parallel_degree=1"
         )
     ((takes, gives),) = links
     if takes not in calls.takes[0]:
         raise ValueError(
-            f"{refusal}{named[0]} is called in another way than {named[1]}"
+            f"{refusal}{named[0]} is called in another way than {named[1]}; {_ALIKE}"
         )
     if len(set(calls.sizes)) > 1:
         raise ValueError(
-            f"{refusal}its blocks do not all give the same number of things"
+            f"{refusal}its blocks do not all give the same number of things; {_ALIKE}"
         )
     return takes, (gives, calls.sizes[0]) if calls.sizes[0] else None
 

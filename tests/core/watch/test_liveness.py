@@ -24,9 +24,11 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+import smp_core.watch.meeting as meeting
 import smp_core.watch.rank_watch as rank_watch
 import smp_core.watch.signs as signs
 from smp_core.watch.rank_watch import RankWatch
+from smp_core.watch.whereabouts import here
 from tests.core.watch.liveness_runs import (
     INTERVAL,
     LONG,
@@ -325,6 +327,30 @@ def test_a_stopped_rank_0_is_named_by_another_rank() -> None:
             "rank 0 was lost: no sign of life any more"
         )
     written(reports)
+
+
+def one_saves_what_it_has_caught() -> str:
+    """Rank 0, while the others wait for it in a collective."""
+    watching, said = watch(), ""
+    watching.meetings.limit = LONG.total_seconds()
+    if dist.get_rank() == 0:
+        with mock.patch.object(meeting, "_STANDSTILL", 4 * INTERVAL):
+            try:
+                raise ArithmeticError("its own")
+            except ArithmeticError:
+                with pytest.raises(RuntimeError) as refused:
+                    watching.meetings.meet("trainer.save_model(...)")
+        said = str(refused.value)
+    with here.waiting("a sum"):
+        dist.barrier()
+    leave(watching)
+    return said
+
+
+def test_a_rank_that_saves_alone_what_it_has_caught_does_not_wait_for_long() -> None:
+    said = run_ranks(one_saves_what_it_has_caught, 3)[0]
+    assert said.startswith("rank 0 is at trainer.save_model(...) and rank 1 at a sum: ")
+    assert said.endswith("rank 0 came there after ArithmeticError: its own")
 
 
 class Clock:
