@@ -194,9 +194,10 @@ def _infer(
         if sequence_parallel and passed:
             plan |= dict.fromkeys(_mixing_modules(block, passed), "whole")
     if not plan:
+        where = "" if blocks else " in a block of an nn.ModuleList"
         raise ValueError(
-            f"{_REFUSAL}no layer of {type(model).__name__} was found that {degree} ranks can share; write globs over "
-            'module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
+            f"{_REFUSAL}no layer of {type(model).__name__} was found{where} that {degree} ranks can share; write globs "
+            'over module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
         )
     # The vocabulary, which stands outside of blocks.
     plan |= {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import transformers_model
@@ -75,14 +76,50 @@ def _random_parts(model: nn.Module) -> list[str]:
     # of other tasks are not in blocks.
     known = transformers_model(model)
     options = {} if known is None else known.config.to_dict()
-    return found + [
-        f"config.{name}"
-        for name, value in options.items()
-        if ("drop" in name or "jitter" in name)
-        and isinstance(value, float)
-        and value > 0
-        and not name.startswith(("classifier", "summary"))
-    ]
+    return [*found, *_random_options("config", options)]
+
+
+def _random_options(where: str, options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(name, int):  # of id2label
+            continue
+        if isinstance(value, dict):  # of a part: text_config, vision_config
+            yield from _random_options(f"{where}.{name}", value)
+        elif (
+            ("drop" in name or "jitter" in name)
+            and isinstance(value, float)
+            and value > 0
+            and not name.startswith(("classifier", "summary"))
+        ):
+            yield f"{where}.{name}"
+
+
+class NotedDropout(TorchFunctionMode):
+    """Notes calls of dropout functions, whose probability no module or configuration
+    shows.
+
+    Attributes:
+        called: their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            is_on = given.get("training", True) and given.get("p", 0.5)
+        elif name == "scaled_dot_product_attention":
+            is_on = dict(enumerate(args)).get(4) or kwargs.get("dropout_p")
+        else:
+            is_on = False
+        if is_on:
+            self.called.add(name)
+        return func(*args, **kwargs)
 
 
 @dataclass(eq=False)

@@ -42,7 +42,7 @@ from smp_core.tensor_parallel.layers import (
     showing,
 )
 from smp_core.tensor_parallel.operators import TensorAxis
-from smp_core.tensor_parallel.randomness import require_one_state
+from smp_core.tensor_parallel.randomness import NotedDropout, require_one_state
 from smp_core.tensor_parallel.roles import Split, holds, numbers_of_heads
 from smp_core.tensor_parallel.token_trial import TokenTrial
 from smp_core.torch_facts import seed_generators, without_caches
@@ -161,6 +161,8 @@ class UnsplitTrial:
                 # An error in one of the two runs only is a finding; in both, this dtype
                 # does not fit.
                 if not (split.error and whole.error):
+                    if torch.is_grad_enabled() and not self.axis.draws:
+                        self._refuse_dropout(args, kwargs, hidden, own_dim, each)
                     # Another seed, for what draws random numbers.
                     again = functools.partial(
                         self._both, args, kwargs, hidden, own_dim, each, seed=1
@@ -234,6 +236,30 @@ class UnsplitTrial:
             seed_generators(seed)
             whole = self._played(forward, whole_given, shown, self._with_whole_weights)
         return split, whole
+
+    def _refuse_dropout(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: Tensor,
+        own_dim: OwnDim,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Refuse dropout that is a function's: what is split would be dropped alike on
+        all ranks. The arguments are :meth:`_both`'s."""
+        drawing, noted = self._drawing(), NotedDropout()
+        is_wide = dtype is not None
+        with drawing.undisturbed(hidden.device, is_wide, False), torch.no_grad():
+            shown = {} if dtype is None else drawing.drawn_weights(dtype)
+            given, _ = self._given(args, kwargs, own_dim, drawing, hidden, dtype)
+            with noted:
+                self._played(self.forward, given, shown, self._noting)
+        if noted.called:
+            raise ValueError(
+                f"tensor_parallel_degree={self.axis.degree}: {self.name or 'the model'} calls "
+                f"{', '.join(sorted(noted.called))}, of no module of its own, and split activations would be dropped "
+                "alike on all ranks; write self.dropout = nn.Dropout(p) and call that, or set the probability to 0.0"
+            )
 
     def _given(
         self,

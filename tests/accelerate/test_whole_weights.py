@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
-from transformers import GPT2LMHeadModel, TrainingArguments
+from transformers import (
+    CLIPVisionConfig,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    TrainingArguments,
+)
 
 from accelerate_smp.trainer import SmpTrainer
 from smp_core.sharding.weights.unsharded import unsharded
@@ -198,6 +205,41 @@ def test_a_save_that_cannot_be_whole_is_refused_and_hangs_nobody(
     assert "the model's next forward pass" in first["forward"]
     assert "rank 1 at the end of its process" in first["end"]
     assert not (tmp_path / "x").exists()
+
+
+def pictured() -> LlavaForConditionalGeneration:
+    """A model that Transformers writes under other names than its own, which it finds
+    by the names of classes."""
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=4, patch_size=2),
+        text_config=LlamaConfig(**sizes, vocab_size=9),
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def saved_pictured(folder: str) -> str:
+    model = fresh_accelerator(shard_degree=2).prepare(pictured())
+    model.save_pretrained(folder)
+    return type(model).__name__
+
+
+def test_files_have_the_names_that_one_process_gives(tmp_path: Path) -> None:
+    kinds = run_ranks(saved_pictured, 2, f"{tmp_path}/ours")
+    assert kinds == ["FSDPLlavaForConditionalGeneration"] * 2, "as before"
+    pictured().save_pretrained(tmp_path / "plain")
+    ours, plain = (
+        safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        for name in ("ours", "plain")
+    )
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(value, plain[name]) for name, value in ours.items())
 
 
 class Encoder(nn.Module):

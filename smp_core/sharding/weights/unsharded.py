@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smp_core.sharding.weights.delayed_tensors import classes_before_sharding
 from smp_core.torch_facts import clean_name
 
 _LIBRARIES = ("torch.distributed.", "smp_core.", "lightning_smp.", "accelerate_smp.")
@@ -47,6 +48,8 @@ def unsharded(
             if part in refused:
                 handle = part.register_forward_pre_hook(_refusing(refusal))
                 restored.callback(handle.remove)
+        # Names in a file of Transformers are by the names of classes.
+        restored.enter_context(classes_before_sharding(module))
         yield
 
 

@@ -216,14 +216,47 @@ _ERNIE = {
     "moe_num_experts": EXPERTS, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
     "moe_layer_start_index": 0,
 }  # fmt: skip
+_MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": EXPERTS, "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
+_SHARED = {
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": EXPERTS,
+    "num_shared_experts": 1,
+}
+_LINEAR = {
+    **_SHARED, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_WINDOWS = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 FURTHER: dict[str, dict[str, Any]] = {
+    # Biases that are parameters; experts beside a perceptron; latent attention; experts
+    # behind convolutions and linear attention; one layer of several without experts.
+    "Afmoe": {**_SHARED, **_WINDOWS, "num_dense_layers": 1},
+    "Cohere2Moe": {**_SHARED, **_WINDOWS},
+    "DeepseekV2": {**_MLA, "n_group": 2, "topk_group": 1},
+    "ExaoneMoe": {**_SHARED, **_WINDOWS},
+    "GraniteMoeHybrid": {
+        "num_local_experts": EXPERTS, "shared_intermediate_size": 24, "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4,
+    },
+    "HunYuanMoEV1": {"head_dim": 8, "num_experts": EXPERTS, "moe_topk": 2},
+    "Lfm2Moe": {
+        "moe_intermediate_size": 16, "num_experts": EXPERTS, "num_dense_layers": 0, "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"],
+    },
+    "Mistral4": _MLA,
+    "Qwen3Next": _LINEAR,
     "Qwen2Moe": _QWEN2,
     "GraniteMoeShared": {"num_local_experts": EXPERTS, "shared_intermediate_size": 24},
     "FlexOlmo": {"num_experts": EXPERTS},
     "Dots1": _DOTS,
     "Ernie4_5_Moe": _ERNIE,
     "MiniMaxM2": {"num_local_experts": EXPERTS, "head_dim": 8, "rotary_dim": 8},
-}
+}  # fmt: skip
 DRAWN = (*FAMILIES, *FURTHER, "own experts")
 WITH_LOSS = (
     "Mixtral",
@@ -235,6 +268,8 @@ WITH_LOSS = (
     "Qwen2Moe",
     "FlexOlmo",
     "MiniMaxM2",
+    "GraniteMoeHybrid",
+    "Qwen3Next",
 )
 WITH_BIASES = ("DeepseekV3", "Glm4Moe", "Dots1")
 WITH_ADAPTERS = ("Mixtral", "Qwen3Moe", "Olmoe", "DeepseekV3", "Qwen2Moe", "Dots1")

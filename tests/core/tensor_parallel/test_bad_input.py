@@ -255,7 +255,7 @@ REFUSED = {
     "no blocks": (
         Unplanned,
         INFERRED,
-        "no layer of Unplanned was found that 2 ranks can share; write globs",
+        "no layer of Unplanned was found in a block of an nn.ModuleList that 2 ranks can share; write globs",
     ),
     "found apart": (
         other_on_rank_1,

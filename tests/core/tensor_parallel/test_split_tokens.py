@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -19,6 +20,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine.parallel_model import ParallelModel
 from smp_core.entry import parallelize
 from smp_core.tensor_parallel import blocks
+from smp_core.tensor_parallel.randomness import settle_random
 from tests.core.tensor_parallel.drawn_models import draw, outcomes
 from tests.core.tensor_parallel.model_cases import Case
 from tests.core.tensor_parallel.models import GLOBS, MODELS, PlainBlock, PlainModel
@@ -187,9 +189,22 @@ def test_tokens_are_split_in_and_between_blocks_that_can_do_with_a_part() -> Non
         )
 
 
+class FunctionBlock(PlainBlock):
+    """Drops by a function, with a probability that is a number of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(x, 0.1, self.training))
+
+
+class FunctionModel(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FunctionBlock() for _ in range(2))
+
+
 def refusals() -> list[str]:
     found = []
-    for make in (dropping, ChangingModel):
+    for make in (dropping, ChangingModel, FunctionModel):
         parallel = parallelize(
             make(), SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": GLOBS})
         )
@@ -203,9 +218,31 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
-    for dropout, changed in run_ranks(refusals, 2):
+    for dropout, changed, function in run_ranks(refusals, 2):
         assert "blocks.1 keeps whole tokens" in dropout and "dropout" in dropout
         assert "the next block did not take what blocks.0 returned" in changed
+        assert "blocks.0 calls dropout, of no module of its own" in function
+
+
+def test_dropout_of_a_part_of_a_configuration_is_found() -> None:
+    """A language model inside of one of pictures drops by a function."""
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            **sizes, image_size=4, patch_size=2
+        ),
+        text_config=transformers.LlamaConfig(
+            **sizes, vocab_size=9, attention_dropout=0.1
+        ),
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    with pytest.raises(ValueError, match=r"config\.text_config\.attention_dropout"):
+        settle_random(model, mock.Mock(), splits_tokens=False)
 
 
 def anomalies() -> tuple[float, str]:
