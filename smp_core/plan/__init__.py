@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         Entry as Entry,
         PlannedUnit as PlannedUnit,
         WrapPlan as WrapPlan,
+        is_stack as is_stack,
         units_with as units_with,
     )
 else:
