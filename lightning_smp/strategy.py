@@ -69,7 +69,11 @@ from lightning_smp.sharding import (
     with_recipe,
 )
 from lightning_smp.steps import SteppingStrategy, hooks_before_steps
-from lightning_smp.uneven import Evaluations, require_equal_training
+from lightning_smp.uneven import (
+    Evaluations,
+    require_equal_training,
+    require_joined_alone,
+)
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import BatchLayout
@@ -344,7 +348,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def on_train_start(self) -> None:
-        require_equal_training(self._trainer, self.mesh)
+        require_equal_training(self._trainer)
+        require_joined_alone(self._trainer, self.mesh)
         self.show_mean_losses()
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)

@@ -29,6 +29,7 @@ from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
 from smp_core.checkpoint.writer import SaveOptions, write_staged
+from smp_core.outside import StrPath
 from smp_core.run_log import note
 from smp_core.torch_facts import collective_timeout
 
@@ -86,7 +87,7 @@ class AsyncCheckpointer:
 
     def save(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         state: Mapping[str, Any],
         *,
         metadata: Mapping[str, Any] | None = None,
@@ -261,7 +262,7 @@ class AsyncCheckpointer:
                 return
         action()
 
-    def remove(self, path: str | os.PathLike[str]) -> None:
+    def remove(self, path: StrPath) -> None:
         """Remove a checkpoint, once the save in flight has committed. Call it on one
         rank.
 

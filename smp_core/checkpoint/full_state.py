@@ -48,7 +48,7 @@ from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import iterate_tensors
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import check_files
-from smp_core.outside import long_wait
+from smp_core.outside import StrPath, long_wait
 
 # Lightning restores optimizers and schedulers only together; without them the file is
 # weights only.
@@ -56,8 +56,8 @@ _TRAINING_KEYS = ("optimizer_states", "optimizer", "lr_schedulers")
 
 
 def consolidate(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    path: StrPath,
+    out: StrPath,
     *,
     dtype: str | torch.dtype | None = None,
     output_format: str = "auto",
@@ -167,7 +167,7 @@ def _write(
     return made
 
 
-def check_free(target: Path, overwrite: bool, source: str | os.PathLike[str]) -> None:
+def check_free(target: Path, overwrite: bool, source: StrPath) -> None:
     """Refuse a path that holds something, unless it may be overwritten, and one around
     the source, which would go with it. An empty folder is free."""
     is_empty_folder = target.is_dir() and not any(target.iterdir())

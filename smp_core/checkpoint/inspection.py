@@ -17,7 +17,7 @@ from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.root import find_checkpoints, join, read_latest
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import verify_checkpoint
-from smp_core.outside import how_to_install
+from smp_core.outside import StrPath, how_to_install
 
 _LARGEST = 20
 _WRITER = re.compile(r"tensors-(\d{5,9})-of-")
@@ -43,9 +43,7 @@ def _size(count: int) -> str:
     return f"{value:.1f} TB"
 
 
-def checkpoint_tables(
-    path: str | os.PathLike[str], all_tensors: bool = False
-) -> list[Table]:
+def checkpoint_tables(path: StrPath, all_tensors: bool = False) -> list[Table]:
     """Make tables of the manifest's facts, of the files, and of the tensors (the
     largest ones, or all).
 
@@ -136,7 +134,7 @@ def _tensors(opened: OpenCheckpoint, all_tensors: bool) -> Table:
     return table
 
 
-def list_table(root: str | os.PathLike[str]) -> Table:
+def list_table(root: StrPath) -> Table:
     """Make a table of the checkpoints in a folder, oldest first: step, time, ranks,
     size, whether it is complete.
 
@@ -183,7 +181,7 @@ def list_table(root: str | os.PathLike[str]) -> Table:
     return table
 
 
-def plot_bytes(path: str | os.PathLike[str], out: Path) -> None:
+def plot_bytes(path: StrPath, out: Path) -> None:
     """Draw a bar chart of the bytes that each rank wrote, as PNG.
 
     Raises:

@@ -30,6 +30,7 @@ from smp_core.checkpoint.untrusted import (
     only_checkpoint_errors,
     read_json,
 )
+from smp_core.outside import StrPath
 
 
 @dataclass(eq=False)
@@ -182,7 +183,7 @@ class OpenCheckpoint:
         return content
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+def open_checkpoint(path: StrPath) -> OpenCheckpoint:
     """Open a checkpoint folder; one that is open already is returned as it is.
 
     Raises:
@@ -201,7 +202,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     )
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+def is_checkpoint(path: StrPath) -> bool:
     """Return whether a torch-smp checkpoint with a readable manifest is at the path."""
     try:
         open_checkpoint(path)

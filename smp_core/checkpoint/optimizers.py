@@ -28,6 +28,7 @@ from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.reader import load_checkpoint, read_rest, read_template
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
+from smp_core.outside import StrPath
 from smp_core.torch_facts import (
     StepsOnHost,
     clean_name,
@@ -101,7 +102,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def load_named_optimizer_state(
-    path: str | os.PathLike[str],
+    path: StrPath,
     prefix: tuple[Any, ...],
     model: nn.Module,
     optimizer: Optimizer,
@@ -170,7 +171,7 @@ def load_named_optimizer_state(
 
 
 def _read_sharded_like(
-    path: str | os.PathLike[str],
+    path: StrPath,
     prefix: tuple[Any, ...],
     by_name: Mapping[str, Tensor],
     on_host: bool,

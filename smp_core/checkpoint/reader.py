@@ -56,7 +56,7 @@ from smp_core.checkpoint.tree import (
 )
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import open_checked
-from smp_core.outside import long_wait
+from smp_core.outside import StrPath, long_wait
 from smp_core.torch_facts import CodedTensor, local_part
 
 logger = logging.getLogger("smp")
@@ -66,7 +66,7 @@ _DECODED_BYTES = 1 << 30
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: dict[str, Any],
     *,
     strict: bool = True,
@@ -348,7 +348,7 @@ def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) 
         return decode_rest(tree, known, opened.plain_entries, pickled)
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+def read_manifest(path: StrPath) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -358,7 +358,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return open_checkpoint(path).manifest
 
 
-def read_index(path: str | os.PathLike[str]) -> Index:
+def read_index(path: StrPath) -> Index:
     """Read the tensor index of a checkpoint: names, shapes, dtypes, files, slices.
 
     Raises:
@@ -368,7 +368,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
 
 
 def read_rest(
-    path: str | os.PathLike[str],
+    path: StrPath,
     prefix: str | Path | None = None,
     *,
     tensors: Iterable[str] = (),
@@ -418,7 +418,7 @@ def read_rest(
 
 
 def read_template(
-    path: str | os.PathLike[str],
+    path: StrPath,
     prefix: Path,
     tensor: Callable[[Path, str, TensorRecord], Tensor],
 ) -> Any:
@@ -448,7 +448,7 @@ def read_template(
     )
 
 
-def read_per_rank(path: str | os.PathLike[str]) -> list[Any]:
+def read_per_rank(path: StrPath) -> list[Any]:
     """Read the ``per_rank`` value of each rank of the saving run.
 
     Raises:
@@ -460,9 +460,7 @@ def read_per_rank(path: str | os.PathLike[str]) -> list[Any]:
     )
 
 
-def read_tensors(
-    path: str | os.PathLike[str], names: str | Iterable[str] = "*"
-) -> dict[str, Tensor]:
+def read_tensors(path: StrPath, names: str | Iterable[str] = "*") -> dict[str, Tensor]:
     """Read unsharded tensors to the CPU, by name. Not collective.
 
     Args:
@@ -514,7 +512,7 @@ class SmpStorageReader(StorageReader):
             name: opened.index.record(name) for name in names
         }
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Do nothing: one reader serves one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -542,7 +540,7 @@ class SmpStorageReader(StorageReader):
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -33,6 +33,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.untrusted import NoSuchFolder, is_plain
 from smp_core.checkpoint.verify import open_checked, verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
+from smp_core.outside import StrPath
 
 logger = logging.getLogger("smp")
 
@@ -54,7 +55,7 @@ def step_of(name: str) -> int | None:
 
 
 def find_checkpoints(
-    root: str | os.PathLike[str], broken_too: bool = False, inside: str = ""
+    root: StrPath, broken_too: bool = False, inside: str = ""
 ) -> list[str]:
     """List the names of the checkpoints in a folder, the one saved last at the end;
     broken ones before all others.
@@ -87,7 +88,7 @@ def find_checkpoints(
     return [name for _, name in sorted(found)]
 
 
-def join(root: str | os.PathLike[str], name: str) -> str:
+def join(root: StrPath, name: str) -> str:
     """Return the path or address of an entry of a folder."""
     return f"{os.fspath(root).rstrip('/')}/{name}"
 
@@ -100,7 +101,7 @@ def _looks_like_one(address: str, name: str) -> bool:
     return not is_address(address) and os.path.lexists(os.path.join(address, MANIFEST))
 
 
-def list_entries(root: str | os.PathLike[str]) -> list[str]:
+def list_entries(root: StrPath) -> list[str]:
     """List the names of the directories in a folder.
 
     # fsspec is only imported where an address is used.
@@ -120,7 +121,7 @@ def list_entries(root: str | os.PathLike[str]) -> list[str]:
         raise CheckpointError(f"{path} cannot be listed: {error}") from error
 
 
-def read_latest(root: str | os.PathLike[str]) -> str | None:
+def read_latest(root: StrPath) -> str | None:
     """Read the name in the file LATEST; None where there is no file, or one that holds
     no name (a warning says so)."""
     try:
@@ -143,7 +144,7 @@ def read_latest(root: str | os.PathLike[str]) -> str | None:
     return name
 
 
-def write_latest(root: str | os.PathLike[str], name: str) -> None:
+def write_latest(root: StrPath, name: str) -> None:
     """Write a name to LATEST, in one step."""
     data = f"{name}\n".encode()
     if is_address(root):
@@ -166,7 +167,7 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
     fsync_directory(path.parent)
 
 
-def readable_checkpoints(root: str | os.PathLike[str]) -> list[str]:
+def readable_checkpoints(root: StrPath) -> list[str]:
     """List the names of the checkpoints whose manifests can be read, the one saved last
     at the end; the others are named in a warning. Not collective.
 
@@ -183,9 +184,7 @@ def readable_checkpoints(root: str | os.PathLike[str]) -> list[str]:
     return names
 
 
-def newest_checkpoint(
-    root: str | os.PathLike[str], verify: str | None = "sizes"
-) -> str | None:
+def newest_checkpoint(root: StrPath, verify: str | None = "sizes") -> str | None:
     """Find the newest unbroken checkpoint in a folder; None where there is none. Not
     collective.
 
@@ -215,9 +214,7 @@ def newest_checkpoint(
     return None
 
 
-def first_undamaged(
-    paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto"
-) -> str:
+def first_undamaged(paths: Sequence[StrPath], verify: str | None = "auto") -> str:
     """Return the first unbroken checkpoint of several, the most wanted one in front.
     Collective.
 
@@ -238,7 +235,7 @@ def first_undamaged(
 
 
 def open_first_undamaged(
-    paths: Sequence[str | os.PathLike[str]], verify: str | None = "auto"
+    paths: Sequence[StrPath], verify: str | None = "auto"
 ) -> OpenCheckpoint | str:
     """Return what :func:`first_undamaged` finds, open, so that it is what is loaded
     then, and is not checked again; the path of a single file. Collective.
@@ -275,7 +272,7 @@ def open_first_undamaged(
 
 
 def save_step(
-    root: str | os.PathLike[str],
+    root: StrPath,
     step: int,
     state: Mapping[str, Any],
     *,
@@ -327,7 +324,7 @@ def save_step(
     return path
 
 
-def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> None:
+def tidy(root: StrPath, newest: str, keep_last: int | None) -> None:
     """Write LATEST after a commit, and remove the oldest ``step-*`` checkpoints.
 
     The newest ``keep_last`` that are complete stay, and everything since the oldest of
@@ -344,9 +341,7 @@ def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> No
         _remove_older(root, newest, keep_last)
 
 
-def _remove_older(
-    root: str | os.PathLike[str], newest: str, keep_last: int | None
-) -> None:
+def _remove_older(root: StrPath, newest: str, keep_last: int | None) -> None:
     if keep_last is None:
         return
     others = [

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from smp_core.checkpoint.folders.addresses import is_address, local_path, open_folder
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder, StoreError
+from smp_core.outside import StrPath
 
 # (path, inode, change of its manifest in ns) -> sequence.
 _read: dict[tuple[str, int, int], int] = {}
@@ -21,7 +22,7 @@ _read: dict[tuple[str, int, int], int] = {}
 _given: dict[str, int] = {}
 
 
-def next_sequence(path: str | os.PathLike[str]) -> int:
+def next_sequence(path: StrPath) -> int:
     """Return the sequence number for a save to a path: above those of its siblings, and
     of its namesakes in the siblings of its parent (``checkpoint-*/smp_state``).
     """
@@ -36,9 +37,7 @@ def next_sequence(path: str | os.PathLike[str]) -> int:
     return 1 + max(_numbers_beside(os.path.abspath(local_path(text))), default=0)
 
 
-def manifests_in(
-    folder: str | os.PathLike[str], inside: str = ""
-) -> dict[str, list[int]] | None:
+def manifests_in(folder: StrPath, inside: str = "") -> dict[str, list[int]] | None:
     """Return what identifies the manifest of each checkpoint in a folder (inode, change
     in ns), without opening one; None for an address.
 

@@ -4,13 +4,13 @@ everything)."""
 from __future__ import annotations
 
 import logging
-import os
 
 from smp_core.checkpoint.folders.storage import PIECE_BYTES, Folder
 from smp_core.checkpoint.layout import CheckpointError, FileRecord, Manifest, new_digest
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tensor_file import TensorFile
+from smp_core.outside import StrPath
 
 logger = logging.getLogger("smp")
 
@@ -19,7 +19,7 @@ _OPENINGS = 5
 
 
 def open_checked(
-    path: str | os.PathLike[str], verify: str | None, ranks: Ranks, what: str
+    path: StrPath, verify: str | None, ranks: Ranks, what: str
 ) -> OpenCheckpoint:
     """Open a checkpoint and check its files, each rank some of them; all ranks open the
     same save. Collective.
@@ -196,7 +196,7 @@ def _digest_file(folder: Folder, name: str, size: int, algorithm: str) -> str:
     return digest.hexdigest()
 
 
-def verify_checkpoint(path: str | os.PathLike[str], deep: bool = False) -> list[str]:
+def verify_checkpoint(path: StrPath, deep: bool = False) -> list[str]:
     """List every problem of a checkpoint; none when it is complete.
 
     Args:

@@ -63,14 +63,14 @@ from smp_core.checkpoint.tensor_file import Entry, place_in_file, write_tensor_f
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
 from smp_core.checkpoint.verify import check_written
-from smp_core.outside import long_wait
+from smp_core.outside import StrPath, long_wait
 from smp_core.run_log import note
 
 logger = logging.getLogger("smp")
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: Mapping[str, Any],
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -153,13 +153,13 @@ class SaveOptions:
     digest: str
 
 
-def not_saved(path: str | os.PathLike[str]) -> str:
+def not_saved(path: StrPath) -> str:
     """Return the beginning of messages about a failed save."""
     return f"checkpoint {os.fspath(path)} was not saved"
 
 
 def write_staged(
-    path: str | os.PathLike[str],
+    path: StrPath,
     make_staged: Callable[[], Staged],
     options: SaveOptions,
     ranks: Ranks,
@@ -286,7 +286,7 @@ class SmpStorageWriter(StorageWriter):
         self.options = options
         self.ranks = ranks
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Do nothing: one writer serves one save."""
 
     def set_up_storage_writer(
@@ -301,7 +301,7 @@ class SmpStorageWriter(StorageWriter):
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         return True
 
     def write_data(

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from smp_core.outside import read_json
+from smp_core.outside import StrPath, read_json
 from smp_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Links:
     flat: Collectives | None
     measured_with: str = ""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(
             json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n",
@@ -178,7 +178,7 @@ class Links:
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], asked_by: str = "") -> Links:
+    def load(cls, path: StrPath, asked_by: str = "") -> Links:
         """Read the file of :meth:`save`.
 
         Args:

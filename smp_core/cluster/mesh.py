@@ -385,6 +385,13 @@ def _world_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
+def _can_split(backend: Any) -> bool:
+    """Return whether the default group can be split: NCCL can, once it is connected."""
+    return _world_group().bound_device_id is not None and bool(
+        getattr(backend, "supports_splitting", False)
+    )
+
+
 class _Groups:
     """Process groups by their ranks, each made once."""
 
@@ -400,9 +407,7 @@ class _Groups:
         self._limit: timedelta | None = getattr(
             getattr(backend, "options", None), "_timeout", None
         )
-        # The default group can be split where NCCL has connected it.
-        is_bound = _world_group().bound_device_id is not None
-        self._splits = is_bound and bool(getattr(backend, "supports_splitting", False))
+        self._splits = _can_split(backend)
 
     def know(self, group: dist.ProcessGroup) -> None:
         # By itself torch gives each new group its own default.

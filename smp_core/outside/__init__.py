@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         without_commands as without_commands,
     )
     from smp_core.outside.foreign_files import (
+        StrPath as StrPath,
         lines_of_log as lines_of_log,
         number as number,
         numbers as numbers,

@@ -23,6 +23,8 @@ from typing import Any, BinaryIO, TypeVar
 import yaml
 
 T = TypeVar("T")
+StrPath = str | os.PathLike[str]
+"""A path, as open() takes it."""
 
 FILE_BYTES = 16 << 20  # a configuration or a measurement
 LOG_BYTES = 512 << 20
@@ -32,7 +34,7 @@ _DEPTH = 64
 _LARGEST = 1e30  # what is drawn has to stay finite when it is added up
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
+def read_text(path: StrPath) -> str:
     """Return the text of a regular file; bytes that are no UTF-8 are replaced.
 
     Raises:
@@ -43,7 +45,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return file.read(FILE_BYTES).decode("utf-8", errors="replace")
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: StrPath) -> Any:
     """Return the content of a JSON file.
 
     Raises:
@@ -55,9 +57,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     )
 
 
-def read_yaml(
-    path: str | os.PathLike[str], loader: type[yaml.SafeLoader] = yaml.SafeLoader
-) -> Any:
+def read_yaml(path: StrPath, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """Return the content of a YAML file.
 
     Raises:
@@ -83,7 +83,7 @@ def parse_yaml(
     return _parsed(lambda text: yaml.load(text, Loader=loader), text, what)
 
 
-def lines_of_log(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any] | None]:
+def lines_of_log(path: StrPath) -> Iterator[Mapping[str, Any] | None]:
     """Return the objects of a file of JSON lines; None for a line that is none, or is
     too long.
 
@@ -102,7 +102,7 @@ def lines_of_log(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any] | N
 
 
 def records_of_log(
-    path: str | os.PathLike[str],
+    path: StrPath,
     read: Callable[[Mapping[str, Any]], T | None],
     log: str,
 ) -> Iterator[T]:
@@ -130,7 +130,7 @@ def records_of_log(
             yield record
 
 
-def write_new(path: str | os.PathLike[str], content: bytes) -> None:
+def write_new(path: StrPath, content: bytes) -> None:
     """Write a file that takes the place of what is there. A link there is replaced, not
     followed.
 
@@ -197,7 +197,7 @@ def numbers(value: Any) -> dict[str, float]:
     }
 
 
-def _open_regular(path: str | os.PathLike[str], limit: int) -> BinaryIO:
+def _open_regular(path: StrPath, limit: int) -> BinaryIO:
     where = os.fspath(path)
     try:
         # A pipe without a writer would block.

@@ -110,6 +110,12 @@ class Whereabouts:
         self._place = ""
         self._since = time.monotonic()
 
+    def start(self) -> None:
+        """Begin to be watched: what this rank did before is no waiting, and is not
+        compared."""
+        self.events += 1
+        self.compared.clear()
+
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Note that this rank waits for others in the lines inside, in ``what``."""
@@ -307,9 +313,7 @@ class WaitWatch:
         self.world_size = world_size
         self.interval = interval
         self._whereabouts, self._say = whereabouts, say
-        # What this rank did before is no waiting, and is not compared.
-        whereabouts.events += 1
-        whereabouts.compared.clear()
+        whereabouts.start()
         # What the count was at the last look, and for how many looks.
         self._marks, self._still = 0, _SILENCE
         # Seconds that the longest wait had when the last line was written.

@@ -13,12 +13,13 @@ from smp_core.checkpoint.folders.local_folder import (
     remove_local,
 )
 from smp_core.checkpoint.folders.storage import Folder, Transaction
+from smp_core.outside import StrPath
 
 # fsspec's names of local folders, which have a rename and need no store.
 _LOCAL = ("file://", "local://")
 
 
-def is_address(path: str | os.PathLike[str]) -> bool:
+def is_address(path: StrPath) -> bool:
     """Return whether a path is an fsspec address such as ``s3://bucket/run`` rather
     than a local path."""
     # A drive or a plain path has no "://".
@@ -26,7 +27,7 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     return "://" in text and not text.startswith(_LOCAL)
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
+def local_path(path: StrPath) -> str:
     """Return a local path without ``file://`` or ``local://`` and without a trailing
     slash."""
     text = os.fspath(path)
@@ -35,12 +36,12 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return text.rstrip("/") or "/"
 
 
-def lasting(path: str | os.PathLike[str]) -> str:
+def lasting(path: StrPath) -> str:
     """Return a path that a change of the working directory does not change."""
     return os.fspath(path) if is_address(path) else os.path.abspath(local_path(path))
 
 
-def open_folder(path: str | os.PathLike[str]) -> Folder:
+def open_folder(path: StrPath) -> Folder:
     """Open the folder at a local path or fsspec address, for reading."""
     if is_address(path):
         from smp_core.checkpoint.folders.object_folder import ObjectFolder
@@ -49,7 +50,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     return LocalFolder(local_path(path))
 
 
-def open_transaction(path: str | os.PathLike[str]) -> Transaction:
+def open_transaction(path: StrPath) -> Transaction:
     """Return a transaction for a save to a local path or fsspec address."""
     if is_address(path):
         from smp_core.checkpoint.folders.object_folder import ObjectTransaction
@@ -58,7 +59,7 @@ def open_transaction(path: str | os.PathLike[str]) -> Transaction:
     return LocalTransaction(local_path(path))
 
 
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+def remove_checkpoint(path: StrPath) -> None:
     """Remove a checkpoint folder so that a kill in between leaves no half one behind.
 
     Raises:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import pickle
 import re
 import stat
@@ -57,6 +56,7 @@ from smp_core.checkpoint.untrusted import (
 )
 from smp_core.checkpoint.verify import check_files
 from smp_core.checkpoint.writer import SaveOptions, write_staged
+from smp_core.outside import StrPath
 
 logger = logging.getLogger("smp")
 
@@ -66,8 +66,8 @@ _COMPANION_BYTES = 64 << 20
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    source: StrPath,
+    out: StrPath,
     *,
     add_prefix: str = "",
     ties: dict[str, str] | None = None,
@@ -380,8 +380,8 @@ def _read_accelerate(folder: Path) -> dict[str, Any]:
 
 
 def export_checkpoint(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    path: StrPath,
+    out: StrPath,
     kind: str,
     *,
     verify: str | None = "digests",

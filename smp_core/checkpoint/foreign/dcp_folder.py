@@ -38,6 +38,7 @@ from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import failures_in_words
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.tree import map_tensors
+from smp_core.outside import StrPath
 
 
 class _SafeReader(FileSystemReader):
@@ -74,7 +75,7 @@ class _SafeLoadPlanner(DefaultLoadPlanner):
             ) from error
 
 
-def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_dcp_folder(path: StrPath) -> dict[str, Any]:
     """Read the nested state of a DCP folder; tensors as :class:`LazyTensor`.
 
     Raises:
@@ -126,7 +127,7 @@ def _load(target: dict[str, Any], reader: _SafeReader) -> None:
 
 
 @contextlib.contextmanager
-def _alone(path: str | os.PathLike[str]) -> Iterator[None]:
+def _alone(path: StrPath) -> Iterator[None]:
     """Let DCP work in one process without its warning about that; errors become
     CheckpointErrors with the path."""
     try:
@@ -169,7 +170,7 @@ class _LazySavePlanner(DefaultSavePlanner):
         )
 
 
-def write_dcp_folder(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+def write_dcp_folder(path: StrPath, state: dict[str, Any]) -> None:
     """Write a state as a DCP folder, from one process, one tensor at a time.
 
     Args:

@@ -34,6 +34,7 @@ from smp_core.checkpoint.save_plan import LazyTensor, tie_key
 from smp_core.checkpoint.tensor_file import bytes_view, host_tensor
 from smp_core.checkpoint.tree import map_tensors
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
+from smp_core.outside import StrPath
 
 _PICKLE_BYTES = 64 << 20
 # How many bytes the elements of a view may have: so many, and so many times the file's.
@@ -76,7 +77,7 @@ class TorchFile:
             object of its own).
     """
 
-    def __init__(self, path: str | os.PathLike[str], content: Any) -> None:
+    def __init__(self, path: StrPath, content: Any) -> None:
         self.path = Path(path)
         self.leaves: list[Any] = []
         self._placeholders: list[Tensor] = []
@@ -203,7 +204,7 @@ def _data_start(descriptor: int, entry: zipfile.ZipInfo) -> int:
 
 
 def stream_torch_save(
-    path: str | os.PathLike[str],
+    path: StrPath,
     content: Any,
     whole: Callable[[Any], Tensor],
     advance: Callable[[int], None],
@@ -227,7 +228,7 @@ def stream_torch_save(
         file.abandon()
 
 
-def check_torch_file(path: str | os.PathLike[str]) -> None:
+def check_torch_file(path: StrPath) -> None:
     """Read a ``torch.save`` file and compare its checksums, which ``torch.load`` does
     not.
 
@@ -249,7 +250,7 @@ def check_torch_file(path: str | os.PathLike[str]) -> None:
         )
 
 
-def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
+def step_of_file(path: StrPath) -> tuple[int, float]:
     """Return the order of a Lightning ``.ckpt`` among others: its ``global_step``, then
     the file's time.
 
@@ -280,7 +281,7 @@ def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
     return step, os.path.getmtime(path)
 
 
-def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> None:
+def check_torch_content(file: StrPath | BinaryIO, where: str) -> None:
     """Look at a ``torch.save`` archive before ``torch.load`` allocates what it asks
     for.
 
