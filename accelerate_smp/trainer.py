@@ -240,9 +240,10 @@ class SmpTrainerMixin(
         if parallel is None or parallel.config.context_parallel_degree > 1:
             yield
             return
-        with seeing_use(count) as reads:
+        with seeing_use(count) as reads, _noting_trainers_own() as calls:
             yield
-        ignores = not reads.seen
+        # A compute_loss of a subclass that does not call Trainer's is not multiplied.
+        ignores = bool(calls) and not reads.seen
         # The last stage computes the loss; a step tells the others behind it.
         if parallel.pipeline is not None and not self._takes_micro_batches:
             ignores = parallel.pipeline.share(ignores)
@@ -419,6 +420,22 @@ class SmpTrainerMixin(
             self.push_to_hub(
                 commit_message="Model save", revision=self.args.hub_revision
             )
+
+
+@contextlib.contextmanager
+def _noting_trainers_own() -> Iterator[list[Any]]:
+    """Note calls of Trainer's own compute_loss inside the block, from a subclass's."""
+    stock, calls = Trainer.compute_loss, []
+
+    def noted(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return stock(self, *args, **kwargs)
+
+    Trainer.compute_loss = noted  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        Trainer.compute_loss = stock  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -106,7 +106,9 @@ CATCHES = ("", "", "", "save", "end", "skip", "swallow", "again")
 class Rows(Dataset[dict[str, torch.Tensor]]):
     def __init__(self, strike: Strike, rows: int, seed: int) -> None:
         self.strike = strike
-        self.rows = make_dataset(rows, seed)
+        # As many targets in each: a bare loop's loss is a mean of means.
+        tokens = [row["input_ids"] for row in make_dataset(rows, seed)]
+        self.rows = [{"input_ids": row, "labels": row.clone()} for row in tokens]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -622,7 +624,7 @@ def judge(trial: dict[str, Any], found: dict[str, Any], top: Path) -> list[str]:
             continue
         got = load_file(path)
         for key, value in expected.items():
-            if not (got[key] - value).abs().max().item() < 2e-5:
+            if not (got[key] - value).abs().max().item() < 1e-4:
                 off = (got[key] - value).abs().max().item()
                 wrong.append(f"{name}: {key} differs by {off}")
                 break
@@ -634,6 +636,8 @@ def judge(trial: dict[str, Any], found: dict[str, Any], top: Path) -> list[str]:
         for line in found["said"]
         for rank in others
         if f"rank {rank} failed" in line or f": rank {rank} was lost" in line
+        # An error that names the struck one.
+        if not any(f"rank {each} was lost" in line for each in struck)
     ]
     if strays and trial["what"] != "nan":
         wrong.append(f"names another: {strays}")
@@ -641,7 +645,7 @@ def judge(trial: dict[str, Any], found: dict[str, Any], top: Path) -> list[str]:
         trial["what"] not in ("term", "nan")
         and happened
         and others
-        and trial["place"] != "after"
+        and trial["place"] not in ("after", "on_train_end")
     ):
         named = any(
             re.search(rf"rank {rank}\b", line)

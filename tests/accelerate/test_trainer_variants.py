@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, Trainer
 
 from accelerate_smp.loss_counts import ReadsValue
 from accelerate_smp.trainer import SmpTrainerMixin
@@ -78,6 +78,13 @@ class Classifier(GPT2LMHeadModel):
         }
 
 
+class OwnTrainer(Trainer):
+    """Computes a mean itself, as TRL's trainers do: nothing is multiplied in there."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return mean_of_all_squares(model(**inputs), inputs["labels"])
+
+
 def variant(folder: Path, knobs: dict[str, Any] | None, name: str, **flags: Any) -> Run:
     if name == "bf16":
         flags |= {"bf16": True, "use_cpu": True}
@@ -91,6 +98,8 @@ def variant(folder: Path, knobs: dict[str, Any] | None, name: str, **flags: Any)
     if name == "classifier":
         torch.manual_seed(0)
         flags["model"] = Classifier(make_model().config)
+    if name == "own trainer":
+        flags["kind"] = OwnTrainer
     # Ranks that hold stages of one model read one batch.
     shares = (knobs or {}).get("pipeline_parallel_degree", 1)
     trainer, recorder = make_trainer(folder, BATCH * shares, 2, knobs, **flags)
@@ -162,7 +171,7 @@ def test_settings_of_trainer_mean_what_they_mean_in_one_process(
         assert torch.equal(saved.state_dict()[name], value), name
 
 
-MEANS = ["classifier", "own mean"]
+MEANS = ["classifier", "own mean", "own trainer"]
 
 
 def test_a_mean_is_not_multiplied_by_ranks(tmp_path: Path) -> None:

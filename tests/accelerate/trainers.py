@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from accelerate_smp.handle import parallel_of
-from accelerate_smp.trainer import SmpTrainer
+from accelerate_smp.trainer import SmpTrainerMixin
 from smp_core.checkpoint import full_state_dict
 
 SAMPLES, LENGTH, VOCABULARY = 48, 9, 61
@@ -89,7 +89,7 @@ def make_trainer(
     """On ranks: SmpTrainer with ``batch`` samples per step and micro-batch over all
     ranks; alone: the stock Trainer."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    model = flags.pop("model", None)
+    model, kind = flags.pop("model", None), flags.pop("kind", Trainer)
     arguments = TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -117,7 +117,8 @@ def make_trainer(
         "eval_dataset": make_dataset(32, seed=5),
         "callbacks": [recorder],
     }
-    kind = SmpTrainer if knobs is not None else Trainer
+    if knobs is not None:
+        kind = type("SmpKind", (SmpTrainerMixin, kind), {})
     return kind(
         **options, **({"smp_config": knobs} if knobs is not None else {})
     ), recorder
