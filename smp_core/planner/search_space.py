@@ -38,13 +38,24 @@ _TOKENS_OF_A_PIECE = 1024
 
 def require_degrees(fixed: Mapping[str, Any], hardware: Hardware) -> None:
     """Refuse fixed degrees that the machines do not take, whatever the model is."""
-    asked = {knob: fixed[knob] for knob in DEGREES.values() if knob in fixed}
-    asked["shard_degree"] = fixed.get("shard_degree", "auto")
-    if asked["shard_degree"] == "auto":  # of whose ranks context ranks are
+    known = ("shard_degree", *DEGREES.values())
+    given = {knob: fixed[knob] for knob in known if knob in fixed}
+    asked = {knob: value for knob, value in given.items() if value != "auto"}
+    if "shard_degree" not in asked:  # of whose ranks context ranks are
         asked.update(shard_degree=1, context_parallel_degree=1)
     if "tensor_parallel" in fixed:
         asked["tensor_parallel"] = fixed["tensor_parallel"]
-    settle_layout(Draft(SmpConfig(**asked)), hardware.cluster().topology)
+    # Where tensor ranks are open, any number of them may be what a partition group needs.
+    refused: list[ValueError] = []
+    for tensor in divisors(hardware.ranks_per_node):
+        tried = SmpConfig(**{"tensor_parallel_degree": tensor, **asked})
+        try:
+            settle_layout(Draft(tried), hardware.cluster().topology)
+        except ValueError as error:
+            refused.append(error)
+        else:
+            return
+    raise refused[0]
 
 
 def require_fp8_products(fixed: Mapping[str, Any], device: Device) -> None:

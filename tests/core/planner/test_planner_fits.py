@@ -197,6 +197,69 @@ def test_sums_over_nodes_go_in_two_stages(megatron: Any) -> None:
     )
 
 
+def test_an_allocator_that_runs_full_takes_again_what_a_pass_marks(
+    fits: Any, megatron: Any
+) -> None:
+    """A context, three communicators, 70 GiB and what a pass marks of 79.2 GiB: 7.0
+    GiB fit, and 7.2 do not. With stages the last has no logits beside the first one's
+    inputs."""
+    device = DEVICES["a100-80g"]
+    gib = 2**30
+    fits_in, does_not = (
+        fits.refilled(held * gib, 70 * gib, 3, device) for held in (7.0, 7.2)
+    )
+    assert fits_in == 0.0 and does_not == pytest.approx(7.2)
+    # Thirty layers of inputs of half a GiB, of which two each are marked: 15 and 30.
+    layer, rest = Figures(kept=gib / 2), Figures(kept=20.0 * gib)
+
+    def again(tensor: int, stages: int, parameters: float) -> float:
+        run = megatron.Run(30, tensor, 1, stages, 1, 4, 2048)
+        found = megatron.taken_again(run, layer, rest, parameters, HARDWARE)
+        return float(found)
+
+    of_states = 14 * gib / megatron.STATE_BYTES
+    assert again(1, 1, of_states) == 0.0  # nobody sums
+    # 14 + 15 + 20 + 30 and the margin do not fit: three passes of four micro-batches.
+    assert again(8, 1, of_states) == pytest.approx(3 * 4 * 30)
+    # 7 + 2 * 7.5 and 15 fit.
+    assert again(8, 2, of_states) == 0.0
+
+
+def test_a_fit_learns_an_allocator_s_price_from_its_rows_alone(fits: Any) -> None:
+    """It is not drawn back to where it starts, and other constants do not feel it."""
+    rows = [
+        fits.Case({"gpus": 8}, "one", case.measured + 2 * 0.05, predict)
+        for case in made_up(fits)[:1]
+        for predict in [
+            lambda c, own=case.predict: own(c) + 2 * c.get(fits.EMPTYING, 0.0)
+        ]
+    ]
+    start = {**START, fits.EMPTYING: 0.01}
+    found = fits.fit([*made_up(fits), *rows], start)
+    assert found == pytest.approx({**TRUE, fits.EMPTYING: 0.05}, rel=0.05)
+    assert fits.fitted_of(found, "A100").launching == found["launching"]
+
+
+def test_predictions_are_remembered_by_the_constants_of_their_machines(
+    fits: Any,
+) -> None:
+    asked: list[dict[str, float]] = []
+
+    def predict(constants: dict[str, float]) -> float:
+        asked.append(constants)
+        return constants["products_Ampere"]
+
+    remember = fits.remembered(predict, HARDWARE)
+    constants = {"products_Ampere": 0.5, "products_Hopper": 0.5, "falls": 0.3}
+    others = {**constants, "products_Hopper": 0.6, "falls": 0.4, fits.EMPTYING: 1.0}
+    assert remember(constants) == remember(others) == 0.5 and len(asked) == 1
+    assert remember({**constants, "products_Ampere": 0.7}) == 0.7
+    first = fits.remembered(predict, replace(HARDWARE, first_efa=True))
+    first(constants)
+    first({**constants, "falls": 0.4})
+    assert len(asked) == 4
+
+
 @pytest.mark.slow
 def test_a_traced_rank_of_megatron_s_gpt_has_its_share(megatron: Any) -> None:
     """Of 64 tokens: 12 matrices of width^2 and two products with the scores; layer
@@ -314,7 +377,11 @@ def test_the_result_is_as_near_as_the_project_wants_it() -> None:
     assert result["llm_foundry"]["held_out_mape"] <= 0.10
     assert result["kempner"]["held_out_mape"] <= 0.15
     assert all(abs(row["error"]) <= 0.10 for row in result["kempner_memory"]["rows"])
-    assert result["together"]["programs"]["nanotron"]["memory_mape"] <= 0.06
+    programs = result["together"]["programs"]
+    for each in programs.values():
+        assert each["left_out_mape"] <= 0.12 and each["mape"] <= 0.08
+    assert programs["nanotron"]["memory_mape"] <= 0.06
+    assert programs["nanotron"]["regret"] <= 0.05
     assert (
         len(result["kempner_memory"]["rows"]) == 13
         and len(result["vtrain"]["rows"]) == 73

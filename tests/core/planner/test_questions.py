@@ -21,6 +21,7 @@ from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_source import build
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.planner import within
+from smp_core.planner.search_space import require_degrees
 from smp_core.planner.time import model_flops
 from smp_core.planner.trace import trace_model
 
@@ -241,6 +242,15 @@ def test_what_is_written_wrongly_is_said_before_the_trace(
     typed = ["plan", "tiny", "--cluster", "1x4:h100", "--seq", "64"]
     refused = CliRunner().invoke(app, [*typed, "--global-batch", "8", *wrong])
     assert refused.exit_code == 1 and said in refused.stderr
+
+
+def test_a_group_that_only_tensor_ranks_allow_is_not_refused() -> None:
+    """Twelve of 3 x 8 ranks are one and a half nodes, and with two tensor ranks each
+    all."""
+    hardware = Hardware.parse("3x8:h100@400gbps")
+    require_degrees({"shard_degree": 12}, hardware)
+    with pytest.raises(ValueError, match="shard_degree=12"):
+        require_degrees({"shard_degree": 12, "tensor_parallel_degree": 1}, hardware)
 
 
 def test_weights_that_a_configuration_quantizes_are_noted(full: ModelTrace) -> None:
