@@ -106,9 +106,10 @@ def _look_once(
     return look
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Logits:
-    """What is kept of logits [B, L, V] until backward, of the N tokens with a target.
+    """The part of logits [B, L, V] that is kept until backward, of the N tokens with a
+    target.
 
     Attributes:
         rows: [N], places in [B * L].
@@ -127,7 +128,8 @@ class _Logits:
 
     @classmethod
     def of(cls, output: Tensor, split: SplitBatch) -> _Logits | None:
-        """None: an output without a cross entropy of the batch's targets."""
+        """Take what is kept of an output; None: it has no cross entropy of the batch's
+        targets."""
         targets = split.shift_labels
         # Values in place of classes have no cross entropy.
         if targets is None or targets.is_floating_point():
@@ -139,7 +141,7 @@ class _Logits:
 
     @classmethod
     def among(cls, output: Tensor, targets: Tensor) -> _Logits | None:
-        """The same of logits [B * L, V] and targets [B * L]."""
+        """Take the same of logits [B * L, V] and targets [B * L]."""
         rows = (targets != IGNORED).nonzero()[:, 0]
         of_rows = targets[rows]
         # Tokens without a target may have another number than -100.
