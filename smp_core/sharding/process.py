@@ -53,7 +53,7 @@ def change_this_process(mesh: SmpMesh) -> None:
     note_mesh(mesh)
     _change_operations()
     for module, owner_name, name, replacement in CHANGES:
-        # What was not imported is in nobody's hands yet.
+        # Nothing was made yet of a package that was not imported.
         if module not in sys.modules:
             continue
         owner: Any = sys.modules[module]

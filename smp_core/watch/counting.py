@@ -8,10 +8,10 @@ process's. What context ranks count by sample they count once each; it belongs i
 of context ranks are reported once.
 
 torchmetrics synchronise over the whole world unless they are given a group. Their
-public ``Metric.sync`` is replaced, because metrics may live anywhere (in lists,
-callbacks and wrappers of other metrics), and because a metric that holds a group could
-no longer be copied. Which of their states are concatenated says ``_reductions`` alone,
-a private name.
+public ``Metric.sync`` is replaced (:mod:`smp_core.sharding.process`), because metrics
+may live anywhere (in lists, callbacks and wrappers of other metrics), and because a
+metric that holds a group could no longer be copied. Which of their states are
+concatenated says ``_reductions`` alone, a private name.
 """
 
 from __future__ import annotations
