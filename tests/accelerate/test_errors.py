@@ -251,6 +251,11 @@ def refusals() -> dict[str, str]:
         DataLoader(range(8), batch_size=1),
         DataLoader(range(9), batch_size=2, drop_last=True),
     )
+    # Its gathered weights are bfloat16, and its inputs are not.
+    accelerator = fresh_accelerator(shard_degree=2, mixed_precision="bf16")
+    model = accelerator.prepare(torch.nn.Linear(4, 4))
+    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    said["unwrapped"] = str(bare(torch.ones(2, 4)).dtype)
     return said
 
 
@@ -261,6 +266,7 @@ def test_refusals_on_ranks() -> None:
             and "per_device_train_batch_size" in said["searched batch"]
         )
         assert said["timeout"] == "0:01:17"
+        assert said["unwrapped"] == "torch.float32"
         assert (
             "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes"
             in said["product"]
