@@ -184,7 +184,7 @@ def search(
     )
     found = _Search(space, precision, of_memory, prunes and not of_memory).look()
     if not found.ranked and found.closest is None:
-        raise ValueError(_nothing_allowed(found, workload, hardware, space.micro_batch))
+        raise ValueError(nothing_allowed(found, workload, hardware, space.micro_batch))
     # The walk's order is by layout, and the ranking by the objective. Behind the pick,
     # which is moved to the front, candidates stay in that order.
     found.ranked.sort(key=_by_memory if of_memory else _by_time)
@@ -581,15 +581,22 @@ class _Search:
         )
 
 
-def _nothing_allowed(
+def nothing_allowed(
     found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None
 ) -> str:
+    """Return why no configuration was looked at."""
     # Refusals of many layouts are mostly alike. That of the layout with the fewest axes,
     # which was looked at first, says what the matter is; most layouts say what is allowed.
     if found.refused:
         knob = found.refused[0].partition("=")[0]
         said = mode(each for each in found.refused if each.startswith(knob))
         return f"no configuration is allowed with these knobs: {said}"
+    if not found.indivisible:
+        # Every batch was passed over, for rounds that it does not fill.
+        return (
+            f"global_batch={workload.global_batch}: chunks of pipeline stages take micro-batches in whole rounds, one "
+            "for each stage, which no layout has; write a larger one, or another schedule (pipeline=1f1b)"
+        )
     ranks = min(found.indivisible)
     if micro_batch is not None:
         return (

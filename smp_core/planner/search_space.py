@@ -11,7 +11,7 @@ from typing import Any
 
 from smp_core.cluster import DEGREES
 from smp_core.config import Activations, Fp8Recipe, Pipeline, SmpConfig
-from smp_core.engine.decide import settle_layout
+from smp_core.engine import settle_layout
 from smp_core.plan import Cluster, Draft, chunks_of
 from smp_core.planner.devices import Device
 from smp_core.planner.hardware import Hardware

@@ -21,6 +21,7 @@ from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_source import build
 from smp_core.planner.model_trace import ModelTrace
 from smp_core.planner.planner import within
+from smp_core.planner.search import Found, nothing_allowed
 from smp_core.planner.search_space import require_degrees
 from smp_core.planner.time import model_flops
 from smp_core.planner.trace import trace_model
@@ -259,6 +260,13 @@ def test_weights_that_a_configuration_quantizes_are_noted(full: ModelTrace) -> N
     notes = [table(plan(each, *asked)).caption for each in (quantized, full)]
     told = ["not quantized (mxfp4)" in str(note) for note in notes]
     assert told == [True, False]
+
+
+def test_micro_batches_that_fill_no_round_are_named() -> None:
+    """Nothing was refused, and nothing does not divide."""
+    hardware = Hardware.parse("1x4:h100")
+    said = nothing_allowed(Found(), Workload(TOKENS, 6), hardware, None)
+    assert "global_batch=6" in said and "pipeline=1f1b" in said
 
 
 def test_of_refusals_that_of_the_fewest_axes_is_said(full: ModelTrace) -> None:
