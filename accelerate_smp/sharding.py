@@ -68,6 +68,7 @@ def shard(
     )
     _gather_anew_for_evaluation(model, handle)
     _count_evaluations_apart(model, handle)
+    _evaluate_with_one_set_of_buffers(model, handle)
     return handle
 
 
@@ -105,3 +106,17 @@ def _count_evaluations_apart(model: nn.Module, handle: ParallelModel) -> None:
     # The first of all hooks and the last, after an error too: FSDP2's own gather.
     model.register_forward_pre_hook(before, prepend=True)
     model.register_forward_hook(lambda *_: evaluations.close(), always_call=True)
+
+
+def _evaluate_with_one_set_of_buffers(model: nn.Module, handle: ParallelModel) -> None:
+    """Give all ranks rank 0's buffers in the first evaluation behind a training
+    forward: each has BatchNorm statistics of its own samples."""
+    has_trained = False
+
+    def before(module: nn.Module, *_: Any) -> None:
+        nonlocal has_trained
+        if has_trained and not module.training:
+            handle.broadcast_buffers(between_stages=False)
+        has_trained = module.training
+
+    model.register_forward_pre_hook(before)

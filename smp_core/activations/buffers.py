@@ -17,7 +17,7 @@ from torch import nn
 
 SMALL = 65_536
 """Elements up to which a buffer is copied before each forward; a larger one only where
-a forward wrote into it."""
+the first forward, or a later one by operations that count it, wrote into it."""
 
 Place = tuple[nn.Module, str]
 
@@ -56,8 +56,8 @@ class ForwardWithBuffers:
         return (self._written or set()) | self._lost
 
     def _first(self, args: tuple[Any, ...]) -> Any:
-        # What there was, and copies of what the forward may write into. Only a tensor's
-        # _version tells that it was.
+        # What there was, and copies of what the forward may write into. A tensor's
+        # _version counts most writes, but not batch norm's, nor those into its `.data`.
         there = {number: getattr(*place) for number, place in enumerate(self._places)}
         versions = {
             number: tensor._version
@@ -75,10 +75,18 @@ class ForwardWithBuffers:
         for number, tensor in there.items():
             if getattr(*self._places[number]) is not tensor:
                 self._before[number] = tensor
-            elif tensor is not None and tensor._version != versions[number]:
+                continue
+            if tensor is None:
+                continue
+            copy = copies.get(number)
+            is_large = tensor.numel() > SMALL
+            is_written = tensor._version != versions[number]
+            if copy is not None and is_large and not is_written:  # once, as it waits
+                is_written = number in self.written() or not torch.equal(copy, tensor)
+            if is_written:
                 self._lost.add(number)
-                if number in copies:
-                    self._before[number] = copies[number]
+            if copy is not None and (is_written or not is_large):
+                self._before[number] = copy
         return output
 
     def _may_be_written(self, number: int, tensor: torch.Tensor) -> bool:

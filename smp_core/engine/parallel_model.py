@@ -464,12 +464,17 @@ class ParallelModel:
         )
 
     @torch.no_grad()
-    def broadcast_buffers(self) -> None:
+    def broadcast_buffers(self, between_stages: bool = True) -> None:
         """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP
         does: before evaluation and saving; with pipeline stages those of the first rank
         of the stage on which they work, and modules' extra states. What is not saved
         (``_non_persistent_buffers_set`` is the only list of it) is not state and is
-        left alone."""
+        left alone.
+
+        Args:
+            between_stages: False: inside of a forward, where stages wait for one
+                another.
+        """
         saved: list[Tensor] = []
         # Only what a state dict would save.
         for module in self.module.modules():
@@ -480,7 +485,7 @@ class ParallelModel:
                 if name not in passing
             ]
         broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
-        if self.pipeline is not None:
+        if self.pipeline is not None and between_stages:
             self._share_between_stages(self.pipeline)
 
     def _share_between_stages(self, pipeline: Pipeline) -> None:

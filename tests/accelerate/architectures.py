@@ -75,6 +75,16 @@ _BOTH |= {
 }
 _BOTH |= {**_WORDS, "decoder_start_token_id": 1, "use_cache": False}
 _PICTURE = {**_SIZES, "image_size": 16, "patch_size": 4, "num_labels": LABELS}
+_SHIFTED = {
+    "image_size": 32,
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "num_labels": LABELS,
+    "drop_path_rate": 0.0,
+}
 _WAVES = {
     **_SIZES,
     "num_labels": LABELS,
@@ -210,6 +220,37 @@ KINDS: dict[str, Kind] = {
         },
         "large picture",
     ),
+    # Windows that blocks shift, strides between stages of blocks, tokens in units of
+    # masks; frames; sound beside words; pictures in the place of words.
+    "Swin": Kind("SwinForImageClassification", "SwinConfig", _SHIFTED, "large picture"),
+    "Swinv2": Kind("Swinv2ForImageClassification", "Swinv2Config", _SHIFTED, "large picture"),
+    "Hiera": Kind(
+        "HieraForImageClassification",
+        "HieraConfig",
+        {
+            "image_size": [32, 32], "patch_size": [4, 4], "patch_stride": [4, 4], "patch_padding": [0, 0],
+            "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "query_stride": [2, 2], "masked_unit_size": [4, 4],
+            "num_query_pool": 1, "masked_unit_attention": [True, False], "num_labels": LABELS, "drop_path_rate": 0.0,
+        },
+        "large picture",
+    ),
+    "VideoMAE": Kind("VideoMAEForVideoClassification", "VideoMAEConfig", {**_PICTURE, "num_frames": 4}, "frames"),
+    "Whisper": Kind(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {**_BOTH, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
+        "spectrum and text",
+    ),
+    "Idefics3": Kind(
+        "Idefics3ForConditionalGeneration",
+        "Idefics3Config",
+        {
+            "vision_config": {**_SIZES, "image_size": 16, "patch_size": 4},
+            "text_config": {**_GROUPED, "model_type": "llama"},
+            "image_token_id": WORDS - 1, "scale_factor": 2, "pad_token_id": 0,
+        },
+        "picture in text",
+    ),
     "WavLM": Kind(
         "WavLMForSequenceClassification", "WavLMConfig", {**_WAVES, "num_buckets": 8, "max_bucket_distance": 16}, "wave"
     ),
@@ -240,6 +281,15 @@ def _row(
         "picture": lambda: {**picture, **label},
         "masked picture": lambda: {**picture, "noise": noise(16)},
         "large picture": lambda: {"pixel_values": noise(3, 32, 32), **label},
+        "frames": lambda: {"pixel_values": noise(4, 3, 16, 16), **label},
+        "picture in text": lambda: {
+            "input_ids": torch.cat(
+                [torch.full((4,), WORDS - 1), tokens[4:] % (WORDS - 1)]
+            ),
+            "pixel_values": noise(1, 3, 16, 16),
+            "labels": tokens,
+        },
+        "spectrum and text": lambda: {"input_features": noise(8, 32), "labels": tokens},
         "wave": lambda: {"input_values": noise(256), **label},
         "wave and text": lambda: {"input_values": noise(4096), "labels": tokens},
     }[kind]()

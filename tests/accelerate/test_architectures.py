@@ -22,8 +22,8 @@ KNOB = {
 REFUSED: dict[str, dict[str, str]] = {
     "auto": {
         "carries no plan": "BitNet GPTNeo GPTNeoXJapanese RecurrentGemma Mamba2 Rwkv XLNet DistilBert Electra "
-        "FNet ConvBert MegatronBert DeiT Dinov2WithRegisters ViTMAE Segformer WavLM",
-        "is an encoder-decoder without a known plan": "Pegasus MBart ProphetNet SwitchTransformers Moonshine",
+        "FNet ConvBert MegatronBert DeiT Dinov2WithRegisters ViTMAE Segformer WavLM Swin Swinv2 Hiera VideoMAE",
+        "is an encoder-decoder without a known plan": "Pegasus MBart ProphetNet SwitchTransformers Moonshine Whisper",
         "has roles that are not built yet: mla_kv_a_proj": "DeepseekV2",
         "is 'column_gather' in model.layers.0": "Qwen3Next",
     },
@@ -36,12 +36,15 @@ REFUSED: dict[str, dict[str, str]] = {
         "its blocks hand on 2 tensors": "WavLM",
         "its output loss is another in stages": "ViTMAE",
         "does not take what": "SwitchTransformers",
+        "its forward fails where blocks are on other stages": "Swinv2",
+        "did not run in the call that": "Idefics3",
     },
     "context": {
-        "takes no position_ids": "DeiT Dinov2WithRegisters ViTMAE Segformer WavLM Rwkv XLNet",
+        "takes no position_ids": "DeiT Dinov2WithRegisters ViTMAE Segformer WavLM Rwkv XLNet Swin Swinv2 Hiera "
+        "VideoMAE Idefics3",
         "does not use Transformers' attention interface": "GPTNeo GPTNeoXJapanese MegatronBert ConvBert",
         "layers of type 'linear_attention'": "Mamba2 Jamba RecurrentGemma Qwen3Next",
-        "is an encoder-decoder": "Pegasus MBart ProphetNet SwitchTransformers Moonshine",
+        "is an encoder-decoder": "Pegasus MBart ProphetNet SwitchTransformers Moonshine Whisper",
         "computes something else over each rank's tokens": "FNet",
     },
 }

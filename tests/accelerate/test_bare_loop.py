@@ -150,6 +150,36 @@ def test_two_hops_one_window() -> None:
         assert seen["kinds"] == {True}
 
 
+def evaluations() -> list[torch.Tensor]:
+    """What a model with batch norm gives for the same samples before training, behind
+    an epoch on samples that only this rank has, and behind a second one."""
+    accelerator = fresh_accelerator(shard_degree=2)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    own = torch.randn(8, 4) + 3 * dist.get_rank()
+    found = []
+    for _ in range(3):
+        model.eval()
+        with torch.no_grad():
+            found.append(model(torch.ones(2, 4)))
+        model.train()
+        accelerator.backward(model(own).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_evaluations_have_rank_0s_statistics_on_all_ranks() -> None:
+    """Each rank evaluated with those of its own samples."""
+    first, second = run_ranks(evaluations, 2)
+    for ours, theirs in zip(first, second, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(first[0], first[1])
+
+
 def metered(
     evaluate: bool, **knobs: Any
 ) -> tuple[list[dict[str, float]], dict[str, float]]:

@@ -3,6 +3,7 @@ last bit, because the same kernels run again on the same numbers."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from smp_core.activations.buffers import SMALL
 from smp_core.activations.checkpointing import (
     NotDeterministicError,
     apply_checkpointing,
@@ -194,6 +196,46 @@ def test_the_check_finds_nothing_in_dropout_however_often_it_is_computed_again(
         loss.backward()
     for ours, theirs in zip(checked.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+class Statistics(nn.Module):
+    """Buffers of all kinds that a forward changes: by batch norm, which counts no
+    version, into ``.data`` as codebooks are, in place, by another tensor, and a large
+    one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("codes", torch.ones(8))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(8))
+        self.register_buffer("large", torch.ones(SMALL + 1))
+        self.register_buffer("none", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x) * self.codes * self.large[0]
+        seen = x.detach().mean(0)
+        self.codes.data.mul_(0.9).add_(seen, alpha=0.1)
+        self.large.data[0] += 1.0
+        self.calls += 1.0
+        self.last = seen + self.last
+        return x.tanh()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_buffers_change_once_in_each_forward(mode: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Statistics(), nn.Linear(8, 8))
+    recomputed = copy.deepcopy(plain)
+    apply_checkpointing(recomputed, CheckpointedModule("0", mode))
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for model in (plain, recomputed):
+            model(x).square().mean().backward()
+    for name, value in recomputed.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    for p, q in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 def compiled_gradients(
