@@ -94,7 +94,7 @@ def pairs(
 def _what_it_reads(loader: Any) -> list[Any]:
     """Return what tells loaders apart on any number of ranks: the samples of its data
     set, None of a stream, and whether a seed orders them."""
-    data = getattr(loader, "dataset", None)
+    data: Any = getattr(loader, "dataset", None)
     is_counted = isinstance(data, Sized) and not isinstance(data, IterableDataset)
     samples = len(data) if is_counted else None
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
