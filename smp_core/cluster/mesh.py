@@ -13,6 +13,7 @@ cannot tell the other, which has not used the unit, to join.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -483,7 +484,8 @@ class _Groups:
 
 # Meshes of the sharded models of this process, the newest last.
 _noted: list[weakref.ref[SmpMesh]] = []
-# The mesh of the newest run, with the default group that it was made in.
+# A copy of the newest run's mesh, with the default group that it was made in: metrics are
+# computed when their model is gone, and torch holds the groups in any case.
 _newest: tuple[SmpMesh, object] | None = None
 
 
@@ -493,7 +495,7 @@ def note_mesh(mesh: SmpMesh) -> None:
     # References to meshes that are gone are dropped.
     _noted[:] = [each for each in _noted if each() not in (None, mesh)]
     _noted.append(weakref.ref(mesh))
-    _newest = (mesh, dist.group.WORLD)
+    _newest = (copy.copy(mesh), dist.group.WORLD)
 
 
 def mesh_of_run() -> SmpMesh | None:
