@@ -332,10 +332,8 @@ def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
         ):
             continue
         kinds = defaultdict(list)
-        members: Any = module
-        if isinstance(module, nn.ModuleDict):
-            members = module.values()
-        for child in members:
+        is_dict = isinstance(module, nn.ModuleDict)
+        for child in module.values() if is_dict else module:
             # An nn.ModuleList may have gaps.
             if child is not None and any(True for _ in child.parameters()):
                 kinds[_class_name(child)].append(child)
