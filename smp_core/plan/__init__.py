@@ -97,7 +97,6 @@ if TYPE_CHECKING:
         Entry as Entry,
         PlannedUnit as PlannedUnit,
         WrapPlan as WrapPlan,
-        is_stack as is_stack,
         units_with as units_with,
     )
 else:

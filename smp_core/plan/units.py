@@ -6,8 +6,8 @@ parameter tied across units, two trainable dtypes in one unit, 0-d parameters) i
 settled here:
 
 - blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated
-  members of ``nn.ModuleList``, of ``nn.Sequential`` and of an ``nn.ModuleDict`` with
-  numbers for keys; or class names, globs over module names, a callable; plus every module whose own parameters reach
+  members of ``nn.ModuleList`` and ``nn.Sequential``; or class names, globs over module
+  names, a callable; plus every module whose own parameters reach
   ``units.min_parameters``, and the experts of each layer where ranks divide them;
 - roots: the model itself, or, for a module whose own forward is not what a step calls
   (a LightningModule), its callable children, and itself only where it owns parameters,
@@ -284,15 +284,6 @@ def _optional(model: nn.Module, config: SmpConfig) -> list[nn.Module]:
     return [model.get_submodule(name) for name in found]
 
 
-def is_stack(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks: also an ``nn.ModuleDict`` that
-    numbers them from 0, as torchtitan's models do. Other keys name branches, of which a
-    batch may take some."""
-    if isinstance(module, nn.ModuleDict):
-        return bool(module) and list(module) == [str(n) for n in range(len(module))]
-    return isinstance(module, nn.ModuleList)
-
-
 def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
     """Return the modules inside the model of a class name, or by a glob over their
     names."""
@@ -327,13 +318,10 @@ def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
     # Otherwise: several children of one class in a list, each with parts of its own.
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module in inside or not (
-            isinstance(module, nn.Sequential) or is_stack(module)
-        ):
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         kinds = defaultdict(list)
-        is_dict = isinstance(module, nn.ModuleDict)
-        for child in module.values() if is_dict else module:
+        for child in module:
             # An nn.ModuleList may have gaps.
             if child is not None and any(True for _ in child.parameters()):
                 kinds[_class_name(child)].append(child)

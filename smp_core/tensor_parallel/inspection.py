@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from smp_core.cluster import of_all_ranks
-from smp_core.plan import example_of, is_stack
+from smp_core.plan import example_of
 from smp_core.plan.chain import as_in_training, state_restored
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (
@@ -274,7 +274,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     # Lists inside of lists belong to a block of the outer one.
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if is_stack(module) and module not in inside:
+        if isinstance(module, nn.ModuleList) and module not in inside:
             inside |= set(module.modules())
             yield from (
                 each

@@ -27,7 +27,6 @@ from typing import Any
 
 from torch import nn
 
-from smp_core.plan import is_stack
 from smp_core.tensor_parallel.operators import RowsInUse
 from smp_core.topology import divisors, listed
 from smp_core.torch_facts import embeddings_of, transformers_models
@@ -524,11 +523,14 @@ def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueErro
 
 
 def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
-    """Return the names of the blocks of every stack (``nn.ModuleList``, or a numbered
-    ``nn.ModuleDict``) that holds split layers, in its modules: a list of layers is
-    none."""
+    """Return the names of the blocks of every stack (``nn.ModuleList``) that holds
+    split layers, in its modules: a list of layers is none."""
     # The outermost list above a layer is its stack: lists inside of blocks are none.
-    lists = {name for name, module in model.named_modules() if is_stack(module)}
+    lists = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
     found: dict[str, None] = {}
     for split in splits:
         if split.role in ("column", "row", "column_gather", "row_split", "experts"):

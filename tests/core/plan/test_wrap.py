@@ -97,15 +97,6 @@ def test_repeated_members_of_a_sequential_are_blocks_and_single_leaves_are_not()
     assert names(plan(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))) == [""]
 
 
-def test_a_module_dict_that_numbers_its_members_holds_blocks() -> None:
-    """As torchtitan's models do; names are those of branches."""
-    numbered, named = nn.Sequential(), nn.Sequential()
-    numbered.add_module("layers", nn.ModuleDict({"0": zoo.Mlp(), "1": zoo.Mlp()}))
-    named.add_module("heads", nn.ModuleDict({"a": zoo.Mlp(), "b": zoo.Mlp()}))
-    assert names(plan(numbered)) == ["layers.1", "layers.0", ""]
-    assert names(plan(named)) == [""]
-
-
 def test_blocks_inside_blocks_are_not_cut_again() -> None:
     """A stage of a convnet holds a Sequential of alike members; the stage is the
     block."""
