@@ -37,7 +37,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.serialization import safe_globals
 
 from lightning_smp.background import in_lightning_words, is_held_place
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
@@ -481,9 +480,7 @@ class LoadFromCheckpoint:
         def load_from_checkpoint(
             checkpoint_path: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            # Paths may be among a folder's values; the file that is made of one has
-            # them as a class that torch does not read unasked.
-            with _as_file(checkpoint_path) as file, safe_globals([type(Path())]):
+            with _as_file(checkpoint_path) as file:
                 return load(file, *args, **kwargs)
 
         return load_from_checkpoint

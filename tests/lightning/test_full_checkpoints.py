@@ -6,13 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from typer.testing import CliRunner
 
-from smp_core.checkpoint import read_rest, save_checkpoint
 from smp_core.cli import app
 from tests.lightning.modules import LateModule, ScheduledModule
 from tests.lightning.resuming import assert_goes_on, fit_from
@@ -127,26 +124,3 @@ def test_a_module_with_configure_model_loads_from_a_full_checkpoint(
     assert worst(dict(loaded.state_dict()), run.weights)[0] <= 1e-6, (
         "load_from_checkpoint builds it in float32"
     )
-
-
-class OnPath(LightningModule):
-    def __init__(self, data: Path = Path()) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(2, 2)
-
-
-def test_a_path_among_the_hyper_parameters_of_a_folder_comes_back(
-    tmp_path: Path,
-) -> None:
-    module = OnPath(tmp_path / "data")
-    content = {"state_dict": module.state_dict(), "loops": {tmp_path: 1}}
-    hyper_parameters = {"hyper_parameters": dict(module.hparams)}
-    version = {"pytorch-lightning_version": lightning.__version__}
-    save_checkpoint(tmp_path / "a.ckpt", {**content, **hyper_parameters, **version})
-    rest = read_rest(tmp_path / "a.ckpt")
-    assert rest["hyper_parameters"] == {"data": tmp_path / "data"}
-    assert rest["loops"] == {tmp_path: 1}
-    loaded = OnPath.load_from_checkpoint(tmp_path / "a.ckpt")
-    assert loaded.hparams.data == tmp_path / "data"
-    assert torch.equal(loaded.layer.weight, module.layer.weight)
