@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 SMALL = 65_536
 """Elements up to which a buffer is copied before each forward; a larger one only where
@@ -82,7 +83,7 @@ class ForwardWithBuffers:
             is_large = tensor.numel() > SMALL
             is_written = tensor._version != versions[number]
             if copy is not None and is_large and not is_written:  # once, as it waits
-                is_written = number in self.written() or not torch.equal(copy, tensor)
+                is_written = number in self.written() or _differ(copy, tensor)
             if is_written:
                 self._lost.add(number)
             if copy is not None and (is_written or not is_large):
@@ -113,6 +114,13 @@ class ForwardWithBuffers:
         finally:
             for number, tensor in left.items():
                 setattr(*self._places[number], tensor)
+
+
+def _differ(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    # Rehearsals without values have nothing to compare.
+    if copy.is_meta or isinstance(copy, FakeTensor):
+        return False
+    return not torch.equal(copy, tensor)
 
 
 def buffer_places(module: nn.Module) -> list[Place]:

@@ -53,10 +53,10 @@ def change_this_process(mesh: SmpMesh) -> None:
     note_mesh(mesh)
     _change_operations()
     for module, owner_name, name, replacement in CHANGES:
-        # Nothing was made yet of a package that was not imported.
-        if module not in sys.modules:
+        owner: Any = sys.modules.get(module)
+        # Nothing was made yet of a package that was not imported, or is blocked.
+        if owner is None:
             continue
-        owner: Any = sys.modules[module]
         if owner_name:
             owner = attrgetter(owner_name)(owner)
         before = getattr(owner, name)

@@ -258,7 +258,8 @@ class UnsplitTrial:
             raise ValueError(
                 f"tensor_parallel_degree={self.axis.degree}: {self.name or 'the model'} calls "
                 f"{', '.join(sorted(noted.called))}, of no module of its own, and split activations would be dropped "
-                "alike on all ranks; write self.dropout = nn.Dropout(p) and call that, or set the probability to 0.0"
+                "alike on all ranks; set the probability to 0.0 or, with sequence parallelism, write self.dropout = "
+                "nn.Dropout(p) and call that"
             )
 
     def _given(

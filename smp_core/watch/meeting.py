@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from smp_core.watch.signs import Board
 from smp_core.watch.whereabouts import here
@@ -209,7 +210,12 @@ class Meetings:
             elif ours["beats"] - since > _SILENCE:
                 lost = f"rank {neighbour} was lost: it gives no sign of life, and rank {self.rank} waits for it at "
                 self._settle(key, lost + place)
-            elif time.monotonic() - begun > _STANDSTILL:
+            # All signs are asked for only where the neighbour stands still elsewhere.
+            elif (
+                time.monotonic() - begun > _STANDSTILL
+                and len(group) == self.world_size
+                and _stands_elsewhere(theirs, place)
+            ):
                 self._settle_if_all_wait(key, group, place)
             # The others live and do not come: that is an error as well.
             if limit is not None and time.monotonic() - begun > limit:
@@ -227,20 +233,24 @@ class Meetings:
         """Note a verdict where every other rank has waited elsewhere for so long that
         only this one can be what they wait for."""
         others = [rank for rank in group if rank != self.rank]
-        signs = zip(others, self._board.signs_of(others), strict=True)
-        waits = {rank: at for rank, state in signs if (at := state.get("at"))}
-        if len(waits) == len(others) and all(
-            at["waits"] and at["for"] > _STANDSTILL and at["place"] != place
-            for at in waits.values()
-        ):
-            other, at = next(iter(waits.items()))
-            self._settle(key, _apart(self.rank, place, other, at["place"]))
+        signs = self._board.signs_of(others)
+        if all(_stands_elsewhere(sign, place) for sign in signs):
+            there = signs[0]["at"]["place"]
+            self._settle(key, _apart(self.rank, place, others[0], there))
 
 
 _ALL_OF_THEM = (
     "every rank has to make this call, because each holds a part of the model; take it out of `if rank == 0:` and its "
     "like (is_main_process, is_global_zero; files are written by rank 0 alone)"
 )
+
+
+def _stands_elsewhere(sign: dict[str, Any], place: str) -> bool:
+    """Return whether the rank of a sign has long waited in something else."""
+    at = sign.get("at")
+    if not at:
+        return False
+    return bool(at["waits"] and at["for"] > _STANDSTILL and at["place"] != place)
 
 
 def _end_after(failure: str) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smp_core.activations.buffers import SMALL
+from smp_core.activations.buffers import SMALL, ForwardWithBuffers, buffer_places
 from smp_core.activations.checkpointing import (
     NotDeterministicError,
     apply_checkpointing,
@@ -220,6 +221,17 @@ class Statistics(nn.Module):
         self.calls += 1.0
         self.last = seen + self.last
         return x.tanh()
+
+
+def test_a_rehearsal_without_values_compares_no_large_buffers() -> None:
+    with FakeTensorMode():
+        module = nn.Module()
+        module.register_buffer("mask", torch.ones(SMALL + 1))
+        forward = ForwardWithBuffers(
+            lambda x: x * module.mask.sum(), buffer_places(module), None
+        )
+        assert forward(torch.ones(2)).shape == (2,)
+    assert forward.written() == set()
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

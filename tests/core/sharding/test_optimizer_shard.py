@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
@@ -434,14 +434,11 @@ def resumed_by_torch(folder: str, degree: int) -> list[bool]:
         weights, states = get_state_dict(second.module, own)
         into = {"weights": weights, "states": states}
         dcp.load(into, checkpoint_id=folder)
-        set_state_dict(
-            second.module,
-            own,
-            model_state_dict=into["weights"],
-            optim_state_dict=into["states"],
-        )
+        set_model_state_dict(second.module, into["weights"])
         if is_whole:
             set_optimizer_state_dict(second.module, own, of_rank_0, options=whole)
+        else:
+            set_optimizer_state_dict(second.module, own, into["states"])
         later.append((second, own))
     found = []
     for parallel, own in ((first, optimizer), *later):
