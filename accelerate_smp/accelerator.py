@@ -390,7 +390,11 @@ class SmpAccelerator(
             )
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, **options: Any
+        self,
+        model: nn.Module,
+        keep_fp32_wrapper: bool = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> nn.Module:
         """Unwrap as Accelerate does; a sharded model stays in autocast, without which
         the parameters that it gathers would meet inputs of another dtype."""
@@ -402,7 +406,7 @@ class SmpAccelerator(
                 self.mixed_precision,
             )
             keep_fp32_wrapper = True
-        return super().unwrap_model(model, keep_fp32_wrapper, **options)
+        return super().unwrap_model(model, keep_fp32_wrapper, *args, **kwargs)
 
     def _parallelize(self, model: nn.Module) -> ParallelModel:
         """Shard a model; the first one decides the mesh and prints the table of
@@ -570,8 +574,8 @@ class SmpAccelerator(
         """End training as Accelerate does, after the save in flight: free the states in
         memory, take no more notices by signals, and stop the watch over the ranks.
 
-        In a ``finally:`` that an error comes through, it is told to the other ranks, and
-        states in memory stay.
+        While an error is handled, in ``finally:`` or ``except:``, it is told to the other
+        ranks, and states in memory stay for a restart.
         """
         error = sys.exc_info()[1]
         if error is not None:

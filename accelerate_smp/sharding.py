@@ -110,7 +110,12 @@ def _count_evaluations_apart(model: nn.Module, handle: ParallelModel) -> None:
 
 def _evaluate_with_one_set_of_buffers(model: nn.Module, handle: ParallelModel) -> None:
     """Give all ranks rank 0's buffers in the first evaluation behind a training
-    forward: each has BatchNorm statistics of its own samples."""
+    forward: each has BatchNorm statistics of its own samples.
+
+    Not where one rank can evaluate by itself, as scripts for replicas let rank 0."""
+    mesh = handle.mesh
+    if mesh.shard_degree == mesh.tensor_degree == mesh.pipeline_degree == 1:
+        return
     has_trained = False
 
     def before(module: nn.Module, *_: Any) -> None:

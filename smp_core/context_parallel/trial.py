@@ -49,7 +49,7 @@ from smp_core.context_parallel.replaced_attention import (
     enabled,
     part_of_mean,
 )
-from smp_core.context_parallel.trial_loss import other_shares, watch_loss
+from smp_core.context_parallel.trial_loss import Share, other_shares, watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, tensors_of, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
 from smp_core.torch_facts import clean_name, is_compiled
@@ -227,13 +227,13 @@ class Trial:
                 lambda: self._outputs == number,
             )
 
-    def _refuse_here(self, found: str | None, share: float | None) -> None:
+    def _refuse_here(self, found: str | None, share: Share | None) -> None:
         # What targets weigh is compared where no rank has found anything itself.
         told = self._of_all((found, share), self._group.process_group)
         texts = [text for text, _ in filter(None, told)]
         self._raise([*texts, other_shares([each for _, each in filter(None, told)])])
 
-    def _warn(self, found: str | None, share: float | None) -> None:
+    def _warn(self, found: str | None, share: Share | None) -> None:
         try:
             self._refuse_here(found, share)
         except ValueError as error:

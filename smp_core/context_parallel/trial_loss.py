@@ -47,10 +47,15 @@ _NO_TARGETS = (
 )
 
 
+Share = tuple[float, float]
+"""What each target of a rank weighs in the loss, and the rounding of the gradients that
+show it."""
+
+
 def watch_loss(
     output: object,
     split: SplitBatch,
-    refuse: Callable[[str | None, float | None], None],
+    refuse: Callable[[str | None, Share | None], None],
     is_last: Callable[[], bool],
 ) -> None:
     """Look at the gradients of a call's outputs once.
@@ -83,7 +88,7 @@ def _look_once(
     logits: _Logits | None,
     split: SplitBatch,
     expected: Tensor,
-    refuse: Callable[[str | None, float | None], None],
+    refuse: Callable[[str | None, Share | None], None],
     is_last: Callable[[], bool],
 ) -> Callable[[Tensor], None]:
     is_over = False
@@ -222,7 +227,7 @@ def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
 
 def _other_divisor(
     gradient: Tensor, logits: _Logits, split: SplitBatch
-) -> tuple[str | None, float | None]:
+) -> tuple[str | None, Share | None]:
     """Return in words that a cross entropy of logits [B, L, V] is no mean over this
     rank's targets, where its gradient shows that, and what each target weighs; warn
     where it may be a scaled mean."""
@@ -239,7 +244,7 @@ def _other_divisor(
     mean = float(factors.mean())
     near = max(8 * eps, 1e-3)
     is_even = float(factors.max() - factors.min()) <= near * abs(mean)
-    share = mean if is_even and mean else None
+    share = (mean, eps) if is_even and mean else None
 
     # Of several weighted losses it is not known which one the logits went into.
     of_loss = split.loss_gradients
@@ -304,11 +309,12 @@ def _unlike_mean(
     return None
 
 
-def other_shares(shares: list[float | None]) -> str | None:
+def other_shares(shares: list[Share | None]) -> str | None:
     """Return in words that targets weigh more on one context rank than on another."""
-    known = [share for share in shares if share is not None]
-    # Roundings of half precision are averaged over a rank's targets.
-    if not known or max(known) - min(known) <= 5e-3 * max(map(abs, known)):
+    known = [share[0] for share in shares if share is not None]
+    # In half precision single targets are rounded by 4 eps and more.
+    near = max([5e-3, *(4 * share[1] for share in shares if share is not None)])
+    if not known or max(known) - min(known) <= near * max(map(abs, known)):
         return None
     return (
         f"targets that weigh {min(known):.3g} on one rank and {max(known):.3g} on another, as those of a sum that is "
@@ -322,8 +328,9 @@ def _near(found: float, expected: float, eps: float) -> bool:
 
 
 def _is_round(number: float, eps: float) -> bool:
-    """Return whether a number is a multiple of 0.05."""
-    return _near(20 * number, round(20 * number), eps)
+    """Return whether a number is a multiple of 0.05, or of 1 where it is large."""
+    steps = 20 * number
+    return abs(steps - round(steps)) <= max(eps / 2, 1e-5) * min(abs(steps), 20)
 
 
 def _factors(gradient: Tensor, logits: _Logits) -> Tensor | None:

@@ -150,10 +150,11 @@ def test_two_hops_one_window() -> None:
         assert seen["kinds"] == {True}
 
 
-def evaluations() -> list[torch.Tensor]:
-    """What a model with batch norm gives for the same samples before training, behind
-    an epoch on samples that only this rank has, and behind a second one."""
-    accelerator = fresh_accelerator(shard_degree=2)
+def evaluations(degree: int, ranks: int = 2) -> list[torch.Tensor]:
+    """What a model with batch norm gives on the first ``ranks`` ranks for the same
+    samples before training, behind an epoch on samples that only this rank has, and
+    behind a second one."""
+    accelerator = fresh_accelerator(shard_degree=degree)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     model, optimizer = accelerator.prepare(
@@ -164,7 +165,8 @@ def evaluations() -> list[torch.Tensor]:
     for _ in range(3):
         model.eval()
         with torch.no_grad():
-            found.append(model(torch.ones(2, 4)))
+            if dist.get_rank() < ranks:
+                found.append(model(torch.ones(2, 4)))
         model.train()
         accelerator.backward(model(own).square().mean())
         optimizer.step()
@@ -174,10 +176,17 @@ def evaluations() -> list[torch.Tensor]:
 
 def test_evaluations_have_rank_0s_statistics_on_all_ranks() -> None:
     """Each rank evaluated with those of its own samples."""
-    first, second = run_ranks(evaluations, 2)
+    first, second = run_ranks(evaluations, 2, 2)
     for ours, theirs in zip(first, second, strict=True):
         assert torch.equal(ours, theirs)
     assert not torch.equal(first[0], first[1])
+
+
+def test_rank_0_of_replicas_evaluates_alone() -> None:
+    assert [len(found) for found in run_ranks(evaluations, 2, 1, 1, timeout=60)] == [
+        3,
+        0,
+    ]
 
 
 def metered(
