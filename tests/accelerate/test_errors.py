@@ -185,7 +185,7 @@ def test_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_config(None, {}, None, None)
 
 
-def refusals() -> dict[str, str]:
+def refusals(folder: Path) -> dict[str, str]:
     """What four ranks refuse."""
     said = {}
 
@@ -197,10 +197,10 @@ def refusals() -> dict[str, str]:
 
     refused(
         "searched batch",
-        lambda: make_trainer("unused", 8, 1, {}, auto_find_batch_size=True),
+        lambda: make_trainer(folder, 8, 1, {}, auto_find_batch_size=True),
     )
     # Where Transformers itself leaves it out.
-    make_trainer("unused", 8, 1, {"shard_degree": 2}, use_cpu=True, ddp_timeout=77)
+    make_trainer(folder, 8, 1, {"shard_degree": 2}, use_cpu=True, ddp_timeout=77)
     said["timeout"] = str(collective_timeout())
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
@@ -259,8 +259,8 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def test_refusals_on_ranks() -> None:
-    for said in run_ranks(refusals, 4, ranks_per_node=2):
+def test_refusals_on_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(refusals, 4, tmp_path, ranks_per_node=2):
         assert (
             "auto_find_batch_size=True" in said["searched batch"]
             and "per_device_train_batch_size" in said["searched batch"]
