@@ -6,12 +6,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,3 +202,26 @@ def run_world(
         "left": len(left),
         "took": round(took, 1),
     }
+
+
+def play(
+    draw: Callable[[int], dict[str, Any]],
+    conduct: Callable[[dict[str, Any], Path], dict[str, Any]],
+    judge: Callable[[dict[str, Any], dict[str, Any], Path], list[str]],
+) -> None:
+    """Conduct the trials that a command line names (a folder, how many, the first
+    seed), and print each with what it found and what was wrong."""
+    top, number, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for each in range(seed, seed + number):
+        trial = draw(each)
+        found: dict[str, Any] = {}
+        try:
+            found = conduct(trial, top)
+            wrong = judge(trial, found, top)
+        except Exception:
+            wrong = [traceback.format_exc()]
+        print(json.dumps({"wrong": wrong, **trial, **found}), flush=True)
+        if not wrong:
+            shutil.rmtree(top / str(each))

@@ -12,14 +12,9 @@ another layout and lead to one process's weights.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
-import shutil
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +28,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_smp import SmpCheckpoint, SmpShardedStrategy
 from smp_core.checkpoint import consolidate, is_checkpoint, read_manifest
-from tests.failing_ranks import OF_FILES, Mistake, Strike, fork_rank, run_world
+from tests.failing_ranks import (
+    OF_FILES,
+    Mistake,
+    Strike,
+    fork_rank,
+    play,
+    run_world,
+)
 
 # Samples of a global batch, batches of an epoch, epochs.
 BATCH, BATCHES, EPOCHS = 8, 6, 2
@@ -479,22 +481,5 @@ def judge(trial: dict[str, Any], found: dict[str, Any], top: Path) -> list[str]:
     return wrong
 
 
-def main() -> None:
-    top, number, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    for each in range(seed, seed + number):
-        trial = draw(each)
-        found = {}
-        try:
-            found = conduct(trial, top)
-            wrong = judge(trial, found, top)
-        except Exception:
-            wrong = [traceback.format_exc()]
-        print(json.dumps({"wrong": wrong, **trial, **found}), flush=True)
-        if not wrong:
-            shutil.rmtree(top / str(each))
-
-
 if __name__ == "__main__":
-    main()
+    play(draw, conduct, judge)
