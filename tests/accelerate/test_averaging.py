@@ -83,22 +83,13 @@ class _StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "elsewhere"),
     [
         ({"shard_degree": 4}, {"shard_degree": 2}, True),
-        pytest.param(
-            {"shard_degree": 2, "optimizer_shard": "world"},
-            {"shard_degree": 4},
-            False,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"shard_degree": 4},
-            {"shard_degree": 1, "optimizer_shard": "world"},
-            False,
-            marks=pytest.mark.slow,
-        ),
+        ({"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 4}, False),
+        ({"shard_degree": 4}, {"shard_degree": 1, "optimizer_shard": "world"}, False),
     ],
     ids=str,
 )

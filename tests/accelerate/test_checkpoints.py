@@ -290,11 +290,12 @@ def expected_weights(steps: int) -> dict[str, torch.Tensor]:
     return full_weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
         "Lightning to Accelerate",
-        pytest.param("Accelerate to Lightning", marks=pytest.mark.slow),
+        "Accelerate to Lightning",
     ],
 )
 def test_checkpoints_cross_over_between_the_faces(tmp_path: Path, way: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
@@ -86,6 +87,7 @@ def all_ways() -> dict[str, tuple[list[float], list[float], list[int]]]:
     return {way: trained(way) for way in WAYS}
 
 
+@pytest.mark.slow
 def test_compiled_models_gather_as_often_and_compile_nothing_after_two_steps() -> None:
     for found in run_ranks(all_ways, 2, timeout=600):
         losses, gathers, none = found["not compiled"]

@@ -52,6 +52,7 @@ def bare_loop() -> Training:
     return seen
 
 
+@pytest.mark.slow
 def test_a_bare_loop_equals_one_process() -> None:
     """float64, 1e-12: sums in another order."""
     knobs = {"SMP_EXPERT_PARALLEL_DEGREE": "2"}

@@ -230,6 +230,7 @@ def monitored(folder: str) -> tuple[list[dict[str, Any]], torch.Tensor, str]:
     return log, state.scale, str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_monitor_logs_rates_and_scales_under_trainer(tmp_path: Path) -> None:
     ranks = run_ranks(monitored, 2, str(tmp_path))
     for log, _, refused in ranks:

@@ -474,9 +474,8 @@ print("ranks", accelerator.num_processes, accelerator.process_index, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("slurm", marks=pytest.mark.slow), "openmpi"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
 def test_other_launchers_ranks_train_together(tmp_path: Path, launcher: str) -> None:
     """Accelerate reads torchrun's variables only: each process would train alone."""
     (tmp_path / "script.py").write_text(ALONE)

@@ -139,6 +139,7 @@ def trained(folder: str) -> tuple[dict[str, float], int]:
     return logged[-1], shards
 
 
+@pytest.mark.slow
 def test_trainers_log_takes_peaks_apart_on_request(tmp_path: Path) -> None:
     ranks = run_ranks(trained, 2, str(tmp_path))
     steps = read_log(tmp_path / "memory.jsonl")

@@ -162,9 +162,10 @@ def lose_and_resume(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shard"),
-    [("trainer", "node"), pytest.param("loop", "world", marks=pytest.mark.slow)],
+    [("trainer", "node"), ("loop", "world")],
 )
 def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(
     kind: str, shard: str, tmp_path: Path

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -175,6 +176,7 @@ def halves(
     return found
 
 
+@pytest.mark.slow
 def test_masters_of_a_bfloat16_model_are_saved_and_go_on_at_other_layouts(
     tmp_path: Path,
 ) -> None:

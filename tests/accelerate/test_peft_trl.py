@@ -300,6 +300,7 @@ def quantized_base() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_quantized_base_is_refused_by_name() -> None:
     pytest.importorskip("torchao")
     for said in run_ranks(quantized_base, 2):

@@ -251,6 +251,7 @@ def figures(folder: Path, batch: int, knobs: dict[str, Any] | None) -> dict[str,
     return monitor.latest
 
 
+@pytest.mark.slow
 def test_the_monitor_reports_the_bubble_and_counts_each_sample_once(
     tmp_path: Path,
 ) -> None:

@@ -105,14 +105,20 @@ def test_some_rare_parts_are_as_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"shard_degree": 2},
-        {
-            "tensor_parallel_degree": 2,
-            "tensor_parallel": {"sequence_parallel": False},
-        },
-        {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}},
+        pytest.param({"shard_degree": 2}, id="shards", marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "tensor_parallel_degree": 2,
+                "tensor_parallel": {"sequence_parallel": False},
+            },
+            id="splits",
+        ),
+        pytest.param(
+            {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}},
+            id="stages",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["shards", "splits", "stages"],
 )
 def test_prompts_are_trained_and_saved_as_in_one_process(
     tmp_path: Path, knobs: dict[str, Any]

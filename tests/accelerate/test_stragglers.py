@@ -58,9 +58,10 @@ def make_slow(trainer: Any, part: Part) -> None:
         trainer.data_collator = slowly
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
-    [[("data", 0)], pytest.param([("forward", 1)], marks=pytest.mark.slow)],
+    [[("data", 0)], [("forward", 1)]],
     ids=["data", "forward"],
 )
 def test_the_slow_rank_and_its_part_are_named(cases: list[tuple[Part, int]]) -> None:

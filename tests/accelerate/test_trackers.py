@@ -130,6 +130,7 @@ def monitored_by_epochs(folder: str) -> tuple[list[dict[str, Any]], list[str]]:
     return entries, [event for event, _ in itertools.groupby(events)]
 
 
+@pytest.mark.slow
 def test_figures_of_epochs_are_logged_without_their_evaluations(tmp_path: Path) -> None:
     for entries, events in run_ranks(monitored_by_epochs, 2, str(tmp_path)):
         assert len(entries) == 2

@@ -185,6 +185,7 @@ def test_a_mean_is_not_multiplied_by_ranks(tmp_path: Path) -> None:
             assert_close(seen[name], expected[name], 8e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs",
     [

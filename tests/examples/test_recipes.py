@@ -51,6 +51,7 @@ def assert_ranks_train_like_one(
         assert losses == pytest.approx(alone, abs=tolerance)
 
 
+@pytest.mark.slow
 def test_sequences_on_two_ranks_in_fp8(tmp_path: Path) -> None:
     arguments = ["--steps", "3", "--cache-dir", str(tmp_path)]
     assert_ranks_train_like_one("llama_8b_16k", 2, arguments, IN_FP8)

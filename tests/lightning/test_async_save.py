@@ -124,13 +124,13 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, held",
     [
-        pytest.param(
+        (
             {"every_n_train_steps": 1, "save_top_k": 1, "save_last": "link"},
             "step=1.ckpt",
-            marks=pytest.mark.slow,
         ),
         # The second save of a validation: it waits for the first, and nothing waits for
         # it until the next validation.

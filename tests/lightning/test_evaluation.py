@@ -287,6 +287,7 @@ def evaluate_in_inference_mode(folder: str, knobs: dict[str, Any] | None = None)
     return report(trainer, module, seen=seen)
 
 
+@pytest.mark.slow
 def test_evaluation_called_in_inference_mode_can_be_followed_by_training(
     tmp_path: Path,
 ) -> None:

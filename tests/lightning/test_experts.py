@@ -133,6 +133,7 @@ def staged(batch_size: int, knobs: dict[str, Any], **flags: Any) -> Run:
     return Run(losses.tolist(), weights, metrics)
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_over_stages_are_those_of_one_process() -> None:
     """float64, 1e-12, as above. An evaluation has the loss of a rank's tokens: all of
     them where a stage is one rank."""

@@ -97,6 +97,7 @@ def variants() -> dict[str, Run]:
     }
 
 
+@pytest.mark.slow
 def test_the_plugin_trains_the_same_however_it_is_sharded_and_recomputed() -> None:
     for runs in together(variants, ranks=2):
         sharded = runs["sharded"]

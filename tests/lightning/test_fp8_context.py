@@ -158,6 +158,7 @@ def late_variants() -> list[Run]:
     ]
 
 
+@pytest.mark.slow
 def test_models_initialised_on_their_ranks_train_in_fp8_the_same_however_they_are_sharded() -> (
     None
 ):

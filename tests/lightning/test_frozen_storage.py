@@ -62,10 +62,11 @@ def in_two_fits(
     return report(trainer, module), len(codes_of(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pytest.param({"shard_degree": 4}, {"shard_degree": 2}, marks=pytest.mark.slow),
+        ({"shard_degree": 4}, {"shard_degree": 2}),
         (
             {"shard_degree": 2, "checkpoint": "full"},
             {"shard_degree": 4, "checkpoint": "async"},

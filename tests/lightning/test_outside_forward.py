@@ -75,9 +75,12 @@ def fit(kind: type[LanguageModule], knobs: dict[str, Any] | None = None) -> Run:
     return report(trainer, module)
 
 
-@pytest.mark.parametrize("kind", [Numbers, Restoring])
 @pytest.mark.parametrize(
-    "knobs", [{"shard_degree": 4}, {"shard_degree": 2, "optimizer_shard": "world"}]
+    ("kind", "knobs"),
+    [
+        (Numbers, {"shard_degree": 4}),
+        (Restoring, {"shard_degree": 2, "optimizer_shard": "world"}),
+    ],
 )
 def test_hooks_see_and_load_whole_weights_as_in_one_process(
     kind: type[LanguageModule], knobs: dict[str, Any]

@@ -187,6 +187,7 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_hooks_of_parameters_see_gradients_of_whole_batches() -> None:
     flags: dict[str, Any] = {"hooked": True, "max_epochs": 1}
     expected = named_once(train("gpt2", 8, {}, **flags))

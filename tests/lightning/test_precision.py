@@ -201,6 +201,7 @@ def test_masters_of_a_half_precision_model_move_alike_at_every_layout(
     assert movement(without, start) < 0.5 * way
 
 
+@pytest.mark.slow
 def test_float16_mixed_on_cpu_is_bfloat16_and_says_so() -> None:
     """Lightning's own word, on rank 0; what took effect is in the strategy's config."""
     runs = together(fit_half, "16-mixed", {"shard_degree": 2}, ranks=2)

@@ -106,6 +106,7 @@ def after_kills(folder: str) -> list[Any]:
     return [first, between, second, sorted(os.listdir(folder))]
 
 
+@pytest.mark.slow
 def test_the_place_of_a_save_that_was_killed_keeps_no_run_from_going_on(
     tmp_path: Path,
 ) -> None:

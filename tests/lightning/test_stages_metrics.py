@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torchmetrics
 
@@ -137,6 +138,7 @@ def kept_for_each_step() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_metric_for_each_step_is_one_of_an_uncut_batch() -> None:
     """Of several micro-batches it would be the last one's."""
     expected = keep(8, {}, on_step=True)

@@ -125,6 +125,7 @@ def test_the_clock_of_rank_0_says_when_to_validate() -> None:
     assert run_ranks(steps_of_validations, 2, timeout=60) == [alone, alone]
 
 
+@pytest.mark.slow
 def test_ranks_that_stop_together_stop() -> None:
     at_batch, at_epoch = (
         run_ranks(steps, 2, hook, (0, 1), {"shard_degree": 2})

@@ -270,9 +270,10 @@ def compiled_gradients(
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "whole_model",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
+    [False, True],
     ids=["blocks", "model"],
 )
 def test_compiled(whole_model: bool) -> None:

@@ -156,6 +156,7 @@ def context_runs() -> list[str]:
     return different
 
 
+@pytest.mark.slow
 def test_with_context_parallelism() -> None:
     assert run_ranks(context_runs, 2) == [[], []]
 
@@ -181,6 +182,7 @@ def as_smp_says() -> list[int]:
     return [offloader.horizon, offloader.bytes_in]
 
 
+@pytest.mark.slow
 def test_a_block_of_smp_s_parameters_offloads() -> None:
     for horizon, moved in run_ranks(as_smp_says, 2):
         assert horizon == 4 and moved > 0

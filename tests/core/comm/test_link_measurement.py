@@ -81,6 +81,7 @@ def check_measurement(shown: str, path: Path, largest: int) -> None:
     assert json.loads(path.read_text())["version"] == 2
 
 
+@pytest.mark.slow
 def test_links_are_measured_through_the_command(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     shown, *others = run_ranks(command_here, 4, str(path), ranks_per_node=2)

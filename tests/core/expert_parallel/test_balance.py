@@ -58,6 +58,7 @@ def with_transformers_own() -> list[list[str]]:
     return [*found, differences(together(own), expected, 1e-3)]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ranks_own_losses_are_others() -> None:
     """1e-6: Transformers counts and adds up in float32."""
     for found, own in run_ranks(with_transformers_own, 4, ranks_per_node=2):

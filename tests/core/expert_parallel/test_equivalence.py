@@ -86,9 +86,8 @@ KNOBS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [5, 1], ids=["some", "all"])
 def test_experts_train_like_one_process_beside_other_knobs(every: int) -> None:
     """1e-12, as above."""
     cases = []

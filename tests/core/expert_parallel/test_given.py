@@ -90,6 +90,7 @@ def in_float32(case: Loaded) -> list[str]:
     return differences(together(case), alone(case.kind, case.micro_batches), 1e-5)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_dealt_experts_of_several_replicas_train_like_one_process(
     tmp_path: Path,
 ) -> None:
@@ -103,9 +104,10 @@ def test_dealt_experts_of_several_replicas_train_like_one_process(
         assert found == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [[TWO], pytest.param([TWO, FOUR], marks=pytest.mark.slow)],
+    [[TWO], [TWO, FOUR]],
     ids=["some", "all"],
 )
 def test_any_layout_loads_what_dealt_experts_saved(

@@ -128,6 +128,7 @@ def test_degrees_that_change_the_batch_are_chosen_where_it_is_given(
         plan_run(model, SmpConfig(plan={**step, "global_batch": 12}), NODES, STEP)
 
 
+@pytest.mark.slow
 def test_the_example_of_a_model_says_what_a_batch_is() -> None:
     small = SmallGpt()
     small.example_input_array = torch.zeros(2, 8, dtype=torch.long)

@@ -239,9 +239,10 @@ def test_expert_degrees_are_searched_and_written(mixture: ModelTrace) -> None:
         dry_run_of(replace(given, model="mixtral-8x7b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "is_planned"),
-    [("auto", True), pytest.param(2, False, marks=pytest.mark.slow)],
+    [("auto", True), (2, False)],
 )
 def test_an_open_expert_degree_is_planned_when_a_run_starts(
     asked: Any, is_planned: bool

@@ -81,9 +81,10 @@ def traced() -> ModelTrace:
     return trace_model("small", TOKENS, FIELDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
-    [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)],
+    [CASES, MORE_CASES],
     ids=["some", "more"],
 )
 def test_planned_bytes_and_memory_are_those_of_a_run(

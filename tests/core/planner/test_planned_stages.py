@@ -212,6 +212,7 @@ def test_stages_are_chosen_where_links_are_slow_and_nowhere_else(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "slower"), [(0.35, False), (0.45, True)])
 def test_what_would_flip_the_choice_does_so_when_all_is_planned_again(
     tiny: ModelTrace, rate: float, slower: bool

@@ -169,6 +169,7 @@ def test_peak_of_30_billion_is_the_one_that_fsdp_s_tracker_counts(
     assert peak.fits
 
 
+@pytest.mark.slow
 def test_a_model_of_one_s_own_is_traced_in_a_child_process() -> None:
     found = trace("tests.core.planner.planner_models:plain", 16)
     assert (found.blocks, found.heads) == (3, 0)

@@ -56,9 +56,8 @@ def half_precision_runs(
     return [half_precision_run(recipe, knobs, (0, BF16_STEPS)) for knobs in cases]
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param("bfloat16 model", marks=pytest.mark.slow), "mixed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bfloat16 model", "mixed"])
 def test_half_precision_training_equals_one_process_with_float32_masters(
     recipe: str,
 ) -> None:

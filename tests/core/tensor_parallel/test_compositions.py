@@ -62,7 +62,8 @@ IN_ONE_GROUP = [
 ]
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
 def test_states_elsewhere_and_losses_in_chunks_train_like_one_process(
     number: int,
 ) -> None:

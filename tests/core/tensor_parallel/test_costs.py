@@ -78,9 +78,8 @@ def bytes_of_a_block(tensor: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(
-    "tensor", [2, *(pytest.param(degree, marks=pytest.mark.slow) for degree in (4, 8))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_a_block_sends_four_all_reduces_of_its_activations_however_tokens_are_split(
     tensor: int,
 ) -> None:

@@ -110,6 +110,7 @@ def test_ranks_drop_whole_activations_alike_and_split_ones_each_for_itself() -> 
     assert torch.equal(ours["after"], theirs["after"])
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_drop_the_same_again() -> None:
     for plain, recomputed, other in run_ranks(trainings, 2):
         assert all(

@@ -102,6 +102,7 @@ def seen_on_ranks() -> Any:
     return list(map(trained, CASES)), bytes_sent, shapes
 
 
+@pytest.mark.slow
 def test_pieces_train_like_one_process_and_send_the_same_bytes() -> None:
     """float64, 1e-12: see test_equivalence. Also where blocks are recomputed: a row
     layer's product is made only once if nothing wants it twice, and what is sent is

@@ -327,6 +327,7 @@ def assert_exact_or_refused(seeds: list[int]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_written_plans_compute_what_one_process_does_or_are_refused() -> None:
     assert_exact_or_refused(list(range(6)))
 

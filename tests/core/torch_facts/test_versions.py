@@ -273,13 +273,12 @@ def test_it_fails():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "limit", "counts", "broke"),
     [
         (PROGRAM, 600.0, (1, 1), ""),
-        pytest.param(
-            "", 600.0, (0, 0), "pytest ended with status 5", marks=pytest.mark.slow
-        ),
+        ("", 600.0, (0, 0), "pytest ended with status 5"),
         ("__import__('time').sleep(3600)", 1.0, (0, 0), "killed after 1 s"),
     ],
 )
