@@ -14,7 +14,6 @@ from smp_core import lazy_exports
 
 if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
-    from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
     from smp_core.plan.communicator_count import communicators as communicators
     from smp_core.plan.examples import (
         Example as Example,
@@ -81,7 +80,12 @@ if TYPE_CHECKING:
         forward_only as forward_only,
         with_messages as with_messages,
     )
-    from smp_core.plan.shapes import ParameterShape as ParameterShape, Shapes as Shapes
+    from smp_core.plan.shapes import (
+        GIB as GIB,
+        Cluster as Cluster,
+        ParameterShape as ParameterShape,
+        Shapes as Shapes,
+    )
     from smp_core.plan.stages import Stages as Stages
     from smp_core.plan.subject import (
         FOREIGN_FP8 as FOREIGN_FP8,

@@ -18,9 +18,8 @@ from smp_core.cluster import INNER, PARTITION, Layout
 from smp_core.codecs import CodeName, RowCodec
 from smp_core.config import SmpConfig
 from smp_core.plan.checkpointed import CheckpointedModule
-from smp_core.plan.cluster import Cluster
 from smp_core.plan.optimizers import OptimizerStates
-from smp_core.plan.shapes import ParameterShape, Shapes
+from smp_core.plan.shapes import Cluster, ParameterShape, Shapes
 from smp_core.plan.stages import Stages
 from smp_core.plan.units import PlannedUnit
 
@@ -185,11 +184,6 @@ class Plan:
     optimizer: OptimizerStates | None = None
     stages: Stages | None = None
 
-    @property
-    def units(self) -> tuple[PlannedUnit, ...]:
-        """The modules that are sharded and gathered as units, by their names."""
-        return self.shapes.units.units
-
     @cached_property
     def split_shapes(self) -> Shapes:
         """The model as one tensor rank holds it, before it is sharded."""
@@ -198,12 +192,7 @@ class Plan:
     @property
     def sharded_units(self) -> tuple[PlannedUnit, ...]:
         """The units that FSDP2 shards: none where nothing is gathered."""
-        return self.units if self.gathers else ()
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """Names of parameters that no unit can hold."""
-        return self.shapes.units.replicated
+        return self.shapes.units.units if self.gathers else ()
 
     @property
     def word(self) -> str:
@@ -349,11 +338,12 @@ class Plan:
         name. Under autocast layers cast their own, so that only one that others of the
         same layer are gathered beside has to be of their dtype."""
         # Layers with both kinds of parameters would compute with two dtypes.
+        wrap = self.shapes.units
         beside = {
-            name.rpartition(".")[0] for unit in self.units for name in unit.parameters
+            name.rpartition(".")[0] for unit in wrap.units for name in unit.parameters
         }
         found = {}
-        for parameter in map(self.shapes.of_name, self.replicated):
+        for parameter in map(self.shapes.of_name, wrap.replicated):
             casts = (
                 self.precision.cast_forward_inputs
                 or parameter.name.rpartition(".")[0] in beside
@@ -367,8 +357,9 @@ class Plan:
     def replicated_parameters(self) -> list[tuple[str, ...]]:
         """Names of the replicated parameters, in the groups that are added up
         together."""
-        of_units = [] if self.gathers else [unit.parameters for unit in self.units]
-        return [self.replicated, *of_units]
+        wrap = self.shapes.units
+        of_units = [] if self.gathers else [unit.parameters for unit in wrap.units]
+        return [wrap.replicated, *of_units]
 
     def of_stage(self, stage: int) -> Plan:
         """Return the plan of one pipeline stage: its parameters' units, roots, and its

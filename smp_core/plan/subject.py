@@ -11,7 +11,7 @@ and docs/combinations.md which go together. What they write into is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal
 from smp_core.cluster import INNER, Axis, Layout
 from smp_core.codecs import CodeName
 from smp_core.config import DEFAULTS, Clash, SmpConfig
-from smp_core.plan.cluster import Cluster
 from smp_core.plan.plan import (
     TRAINERS_OWN,
     ActivationPlan,
@@ -29,10 +28,11 @@ from smp_core.plan.plan import (
     Precision,
     dtype_of,
 )
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import Cluster, Shapes
 from smp_core.plan.stages import Stages
 
 
+@dataclass(eq=False)
 class Draft:
     """The knobs of one run while they are decided, each with what it became and why.
 
@@ -42,9 +42,8 @@ class Draft:
             effect.
     """
 
-    def __init__(self, asked: SmpConfig) -> None:
-        self.knobs = asked
-        self.warnings: list[str] = []
+    knobs: SmpConfig
+    warnings: list[str] = field(default_factory=list, init=False)
 
     def settle(self, knob: str, value: Any, why: str) -> None:
         """Put a value into effect, of a knob or of a field of one
@@ -60,6 +59,7 @@ class Draft:
         self.settle(knob, value, why)
 
 
+@dataclass(eq=False)
 class ModelDraft(Draft):
     """A Plan in the making: each subject resolves its knobs, and writes what else it
     decides.
@@ -72,25 +72,17 @@ class ModelDraft(Draft):
         gathers, replica_payload, stages, activations: as :class:`Plan` has them.
     """
 
-    def __init__(
-        self,
-        asked: SmpConfig,
-        shapes: Shapes,
-        cluster: Cluster,
-        precision: Precision = TRAINERS_OWN,
-        given: GivenSharding | None = None,
-        layout: Layout | None = None,
-    ) -> None:
-        super().__init__(asked)
-        self.shapes = shapes
-        self.cluster = cluster
-        self.precision = precision
-        self.given = given
-        self.layout = layout or Layout()
-        self.masters = self.stored_as_gathered = self.gathers = False
-        self.replica_payload: CodeName | None = None
-        self.stages: Stages | None = None
-        self.activations = ActivationPlan()
+    shapes: Shapes
+    cluster: Cluster
+    precision: Precision = TRAINERS_OWN
+    given: GivenSharding | None = None
+    layout: Layout = field(default_factory=Layout)
+    masters: bool = field(default=False, init=False)
+    stored_as_gathered: bool = field(default=False, init=False)
+    gathers: bool = field(default=False, init=False)
+    replica_payload: CodeName | None = field(default=None, init=False)
+    stages: Stages | None = field(default=None, init=False)
+    activations: ActivationPlan = field(default_factory=ActivationPlan, init=False)
 
     # Stages are worlds of their own for what is decided about their ranks; ranks on
     # inner axes count as one for what is decided about partition and replication

@@ -405,7 +405,10 @@ def group_of(module: Any) -> ParamGroup | None:
     """Return the parameters of a module that ``fully_shard`` was called on; None: it
     has none of its own."""
     group = module._get_fsdp_state()._fsdp_param_group
-    return None if group is None else _kind()(module, group)
+    if group is None:
+        return None
+    older = {"2.11": ParamGroup211, "2.13": ParamGroup213}
+    return older.get(generation(), ParamGroup)(module, group)
 
 
 def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
@@ -414,11 +417,6 @@ def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
         group = group_of(module) if isinstance(module, FSDPModule) else None
         if group is not None:
             yield group
-
-
-@functools.cache
-def _kind() -> type[ParamGroup]:
-    return {"2.11": ParamGroup211, "2.13": ParamGroup213}.get(generation(), ParamGroup)
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
