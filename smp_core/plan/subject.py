@@ -89,13 +89,8 @@ class ModelDraft(Draft):
     # groups.
 
     @property
-    def of_stage(self) -> Layout:
-        """The layout of one pipeline stage."""
-        return self.layout.without(Axis.PIPELINE)
-
-    @property
     def of_groups(self) -> Layout:
-        """The same with the ranks on inner axes for one."""
+        """The layout of one pipeline stage with the ranks on inner axes for one."""
         if self.layout.size(Axis.PIPELINE, *INNER) == 1:
             return self.layout
         return self.layout.without(Axis.PIPELINE, *INNER)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -327,9 +326,9 @@ def require_internals() -> None:
 def missing_internals() -> list[str]:
     """Return what this torch lacks of the names that its generation needs, as
     "owner.name"."""
-    owners, missing = _classes(), []
+    owners, missing = _owners(), []
     for internal in needed(generation()):
-        owner = owners.get(internal.owner) or _at(internal.owner)
+        owner = owners[internal.owner]
         for name in internal.names:
             bare = name.removesuffix("()")
             is_attribute = bare == name and isinstance(owner, type)
@@ -341,10 +340,11 @@ def missing_internals() -> list[str]:
     return missing
 
 
-def _classes() -> dict[str, Any]:
-    """Return the classes behind FSDPModule by name, found where each is used; None
-    where one is not there."""
-    classes: dict[str, Any] = {"FSDPModule": FSDPModule, "DTensor": DTensor}
+def _owners() -> dict[str, Any]:
+    """Return the owners of :data:`INTERNALS` by name: the classes behind FSDPModule,
+    found where each is used, and what is at dotted paths of torch; None where one is
+    not there."""
+    owners: dict[str, Any] = {"FSDPModule": FSDPModule, "DTensor": DTensor}
     # These classes are private: each is found among the globals of a method that uses
     # it.
     for name, user in (
@@ -355,19 +355,13 @@ def _classes() -> dict[str, Any]:
         ("FSDPParam", "FSDPParamGroup"),
         ("AllGatherResult", "FSDPParamGroup"),
     ):
-        function = next(_functions(classes[user]), None)
-        classes[name] = None if function is None else function.__globals__.get(name)
-    return classes
-
-
-def _at(path: str) -> Any:
-    """Return what is at a dotted path of torch; None: nothing."""
-    if path == "torch":
-        return torch
-    try:
-        return operator.attrgetter(path.removeprefix("torch."))(torch)
-    except AttributeError:
-        return None
+        function = next(_functions(owners[user]), None)
+        owners[name] = None if function is None else function.__globals__.get(name)
+    for path in {internal.owner for internal in INTERNALS} - owners.keys():
+        owners[path] = torch
+        for name in path.split(".")[1:]:
+            owners[path] = getattr(owners[path], name, None)
+    return owners
 
 
 def _functions(kind: Any) -> Iterator[Any]:
