@@ -57,13 +57,21 @@ if TYPE_CHECKING:
         text_picture as text_picture,
     )
     from smp_core.plan.plan import (
+        FOREIGN_FP8 as FOREIGN_FP8,
         HALF as HALF,
+        SYMMETRIC_MEMORY as SYMMETRIC_MEMORY,
         TRAINERS_OWN as TRAINERS_OWN,
         ActivationPlan as ActivationPlan,
+        Draft as Draft,
         Dtypes as Dtypes,
+        Finding as Finding,
         GivenSharding as GivenSharding,
+        ModelDraft as ModelDraft,
         Plan as Plan,
         Precision as Precision,
+        Subject as Subject,
+        asked_for as asked_for,
+        came_sharded as came_sharded,
         dtype_of as dtype_of,
         keeps_parameters as keeps_parameters,
         name_of as name_of,
@@ -87,16 +95,6 @@ if TYPE_CHECKING:
         Shapes as Shapes,
     )
     from smp_core.plan.stages import Stages as Stages
-    from smp_core.plan.subject import (
-        FOREIGN_FP8 as FOREIGN_FP8,
-        SYMMETRIC_MEMORY as SYMMETRIC_MEMORY,
-        Draft as Draft,
-        Finding as Finding,
-        ModelDraft as ModelDraft,
-        Subject as Subject,
-        asked_for as asked_for,
-        came_sharded as came_sharded,
-    )
     from smp_core.plan.units import (
         Entry as Entry,
         PlannedUnit as PlannedUnit,

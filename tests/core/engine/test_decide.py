@@ -692,7 +692,7 @@ def test_nothing_is_settled_outside_of_planning() -> None:
     """`with_resolved` is called by rules, by who knows the layout of a model before,
     and by a face before it asks."""
     allowed = (
-        "smp_core/plan/subject.py",
+        "smp_core/plan/plan.py",
         "smp_core/engine/auto_degree.py",
         "smp_core/engine/decide.py",
         "smp_core/config/config.py",
