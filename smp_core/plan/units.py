@@ -41,7 +41,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from smp_core.config import SmpConfig, did_you_mean
 from smp_core.plan.experts import experts_of
 from smp_core.torch_facts import (
-    compiled_of,
     embeddings_of,
     transformers_models,
     uncompiled,
@@ -248,7 +247,9 @@ def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
             found += _matching(model, "units", pattern)
     # A block that torch.compile wraps gives way to its wrapper: FSDP2's hooks inside
     # would break its graph.
-    wrapper = {compiled_of(module): module for module in list(model.modules())[1:]}
+    # From the inside out: a module by itself, unless a wrapper around it comes behind.
+    inside = reversed(list(model.modules())[1:])
+    wrapper = {uncompiled(module): module for module in inside}
     return [wrapper.get(block, block) for block in found], why
 
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         after_each_step as after_each_step,
         base_without_dict as base_without_dict,
         clean_name as clean_name,
-        compiled_of as compiled_of,
         first_names as first_names,
         is_absent as is_absent,
         is_compiled as is_compiled,

@@ -66,25 +66,20 @@ def lies_in(name: str, module: str) -> bool:
     return not module or f"{name}.".startswith(f"{module}.")
 
 
-def compiled_of(module: nn.Module) -> nn.Module | None:
+def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` wrapped, if ``module`` is what it
-    returned; otherwise None."""
+    returned; otherwise the module itself."""
     found = getattr(module, _COMPILED, None)
-    return found if isinstance(found, nn.Module) else None
+    return found if isinstance(found, nn.Module) else module
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` returned the module, or its own ``compile()``
     was called, which leaves its mark in ``_compiled_call_impl`` only."""
     return (
-        compiled_of(module) is not None
+        uncompiled(module) is not module
         or vars(module).get("_compiled_call_impl") is not None
     )
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module itself, whether ``torch.compile`` wraps it or not."""
-    return compiled_of(module) or module
 
 
 T = TypeVar("T")
