@@ -4,7 +4,7 @@
     model.save_pretrained(...), push_to_hub    of Transformers, PEFT, Diffusers, the Hub's mixin, also of a part of the
                                                model: written by rank 0, whole; a class may run its model there
     accelerator.save(...) of shards            refused: it runs on rank 0 alone, which cannot gather them; torch.save
-                                               likewise (smp_core/sharding/process.py)
+                                               likewise (smp_core/sharding/patched.py)
 
 All but the last have to be called on every rank, which is checked before anything is
 gathered.

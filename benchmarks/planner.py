@@ -32,7 +32,7 @@ from typing import Any
 
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
-from smp_core.plan.cluster import GIB
+from smp_core.plan.shapes import GIB
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.fitted import FITTED
 from smp_core.planner.hardware import Hardware

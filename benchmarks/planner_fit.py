@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smp_core.plan.cluster import GIB
+from smp_core.plan.shapes import GIB
 from smp_core.planner.devices import Device
 from smp_core.planner.fitted import FITTED, Fitted
 from smp_core.planner.hardware import Hardware

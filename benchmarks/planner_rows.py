@@ -31,8 +31,8 @@ from planner_fit import (
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.plan import communicators
-from smp_core.plan.cluster import GIB
 from smp_core.plan.plan import Plan
+from smp_core.plan.shapes import GIB
 from smp_core.planner.devices import DEVICES
 from smp_core.planner.hardware import Hardware
 from smp_core.planner.model_trace import Curve, ModelTrace

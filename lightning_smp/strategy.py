@@ -242,7 +242,7 @@ class SmpShardedStrategy(SteppingStrategy):
                 layer_sync=self._layer_sync,
                 init_fn=self._init_fn,
             )
-            self.config = self._parallel.config
+            self.config = self._parallel.plan.knobs
             if self.global_rank == 0:
                 print(self.parallel.report(), file=sys.stderr, flush=True)
         else:

@@ -23,8 +23,8 @@ from smp_core.cluster.mesh import _Groups
 from smp_core.comm import exchange
 from smp_core.config import SmpConfig
 from smp_core.entry import build_mesh, parallelize
-from smp_core.plan.cluster import Cluster
 from smp_core.plan.memory import estimate
+from smp_core.plan.shapes import Cluster
 from smp_core.topology import Topology
 
 # Units of FSDP2 exist with one rank where parameters are gathered in another dtype;

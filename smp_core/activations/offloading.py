@@ -39,7 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_core.activations.host_pool import HostBuffer, HostPool
 from smp_core.plan import CheckpointedModule
-from smp_core.torch_facts import compiled_of, streams
+from smp_core.torch_facts import streams, uncompiled
 
 # A fake tensor stands for a plain one, in dry runs.
 _PLAIN = (Tensor, FakeTensor)
@@ -291,7 +291,7 @@ def park_inputs(
     """
     module: Any = model.get_submodule(chosen.name)
     # What torch.compile returns has its forward as an attribute of the instance.
-    if compiled_of(module):
+    if uncompiled(module) is not module:
         module.forward = _watched(module.forward, offloader, skip=0)
         return
     kind: type[nn.Module] = type(module)

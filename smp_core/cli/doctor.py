@@ -4,7 +4,7 @@ change.
 Each check looks at one thing on this machine, takes at most a few seconds, and returns
 what it found. Nothing is changed, and nothing is sent over a network; links are
 measured by `smp topology --measure`. What a subject uses of the machine it looks for
-itself (:meth:`smp_core.plan.subject.Subject.machine`).
+itself (:meth:`smp_core.plan.plan.Subject.machine`).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def adopt_sharded_model(
     else:
         # Each partition group was sharded by itself, and may hold values of its own.
         _first_replicas_weights(model, mesh)
-        units = adopt_units(model, plan.units, traffic, meshes)
+        units = adopt_units(model, plan.shapes.units.units, traffic, meshes)
         explain_uncalled(units)
         apply_fsdp_options(model, knobs, mesh.device)
         calls = Calls(model, mesh.shard_ranks, units)

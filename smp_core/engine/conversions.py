@@ -162,7 +162,7 @@ def parallelize_model(
     hooked = _require_same_hooks(replaced, plan)
     # Methods that there are not are refused, also where nothing is gathered.
     for method in knobs.forward_methods:
-        units_with(model, plan.units, method)
+        units_with(model, plan.shapes.units.units, method)
     meter = CommMeter(
         mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter
     )
@@ -239,7 +239,7 @@ def _open_window(
         calls,
         veto,
         alike,
-        hooked and mesh.pipeline_degree > 1,
+        hooked,
     )
     follow_window(model, window)
     return window, pipeline
@@ -271,7 +271,7 @@ def _convert_layers(
         # What has to see the whole model runs before parts of it are left out.
         recipe = knobs.tensor_parallel
         if mesh.tensor_degree > 1 and recipe.plan == "infer":
-            whole = whole_plan.replicated
+            whole = whole_plan.shapes.units.replicated
             inspected = inspect(
                 model, mesh.tensor_degree, recipe.sequence_parallel, whole
             )
@@ -305,7 +305,7 @@ def _convert_layers(
         model.get_submodule(each.name) for each in plan.activations.checkpointed
     ]
     shown: Callable[[object], AbstractContextManager[Any]] = nullcontext
-    if plan.replicated and plan.replicated_casts:
+    if plan.shapes.units.replicated and plan.replicated_casts:
         shown = CastParameters(model, plan.replicated_casts, recomputed).shown
     saved = (
         save_activations(model, plan, mesh.device)
@@ -349,7 +349,7 @@ def _place_parameters(
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
         seed = (knobs.delayed_init or DelayedInit()).seed
         materialize(model, states_on, seed=seed, init_fn=init_fn)
-        for unit in units:
+        for unit in units if knobs.frozen_storage is not None else ():
             unit.store_coded(plan)
     if plan.dtypes.masters:
         store_masters(model, plan, units)
@@ -516,11 +516,15 @@ def _split_layers(
         axis,
         plan=inspected or recipe.plan,
         sequence_parallel=recipe.sequence_parallel,
-        whole=plan.replicated,  # by all units that share it
+        whole=plan.shapes.units.replicated,  # by all units that share it
         chunked_loss=plan.knobs.chunked_cross_entropy is not None,
     )
     by_name = dict(model.named_parameters())
-    shared = [name for name in plan.replicated if isinstance(by_name[name], DTensor)]
+    shared = [
+        name
+        for name in plan.shapes.units.replicated
+        if isinstance(by_name[name], DTensor)
+    ]
     if shared:
         raise ValueError(
             f"tensor_parallel: {', '.join(shared)} belongs to several units and would be split over tensor ranks; "
@@ -659,7 +663,7 @@ def store_masters(model: nn.Module, plan: Plan, units: Sequence[ShardedUnit]) ->
     for unit in units:
         unit.store_masters()
     # Replicated parameters keep a plain tensor, in another dtype.
-    for name in plan.replicated:
+    for name in plan.shapes.units.replicated:
         parameter = model.get_parameter(name)
         stepped = plan.dtypes.of_stepped(plan.shapes.of_name(name))
         if not is_absent(parameter) and stepped != parameter.dtype:

@@ -1,7 +1,7 @@
 """decide(): everything about one model on one cluster, settled once.
 
 A :class:`Plan` comes of what a model is (:class:`~smp_core.plan.shapes.Shapes`), what
-was asked, and what the cluster is (:class:`~smp_core.plan.cluster.Cluster`), by the
+was asked, and what the cluster is (:class:`~smp_core.plan.shapes.Cluster`), by the
 rules of each subject. No process group, no module, no collective: the same three give
 the same plan on every rank, on a laptop, and in a planner's loop.
 :mod:`smp_core.engine.conversions` does what it says.

@@ -106,7 +106,7 @@ class ParallelModel:
         # Sharded parameters are the units'; replicated ones the plan names.
         named = dict(self.module.named_parameters())
         shards = [parameter for unit in self.units for parameter in unit.parameters()]
-        return [*shards, *(named[name] for name in self.plan.replicated)]
+        return [*shards, *(named[name] for name in self.plan.shapes.units.replicated)]
 
     def run_as_forward(
         self, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -443,7 +443,7 @@ class ParallelModel:
         became of the knobs that were asked for. All knobs, with reasons, go to the
         logger "smp" at DEBUG."""
         lines = self.describe().splitlines()
-        asked = lines_about_asked(self.config, DEFAULTS)
+        asked = lines_about_asked(self.plan.knobs, DEFAULTS)
         # The layout comes first; what was asked gets the lines that are left.
         room = max(REPORT_LINES - len(lines) - 1, 1)
         if len(asked) > room:

@@ -14,7 +14,6 @@ from smp_core import lazy_exports
 
 if TYPE_CHECKING:
     from smp_core.plan.checkpointed import CheckpointedModule as CheckpointedModule
-    from smp_core.plan.cluster import GIB as GIB, Cluster as Cluster
     from smp_core.plan.communicator_count import communicators as communicators
     from smp_core.plan.examples import (
         Example as Example,
@@ -58,13 +57,21 @@ if TYPE_CHECKING:
         text_picture as text_picture,
     )
     from smp_core.plan.plan import (
+        FOREIGN_FP8 as FOREIGN_FP8,
         HALF as HALF,
+        SYMMETRIC_MEMORY as SYMMETRIC_MEMORY,
         TRAINERS_OWN as TRAINERS_OWN,
         ActivationPlan as ActivationPlan,
+        Draft as Draft,
         Dtypes as Dtypes,
+        Finding as Finding,
         GivenSharding as GivenSharding,
+        ModelDraft as ModelDraft,
         Plan as Plan,
         Precision as Precision,
+        Subject as Subject,
+        asked_for as asked_for,
+        came_sharded as came_sharded,
         dtype_of as dtype_of,
         keeps_parameters as keeps_parameters,
         name_of as name_of,
@@ -81,18 +88,13 @@ if TYPE_CHECKING:
         forward_only as forward_only,
         with_messages as with_messages,
     )
-    from smp_core.plan.shapes import ParameterShape as ParameterShape, Shapes as Shapes
-    from smp_core.plan.stages import Stages as Stages
-    from smp_core.plan.subject import (
-        FOREIGN_FP8 as FOREIGN_FP8,
-        SYMMETRIC_MEMORY as SYMMETRIC_MEMORY,
-        Draft as Draft,
-        Finding as Finding,
-        ModelDraft as ModelDraft,
-        Subject as Subject,
-        asked_for as asked_for,
-        came_sharded as came_sharded,
+    from smp_core.plan.shapes import (
+        GIB as GIB,
+        Cluster as Cluster,
+        ParameterShape as ParameterShape,
+        Shapes as Shapes,
     )
+    from smp_core.plan.stages import Stages as Stages
     from smp_core.plan.units import (
         Entry as Entry,
         PlannedUnit as PlannedUnit,

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from smp_core.plan.cluster import GIB
 from smp_core.plan.optimizers import OPTIMIZERS, OptimizerStates, planned_states
 from smp_core.plan.plan import Plan
-from smp_core.plan.shapes import ParameterShape
+from smp_core.plan.shapes import GIB, ParameterShape
 from smp_core.plan.units import PlannedUnit
 
 if TYPE_CHECKING:

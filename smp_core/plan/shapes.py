@@ -1,10 +1,15 @@
-"""Shapes: the facts about a model that decisions use: names, shapes and dtypes, and
-which modules its units are. No tensors, no modules; the same on every rank."""
+"""Shapes and Cluster: the facts that decisions use.
+
+Of a model, names, shapes and dtypes, and which modules its units are: no tensors, no
+modules; the same on every rank. Of the machines, nodes, devices, memory, links, and
+what this torch can do.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.cluster import LINKS_VARIABLE, Links, of_all_ranks
 from smp_core.config import SmpConfig
 from smp_core.plan.chain.chain import Chain
 from smp_core.plan.checkpointed import (
@@ -21,7 +27,10 @@ from smp_core.plan.checkpointed import (
 )
 from smp_core.plan.experts import ExpertShape, experts_of
 from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, plan_units
-from smp_core.torch_facts import first_names
+from smp_core.topology import Topology
+from smp_core.torch_facts import FSDP_METHODS, fsdp_has
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,6 @@ class ParameterShape:
     trainable: bool
     split_dim: int | None = None
     fp8_dim: int | None = None
-
-    @classmethod
-    def of(cls, name: str, parameter: nn.Parameter) -> ParameterShape:
-        """Return the shape of a parameter, a matrix of which is taken to be split by
-        rows."""
-        rows = parameter.ndim - 2 if parameter.ndim > 1 else None
-        return cls(
-            name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, rows
-        )
 
     @property
     def elements(self) -> int:
@@ -157,27 +157,31 @@ class Shapes:
         Raises:
             ValueError: torchao's quantised weights.
         """
-        # Refused before anything is decided about them.
-        for name, parameter in model.named_parameters():
+        # Tied parameters count once, by their first name.
+        first: dict[nn.Parameter, str] = {}
+        aliases: dict[str, str] = {}
+        parameters: list[ParameterShape] = []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in first:
+                aliases[name] = first[parameter]
+                continue
+            first[parameter] = name
+            # A tensor of several tensors, which cannot be sharded or sent to other
+            # ranks, is refused before anything is decided about it.
             kind = type(parameter)
-            # A tensor of several tensors, which cannot be sharded or sent to other ranks.
             if kind.__module__.split(".")[0] == "torchao":
                 raise ValueError(
                     f"{name} is a {kind.__name__} of torchao, and quantised weights can be neither sharded nor sent "
                     "between ranks; prepare the model with its weights in bfloat16 and write frozen_storage='int4' (or "
                     "'int8'), which stores and gathers frozen ones as codes, or quantise what was trained"
                 )
-        # Tied parameters count once, by their first name.
-        first = first_names(model)
-        aliases = {
-            name: first[parameter]
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name != first[parameter]
-        }
-        parameters = tuple(
-            ParameterShape.of(name, parameter)
-            for name, parameter in model.named_parameters()
-        )
+            # A matrix is taken to be split by rows.
+            rows = parameter.ndim - 2 if parameter.ndim > 1 else None
+            shape = tuple(parameter.shape)
+            trained = parameter.requires_grad
+            parameters.append(
+                ParameterShape(name, shape, parameter.dtype, trained, rows)
+            )
         buffers = tuple(
             f"{name} {list(buffer.shape)} {buffer.dtype}"
             for name, buffer in model.named_buffers()
@@ -187,7 +191,7 @@ class Shapes:
         )
         return cls(
             type(model).__name__,
-            parameters,
+            tuple(parameters),
             units,
             tuple(checkpointed),
             checkpoints_itself,
@@ -312,3 +316,80 @@ class Shapes:
 
     def of_name(self, name: str) -> ParameterShape:
         return self.by_name[self.aliases.get(name, name)]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of one run, the same on every rank but for `host_memory`.
+
+    Attributes:
+        topology: nodes and their ranks.
+        device: type of the devices: "cpu", "cuda".
+        device_memory: bytes of the smallest device; None: there is none to plan for.
+        host_memory: bytes that this rank's node has available now.
+        links: measured on a cluster of this shape.
+        fsdp_methods: those named in `smp_core.torch_facts.compat.FSDP_METHODS` that
+            this torch has.
+    """
+
+    topology: Topology
+    device: str = "cpu"
+    device_memory: int | None = None
+    host_memory: int = 0
+    links: Links | None = None
+    fsdp_methods: frozenset[str] = frozenset(FSDP_METHODS.values())
+
+    def of_stage(self, stages: int) -> Cluster:
+        """Return the machines of one pipeline stage, as decisions about its ranks see
+        them. Links were measured with all nodes at work, and are left out where a stage
+        has some of them."""
+        if stages == 1:
+            return self
+        return replace(self, topology=self.topology.of_stage(stages), links=None)
+
+    def of_groups(self, degree: int) -> Cluster:
+        """Return the machines with every ``degree`` neighbours for one rank, as
+        decisions about partition groups see them. Links were measured between ranks,
+        and are left out where several count as one."""
+        if degree == 1:
+            return self
+        return replace(self, topology=self.topology.of_groups(degree), links=None)
+
+    @classmethod
+    def observer(
+        cls, topology: Topology, device: torch.device
+    ) -> Callable[[], Cluster]:
+        """Ask all ranks for the memory of their devices: collective. The function that
+        comes back reads local files only, and may raise `ValueError` (a file of links
+        that is none)."""
+        # Asked once, when all ranks are here; decisions then need no collective.
+        own: int | None = None
+        if device.type == "cuda":
+            own = torch.cuda.get_device_properties(device).total_memory
+        sizes = of_all_ranks(own)
+        smallest = min((size for size in sizes if size is not None), default=None)
+
+        def observe() -> Cluster:
+            return cls(
+                topology,
+                device.type,
+                smallest,
+                available_host_bytes(),
+                Links.stored(topology) if LINKS_VARIABLE in os.environ else None,
+                frozenset(filter(fsdp_has, FSDP_METHODS.values())),
+            )
+
+        return observe
+
+
+def available_host_bytes() -> int:
+    """Return what the machine could give to new allocations now (Linux: MemAvailable;
+    elsewhere all memory there is)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

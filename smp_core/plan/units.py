@@ -41,7 +41,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from smp_core.config import SmpConfig, did_you_mean
 from smp_core.plan.experts import experts_of
 from smp_core.torch_facts import (
-    compiled_of,
     embeddings_of,
     transformers_models,
     uncompiled,
@@ -101,7 +100,6 @@ def plan_units(
     names = {module: name for name, module in model.named_modules()}
     # What is chosen by rule or by the user, before what else a unit needs is looked at.
     blocks, why = _blocks(model, config)
-    blocks = _compiled_whole(model, blocks)
     left_out = _optional(model, config) if config.units.optional else []
     optional = {inner for module in left_out for inner in module.modules()}
     children: list[nn.Module] = []
@@ -153,9 +151,9 @@ def plan_units(
     if sum(map(len, held)) > len(set().union(*held)):
         roots = [model]
         chosen.add(model)
-    ordered = _children_first(
-        model, {module for module in chosen if module in members or module in roots}
-    )
+    ordered: dict[nn.Module, None] = {}
+    kept = {module for module in chosen if module in members or module in roots}
+    _children_first(model, kept, ordered)
     units = tuple(
         PlannedUnit(names[module], tuple(members[module]), module in roots)
         for module in ordered
@@ -174,23 +172,18 @@ def plan_units(
     )
 
 
-def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the chosen modules, the last of the model first, and each behind all
-    chosen ones inside it, as FSDP2 wants it: a layer that several units share comes
-    before the first of these."""
-    ordered: dict[nn.Module, None] = {}
-
+def _children_first(
+    module: nn.Module, chosen: set[nn.Module], ordered: dict[nn.Module, None]
+) -> None:
+    """Add the chosen modules in a module to ``ordered``, the last one first, and each
+    behind all chosen ones inside it, as FSDP2 wants it: a layer that several units
+    share comes before the first of these."""
     # Units inside come first, in whatever order the model lists its modules.
-    def add(module: nn.Module) -> None:
-        for inner in reversed(list(module.modules())):
-            if inner in chosen and inner not in ordered and inner is not module:
-                add(inner)
+    for inner in reversed(list(module.modules())):
+        if inner in chosen and inner not in ordered and inner is not module:
+            _children_first(inner, chosen, ordered)
+    if module in chosen:
         ordered[module] = None
-
-    for module in reversed(list(model.modules())):
-        if module in chosen and module not in ordered:
-            add(module)
-    return list(ordered)
 
 
 def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
@@ -238,30 +231,26 @@ def _class_name(module: nn.Module) -> str:
     return type(uncompiled(module)).__name__
 
 
-def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Replace a block that torch.compile wraps by its wrapper: FSDP2's hooks inside
-    would break its graph."""
-    wrapper = {
-        inner: m
-        for m in model.modules()
-        if m is not model and (inner := compiled_of(m))
-    }
-    return [wrapper.get(block, block) for block in blocks]
-
-
 def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
+    """Return the blocks, and in words how they were chosen."""
     choose = config.units.modules
     # A rule of the library, a function of the user, or names.
     if choose == "auto":
-        return _auto_blocks(model)
-    if callable(choose):
-        return [
-            m for n, m in model.named_modules() if m is not model and choose(n, m)
-        ], "units: a function"
-    found = [
-        module for pattern in choose for module in _matching(model, "units", pattern)
-    ]
-    return found, f"units: {', '.join(choose)}"
+        found, why = _auto_blocks(model)
+    elif callable(choose):
+        named = list(model.named_modules())[1:]
+        found = [module for name, module in named if choose(name, module)]
+        why = "units: a function"
+    else:
+        found, why = [], f"units: {', '.join(choose)}"
+        for pattern in choose:
+            found += _matching(model, "units", pattern)
+    # A block that torch.compile wraps gives way to its wrapper: FSDP2's hooks inside
+    # would break its graph.
+    # From the inside out: a module by itself, unless a wrapper around it comes behind.
+    inside = reversed(list(model.modules())[1:])
+    wrapper = {uncompiled(module): module for module in inside}
+    return [wrapper.get(block, block) for block in found], why
 
 
 def _optional(model: nn.Module, config: SmpConfig) -> list[nn.Module]:
@@ -382,8 +371,7 @@ def _divided(
     Returns:
         the units of each parameter, those that stay whole, and of these the tied ones.
     """
-    owner = _owners(model, chosen)
-    tied = _tied_across_units(owner)
+    owner, tied = _owners(model, chosen)
     # A unit with nothing of its own would only gather what its neighbour has: the unit
     # around it can own that.
     needless = {
@@ -391,41 +379,36 @@ def _divided(
     }
     if needless:
         chosen -= needless
-        owner = _owners(model, chosen)
-        tied = _tied_across_units(owner)
+        owner, tied = _owners(model, chosen)
     # There is nothing to divide of 0-d parameters and those without elements.
     replicated = {p for p in owner if p.ndim == 0 or p.numel() == 0} | tied
     # FSDP2 wants one trainable dtype in a unit.
     if len({p.dtype for p in owner if p.requires_grad}) > 1:
         chosen |= _other_dtype_leaves(model, owner, replicated) - optional
-        owner = _owners(model, chosen)
         # The new units may have cut a tie inside of one.
-        tied |= _tied_across_units(owner)
+        owner, cut = _owners(model, chosen)
+        tied |= cut
         replicated |= tied
         replicated |= _second_dtypes(owner, replicated)
     return owner, replicated, tied
 
 
-def _owners(model: nn.Module, chosen: set[nn.Module]) -> Owners:
-    """Map each parameter to the innermost chosen modules that hold it (several only if
-    it is tied across units)."""
+def _owners(
+    model: nn.Module, chosen: set[nn.Module]
+) -> tuple[Owners, set[nn.Parameter]]:
+    """Map each parameter to the innermost chosen modules that hold it; return with it
+    those that several do, which are tied across units."""
     owner: Owners = {parameter: {} for parameter in model.parameters()}
-
-    def visit(module: nn.Module, unit: nn.Module | None) -> None:
-        # The innermost chosen module around a parameter gathers it.
+    # Each module with the innermost chosen one around it, which gathers its parameters.
+    left: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
+    while left:
+        module, unit = left.pop()
         unit = module if module in chosen else unit
         for parameter in module.parameters(recurse=False):
             if unit is not None:
                 owner[parameter][unit] = None
-        for child in module.children():
-            visit(child, unit)
-
-    visit(model, None)
-    return owner
-
-
-def _tied_across_units(owner: Owners) -> set[nn.Parameter]:
-    return {parameter for parameter, units in owner.items() if len(units) > 1}
+        left += [(child, unit) for child in reversed(list(module.children()))]
+    return owner, {parameter for parameter, units in owner.items() if len(units) > 1}
 
 
 def _other_dtype_leaves(

@@ -260,7 +260,7 @@ class _Sent:
         activations, or narrower: norms, and biases of row layers."""
         # Tokens are split between blocks, so that each tensor rank has the gradient of
         # its own tokens alone.
-        inside = [unit for unit in self.plan.units if not unit.is_root]
+        inside = [unit for unit in self.plan.shapes.units.units if not unit.is_root]
         found = [
             self.plan.shapes.of_name(name)
             for unit in inside

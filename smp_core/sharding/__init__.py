@@ -27,13 +27,11 @@ if TYPE_CHECKING:
         given_sharding as given_sharding,
     )
     from smp_core.sharding.given_rules import settle_given as settle_given
-    from smp_core.sharding.module_methods import (
-        follow_window as follow_window,
-        load_full_state as load_full_state,
-    )
-    from smp_core.sharding.process import (
+    from smp_core.sharding.patched import (
         change_this_process as change_this_process,
+        follow_window as follow_window,
         is_a_part as is_a_part,
+        load_full_state as load_full_state,
     )
     from smp_core.sharding.replaced import (
         ReplacedParameters as ReplacedParameters,

@@ -89,7 +89,7 @@ class Sharding(Subject):
         """Return lines about the nodes, the layout, the units, and what is
         replicated."""
         # With pipeline stages the line is of one stage; all have the same layout.
-        layout, degree = plan.layout, plan.shard_degree
+        layout, degree, wrap = plan.layout, plan.shard_degree, plan.shapes.units
         replicas = (
             "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
         )
@@ -99,10 +99,10 @@ class Sharding(Subject):
             plan.cluster.topology.describe(),
             f"{in_stages}{layout.replicate} x {degree}: {replicas} of the model states, "
             f"each over {degree * layout.size(*INNER)} ranks{hierarchical}",
-            f"{plan.shapes.elements:,} parameters, units: {len(plan.units)} ({plan.shapes.units.why})",
+            f"{plan.shapes.elements:,} parameters, units: {len(wrap.units)} ({wrap.why})",
         ]
-        if plan.replicated:
-            lines.append(f"whole on every rank: {', '.join(plan.replicated)}")
+        if wrap.replicated:
+            lines.append(f"whole on every rank: {', '.join(wrap.replicated)}")
         return lines
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.tensor_parallel.roles import Split, holds, transformers_model
-from smp_core.torch_facts import compiled_of, transformers_models
+from smp_core.torch_facts import transformers_models, uncompiled
 
 _COLLECTING = "transformers.utils.output_capturing"
 
@@ -17,7 +17,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     compiled = [
         name
         for name, module in model.named_modules()
-        if compiled_of(module) is not None
+        if uncompiled(module) is not module
     ]
     if compiled:
         raise ValueError(

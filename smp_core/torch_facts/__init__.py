@@ -37,28 +37,25 @@ if TYPE_CHECKING:
         has_triton as has_triton,
     )
     from smp_core.torch_facts.modules import (
-        base_without_dict as base_without_dict,
-        clean_name as clean_name,
-        compiled_of as compiled_of,
-        first_names as first_names,
-        is_compiled as is_compiled,
-        lies_in as lies_in,
-        mixin_before as mixin_before,
-        uncompiled as uncompiled,
-    )
-    from smp_core.torch_facts.parameters import (
         ABSENT as ABSENT,
         StepsOnHost as StepsOnHost,
         after_each_step as after_each_step,
+        base_without_dict as base_without_dict,
+        clean_name as clean_name,
+        first_names as first_names,
         is_absent as is_absent,
+        is_compiled as is_compiled,
         is_outermost as is_outermost,
+        lies_in as lies_in,
         load_host_master as load_host_master,
         local_part as local_part,
+        mixin_before as mixin_before,
         model_parameter as model_parameter,
         note_host_master as note_host_master,
         parameters_of as parameters_of,
         stands_for as stands_for,
         take_loaded as take_loaded,
+        uncompiled as uncompiled,
         with_host_master as with_host_master,
     )
 else:

@@ -8,7 +8,7 @@ process's. What context ranks count by sample they count once each; it belongs i
 of context ranks are reported once.
 
 torchmetrics synchronise over the whole world unless they are given a group. Their
-public ``Metric.sync`` is replaced (:mod:`smp_core.sharding.process`), because metrics
+public ``Metric.sync`` is replaced (:mod:`smp_core.sharding.patched`), because metrics
 may live anywhere (in lists, callbacks and wrappers of other metrics), and because a
 metric that holds a group could no longer be copied. Which of their states are
 concatenated says ``_reductions`` alone, a private name.

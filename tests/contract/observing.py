@@ -155,6 +155,7 @@ def communication(mesh: DeviceMesh) -> Seen:
 @observation
 def gathers_and_reductions(mesh: DeviceMesh) -> Seen:
     model, happened, end = chain(mesh), [], []
+    before: dict[str, Any] = {}
     for name, module in (
         ("root", model),
         ("first", model.first),
@@ -162,24 +163,18 @@ def gathers_and_reductions(mesh: DeviceMesh) -> Seen:
     ):
         of_unit = group(module)
 
-        def gathering(gather: Any, name: str = name) -> Any:
-            def begin(async_op: bool = False) -> None:
-                happened.append(
-                    f"gather {name} {'backward' if backward_pass() != -1 else 'forward'}"
-                )
-                gather(async_op)
+        def gather(async_op: bool = False, name: str = name) -> None:
+            happened.append(
+                f"gather {name} {'backward' if backward_pass() != -1 else 'forward'}"
+            )
+            before[f"gather {name}"](async_op)
 
-            return begin
+        def reduce(*args: Any, name: str = name) -> None:
+            happened.append(f"reduce {name}")
+            before[f"reduce {name}"](*args)
 
-        def reducing(reduce: Any, name: str = name) -> Any:
-            def begin(*args: Any) -> None:
-                happened.append(f"reduce {name}")
-                reduce(*args)
-
-            return begin
-
-        of_unit.change_gather(gathering)
-        of_unit.change_reduction(reducing)
+        before[f"gather {name}"] = of_unit.replace_gather(gather)
+        before[f"reduce {name}"] = of_unit.replace_reduction(reduce)
     loss = model(batch())
     unsharded = [
         group(module).is_unsharded for module in (model, model.first, model.second)

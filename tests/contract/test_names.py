@@ -43,25 +43,20 @@ class _Without:
 def without(owner: str, name: str) -> Iterator[None]:
     """A torch in which a class of FSDP2 has renamed one of its methods or attributes,
     or torch has it no more."""
-    bare, kind = name.removesuffix("()"), internals._classes().get(owner)
+    bare, whole = name.removesuffix("()"), owners()[owner]
     with pytest.MonkeyPatch.context() as patch:
         # Not FSDP2's: written in C, or in use.
-        if kind is None or kind.__module__ == "torch.distributed.tensor":
-            whole = kind or internals._at(owner)
-            patch.setattr(
-                internals,
-                "_at",
-                lambda path: _Without(whole, bare) if path == owner else whole_at(path),
-            )
-            patch.setattr(internals, "_classes", lambda: {**classes(), owner: None})
+        if owner == "DTensor" or owner.split(".")[0] == "torch":
+            part = _Without(whole, bare)
+            patch.setattr(internals, "_owners", lambda: {**owners(), owner: part})
         else:
-            _rename(patch, kind, bare)
+            _rename(patch, whole, bare)
         require_internals.cache_clear()
         yield
     require_internals.cache_clear()
 
 
-whole_at, classes = internals._at, internals._classes
+owners = internals._owners
 
 
 def _rename(patch: pytest.MonkeyPatch, kind: type, name: str) -> None:

@@ -109,7 +109,7 @@ def fit_and_list_units(kind: type[LanguageModule], knobs: dict[str, Any]) -> Run
         trainer,
         module,
         units=[unit.name for unit in parallel.units],
-        whole=list(parallel.plan.replicated),
+        whole=list(parallel.plan.shapes.units.replicated),
     )
 
 

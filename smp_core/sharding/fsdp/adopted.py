@@ -14,7 +14,7 @@ from smp_core.comm import Traffic
 from smp_core.plan import PlannedUnit, WrapPlan
 from smp_core.sharding.fsdp.internals import group_of, groups_of, state_of
 from smp_core.sharding.fsdp.param_group import GivenPolicy, one_shard_each
-from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
+from smp_core.sharding.fsdp.passes import Passes
 from smp_core.sharding.fsdp.units import ShardedUnit
 
 
@@ -74,7 +74,6 @@ def adopt_units(
         meshes: what units are sharded over by their names, if not the partition group.
     """
     units = []
-    reductions = ReductionOrder()
     passes = Passes()
     for each in planned:
         module: Any = model.get_submodule(each.name)
@@ -83,7 +82,6 @@ def adopt_units(
             module,
             each.parameters,
             each.is_root,
-            reductions,
             passes,
             in_order=True,
         )

@@ -28,6 +28,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,7 +125,14 @@ class Calls:
         self._units = tuple(units)
         # The outermost unit around each; emptied as roots are called for the first
         # time.
-        self._roots = dict(_roots(model))
+        self._roots: dict[nn.Module, nn.Module] = {}
+        for module in model.modules():
+            # Outer modules come first.
+            if isinstance(module, FSDPModule) and module not in self._roots:
+                inside = [
+                    each for each in module.modules() if isinstance(each, FSDPModule)
+                ]
+                self._roots |= dict.fromkeys(inside, module)
         self.unsharded = False
         # The registration is one of the whole process: it goes with this object.
         weakref.finalize(
@@ -192,10 +200,10 @@ class Calls:
 
         # The outermost call of all meets the other ranks first, and cleans up behind
         # itself.
-        is_outermost, this_call = self._is_outermost(), object()
-        if is_outermost:
-            self._outermost = this_call
-            self._meet(module, getattr(method, "__name__", None))
+        this_call = object()
+        is_outermost = self._begins(
+            this_call, module, getattr(method, "__name__", None)
+        )
         try:
             unit.refuse_after_failure()
             self._begin_with_root(module)
@@ -263,17 +271,23 @@ class Calls:
         if not kept:
             reshard(unit.module for unit in self._units)
 
-    def _is_outermost(self, module: nn.Module | None = None) -> bool:
+    def _begins(
+        self, call: object, module: nn.Module, method: str | None = None
+    ) -> bool:
         """Return whether a call that begins is within no other (one of the same module
         was aborted), nor within a backward pass, whose recomputed forwards find what is
-        unsharded."""
-        return self._outermost in (None, module) and backward_pass() == -1
+        unsharded; if so it meets the other ranks."""
+        if self._outermost not in (None, call) or backward_pass() != -1:
+            return False
+        self._outermost = call
+        parts = (self._name, self._names[id(module)], method)
+        meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
+        count_call()
+        return True
 
     @torch.compiler.disable
     def _before_gather(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_outermost(module):
-            self._outermost = module
-            self._meet(module)
+        self._begins(module, module)
         # The outermost call of all, unless recomputed within a backward pass.
         self._begin_with_root(module)
         shown = self._of_module.get(id(module))
@@ -355,7 +369,8 @@ class Calls:
             return
         # FSDP2 takes what modules show in its first call for its shards.
         for shown in self._shown.values():
-            shown.check_places()
+            for parameter, shard, copy in shown._all():
+                parameter.check_place(shard, copy)
         # FSDP2 has chosen the root, and its units need no more care.
         self._roots = {
             inner: outer for inner, outer in self._roots.items() if outer is not root
@@ -364,22 +379,6 @@ class Calls:
             # An empty call of the root, so that FSDP2 does not take the unit for one.
             with torch.inference_mode(False), torch.no_grad():
                 _as_forward(root, lambda: None)()
-
-    def _meet(self, module: nn.Module, method: str | None = None) -> None:
-        parts = (self._name, self._names[id(module)], method)
-        meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
-        count_call()
-
-
-def _roots(
-    module: nn.Module, root: nn.Module | None = None
-) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the units in a module, each with the outermost one around it."""
-    if isinstance(module, FSDPModule):
-        root = module if root is None else root
-        yield module, root
-    for child in module.children():
-        yield from _roots(child, root)
 
 
 def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -432,9 +431,11 @@ class _ShownUnit:
         for shard, places in zip(group.parameters(), group.places(), strict=True):
             local = places[0][1] if places else "a parameter"
             self._parameters.append(
-                _ShownParameter(names.get(id(shard), local), shard, places)
+                _ShownParameter(
+                    names.get(id(shard), local), places, shard.requires_grad
+                )
             )
-        group.change_gather(self._gathering)
+        self._gather = group.replace_gather(self._begin_gather)
         if unit is not None:
             unit.settle = self.settle
 
@@ -475,11 +476,6 @@ class _ShownUnit:
             if copy is not None:
                 note_copy(copy)
         self.settle()
-
-    def check_places(self) -> None:
-        """Refuse parameters that were replaced."""
-        for parameter, shard, copy in self._all():
-            parameter.check_place(shard, copy)
 
     def check_copies(self) -> None:
         """Refuse what a forward did to copies and would be lost with them."""
@@ -549,40 +545,41 @@ class _ShownUnit:
 
     # Gathers
 
-    def _gathering(self, gather: Callable[[bool], None]) -> Callable[[bool], None]:
-        """Return what begins a gather, in forward, in backward, or ahead of them."""
+    def _begin_gather(self, async_op: bool = False) -> None:
+        """Begin a gather, in forward, in backward, or ahead of them.
 
-        def begin_gather(async_op: bool = False) -> None:
-            in_backward = backward_pass() != -1
-            if in_backward and self.unit is not None and self.unit.is_passed_by:
-                # FSDP2 gathers ahead what came before in forward, and roots always.
-                return
-            # Backward goes on with what a call left gathered, under its own copies.
-            if in_backward and self._left_by_a_call:
-                self._left_by_a_call = False
-                if self._group.is_unsharded:
-                    self._show(self._group.copies())
-            # What was kept is gone, and so are its versions.
-            if self._group.is_sharded:
-                self._kept_versions = None
-            # The last moment at which an edit that the gather would lose can be
-            # refused.
-            for parameter, shard, copy in self._all():
-                parameter.check_place(shard, copy)
-                if not in_backward:
-                    parameter.check_shard(shard)
-                elif copy is not None:
-                    parameter.settle(shard, copy)
-            if self.unit is not None:
-                self.unit.begin_gather(in_backward, self._begins_forward)
-            # Tensors made in inference mode could not be trained with later.
-            if not torch.is_inference_mode_enabled():
-                gather(async_op)
-                return
-            with torch.inference_mode(False):
-                gather(async_op)
-
-        return begin_gather
+        Raises:
+            ValueError: a parameter was replaced, or has hooks that want a complete
+                gradient, which there is only when a window closes.
+        """
+        in_backward = backward_pass() != -1
+        if in_backward and self.unit is not None and self.unit.is_passed_by:
+            # FSDP2 gathers ahead what came before in forward, and roots always.
+            return
+        # Backward goes on with what a call left gathered, under its own copies.
+        if in_backward and self._left_by_a_call:
+            self._left_by_a_call = False
+            if self._group.is_unsharded:
+                self._show(self._group.copies())
+        # What was kept is gone, and so are its versions.
+        if self._group.is_sharded:
+            self._kept_versions = None
+        # The last moment at which an edit that the gather would lose can be refused.
+        for parameter, shard, copy in self._all():
+            parameter.check_place(shard, copy)
+            if in_backward and copy is not None:
+                parameter.settle(shard, copy)
+            late: Any = None if in_backward else shard._post_accumulate_grad_hooks
+            if late and hooks_of(shard) is None:
+                raise ValueError(_POST_ACCUMULATE % parameter.name)
+        if self.unit is not None:
+            self.unit.begin_gather(in_backward, self._begins_forward)
+        # Tensors made in inference mode could not be trained with later.
+        if not torch.is_inference_mode_enabled():
+            self._gather(async_op)
+            return
+        with torch.inference_mode(False):
+            self._gather(async_op)
 
     def _all(
         self,
@@ -606,18 +603,22 @@ class _ShownUnit:
         ]  # type: ignore
 
 
+@dataclass(eq=False)
 class _ShownParameter:
-    """A parameter, and the places in the model that show its shard or its unsharded
-    copy."""
+    """A parameter.
 
-    def __init__(
-        self, name: str, shard: nn.Parameter, places: Sequence[tuple[nn.Module, str]]
-    ) -> None:
-        self.name, self.places = name, places
-        self._required_grad = shard.requires_grad
-        # Of a secondary shard of FSDP2's own making, where a pre-sharded model has
-        # them.
-        self._part: object = None
+    Attributes:
+        places: modules, each with the name by which it shows the shard or its unsharded
+            copy.
+        required_grad: as of the last look.
+        part: of a secondary shard of FSDP2's own making, where a pre-sharded model has
+            them.
+    """
+
+    name: str
+    places: Sequence[tuple[nn.Module, str]]
+    required_grad: bool
+    part: object = None
 
     def check_place(self, shard: nn.Parameter, copy: nn.Parameter | None) -> None:
         """Refuse a parameter that was replaced."""
@@ -626,7 +627,7 @@ class _ShownParameter:
             # all of this.
             there = module._parameters.get(name)
             if there is not None and (
-                there is shard or there is copy or there is self._part
+                there is shard or there is copy or there is self.part
             ):
                 continue
             raise ValueError(
@@ -635,26 +636,20 @@ class _ShownParameter:
                 "or replace it before the model is prepared; for torch.func.functional_call choose a unit around it"
             )
 
-    def check_shard(self, shard: nn.Parameter) -> None:
-        """Refuse hooks that want a complete gradient, which there is only when a window
-        closes."""
-        if shard._post_accumulate_grad_hooks and hooks_of(shard) is None:
-            raise ValueError(_POST_ACCUMULATE % self.name)
-
     def note_part(self) -> None:
         """Take note that FSDP2 shows a part that it keeps between forward and
         backward."""
-        self._part = getattr(*self.places[0]) if self.places else None
+        self.part = getattr(*self.places[0]) if self.places else None
 
     def settle(self, shard: nn.Parameter, copy: nn.Parameter) -> None:
         """Carry ``requires_grad`` and hooks over between the shard and the copy that is
         shown in its place."""
         # Whichever of the two was changed since the last look decides for both.
-        if copy.requires_grad != self._required_grad:
+        if copy.requires_grad != self.required_grad:
             shard.requires_grad_(copy.requires_grad)
         elif shard.requires_grad != copy.requires_grad:
             copy.requires_grad_(shard.requires_grad)
-        self._required_grad = shard.requires_grad
+        self.required_grad = shard.requires_grad
         # A copy is gathered many times and keeps the hooks that it once got.
         if shows_hooks(copy):
             return

@@ -5,7 +5,7 @@ DTensor ignores that ``.data`` is assigned to, and keeps the shard that it had. 
 forward a parameter is a gathered copy, which is thrown away; what is written into its
 ``.data`` there leaves no trace in the copy's version. So the attribute is replaced, once
 for the process: setting a shard's is refused, and what is written into a copy's counts as
-written into the copy (:mod:`smp_core.sharding.process` replaces both attributes).
+written into the copy (:mod:`smp_core.sharding.patched` replaces both attributes).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -327,9 +326,9 @@ def require_internals() -> None:
 def missing_internals() -> list[str]:
     """Return what this torch lacks of the names that its generation needs, as
     "owner.name"."""
-    owners, missing = _classes(), []
+    owners, missing = _owners(), []
     for internal in needed(generation()):
-        owner = owners.get(internal.owner) or _at(internal.owner)
+        owner = owners[internal.owner]
         for name in internal.names:
             bare = name.removesuffix("()")
             is_attribute = bare == name and isinstance(owner, type)
@@ -341,10 +340,11 @@ def missing_internals() -> list[str]:
     return missing
 
 
-def _classes() -> dict[str, Any]:
-    """Return the classes behind FSDPModule by name, found where each is used; None
-    where one is not there."""
-    classes: dict[str, Any] = {"FSDPModule": FSDPModule, "DTensor": DTensor}
+def _owners() -> dict[str, Any]:
+    """Return the owners of :data:`INTERNALS` by name: the classes behind FSDPModule,
+    found where each is used, and what is at dotted paths of torch; None where one is
+    not there."""
+    owners: dict[str, Any] = {"FSDPModule": FSDPModule, "DTensor": DTensor}
     # These classes are private: each is found among the globals of a method that uses
     # it.
     for name, user in (
@@ -355,19 +355,13 @@ def _classes() -> dict[str, Any]:
         ("FSDPParam", "FSDPParamGroup"),
         ("AllGatherResult", "FSDPParamGroup"),
     ):
-        function = next(_functions(classes[user]), None)
-        classes[name] = None if function is None else function.__globals__.get(name)
-    return classes
-
-
-def _at(path: str) -> Any:
-    """Return what is at a dotted path of torch; None: nothing."""
-    if path == "torch":
-        return torch
-    try:
-        return operator.attrgetter(path.removeprefix("torch."))(torch)
-    except AttributeError:
-        return None
+        function = next(_functions(owners[user]), None)
+        owners[name] = None if function is None else function.__globals__.get(name)
+    for path in {internal.owner for internal in INTERNALS} - owners.keys():
+        owners[path] = torch
+        for name in path.split(".")[1:]:
+            owners[path] = getattr(owners[path], name, None)
+    return owners
 
 
 def _functions(kind: Any) -> Iterator[Any]:
@@ -405,7 +399,10 @@ def group_of(module: Any) -> ParamGroup | None:
     """Return the parameters of a module that ``fully_shard`` was called on; None: it
     has none of its own."""
     group = module._get_fsdp_state()._fsdp_param_group
-    return None if group is None else _kind()(module, group)
+    if group is None:
+        return None
+    older = {"2.11": ParamGroup211, "2.13": ParamGroup213}
+    return older.get(generation(), ParamGroup)(module, group)
 
 
 def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
@@ -414,11 +411,6 @@ def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
         group = group_of(module) if isinstance(module, FSDPModule) else None
         if group is not None:
             yield group
-
-
-@functools.cache
-def _kind() -> type[ParamGroup]:
-    return {"2.11": ParamGroup211, "2.13": ParamGroup213}.get(generation(), ParamGroup)
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ by probing for names, and lists every private name, with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,13 @@ class ParamGroup:
         }
         # By position, as all lists of this class are.
         found: list[list[tuple[nn.Module, str]]] = [[] for _ in indices]
-        for module in _outside_of_inner_units(self._group.modules):
+        left = list(self._group.modules)[::-1]
+        while left:
+            module = left.pop()
+            inside = [
+                each for each in module.children() if not isinstance(each, FSDPModule)
+            ]
+            left += inside[::-1]
             for name, parameter in module.named_parameters(
                 recurse=False, remove_duplicate=False
             ):
@@ -139,12 +145,11 @@ class ParamGroup:
         """True while a gather runs that no forward or backward has waited for."""
         return self._group._all_gather_result is not None
 
-    def change_gather(
-        self, change: Callable[[Callable[[bool], None]], Callable[[bool], None]]
-    ) -> None:
-        """Replace what begins every gather, in forward, backward and ahead of them, by
-        ``change`` of it."""
-        self._group.unshard = change(self._group.unshard)
+    def replace_gather(self, begin: Callable[[bool], None]) -> Callable[[bool], None]:
+        """Replace what begins every gather, in forward, backward and ahead of them;
+        return what did so far."""
+        before, self._group.unshard = self._group.unshard, begin
+        return before
 
     def reshard(self) -> None:
         """Free the unsharded parameters, also after a forward that failed:
@@ -168,12 +173,11 @@ class ParamGroup:
 
     # Gradients
 
-    def change_reduction(
-        self, change: Callable[[Callable[..., None]], Callable[..., None]]
-    ) -> None:
-        """Replace what FSDP2 calls when it reduces the group's gradients, by ``change``
-        of it."""
-        self._group.post_backward = change(self._group.post_backward)
+    def replace_reduction(self, reduce: Callable[..., None]) -> Callable[..., None]:
+        """Replace what FSDP2 calls when it reduces the group's gradients; return what
+        it called so far."""
+        before, self._group.post_backward = self._group.post_backward, reduce
+        return before
 
     def reduce(self) -> None:
         """Reduce the gradients now, as at the end of the group's backward."""
@@ -234,16 +238,6 @@ class ParamGroup:
     def forget_partial_sum(self) -> None:
         """Drop what :meth:`partial_sum_bytes` counts."""
         self._group._partial_reduce_output = None
-
-
-def _outside_of_inner_units(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules and those inside of them, without the ones that ``fully_shard`` was
-    called on and what is in them."""
-    for module in modules:
-        yield module
-        yield from _outside_of_inner_units(
-            each for each in module.children() if not isinstance(each, FSDPModule)
-        )
 
 
 def one_shard_each(groups: Sequence[ParamGroup]) -> None:

@@ -105,36 +105,40 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
         _outermost().at_end.append(callback)
 
 
+@dataclasses.dataclass(eq=False)
 class Passes:
-    """The backward pass that comes through a model's units, and whether one of them
-    failed.
+    """The backward pass that comes through a model's units, whether one of them failed,
+    and the units that are reduced at the end of the present one, in the order of
+    forward.
 
     A pass whose gradients are differentiated again (``create_graph``) leaves all units
     unsharded up to the end of the pass that does so: what it computed refers to their
     parameters.
 
     Attributes:
+        is_open: from its first gather to its end. Still open between passes, it has
+            failed.
         is_differentiated: whether the pass that runs is such a one.
         keep_unsharded: called at the beginning of such a pass (True), and at the end of
             the next other one (False).
         show_shards: called at the end of such a pass.
     """
 
-    def __init__(self) -> None:
-        # From its first gather to its end; still open between passes, it has failed.
-        self._is_open = False
-        self.is_differentiated = False
-        # Whether units stay gathered for a second differentiation.
-        self._keeps = False
-        self.keep_unsharded: Callable[[bool], None] = lambda kept: None
-        self.show_shards: Callable[[], None] = lambda: None
+    is_open: bool = False
+    is_differentiated: bool = False
+    keep_unsharded: Callable[[bool], None] = lambda kept: None
+    show_shards: Callable[[], None] = lambda: None
+    # Whether units stay gathered for a second differentiation.
+    _keeps: bool = False
+    # What reduces the units that are left for the end of the pass.
+    _left: dict[object, Callable[[], None]] = dataclasses.field(default_factory=dict)
 
     def comes_through(self, recomputes: bool) -> None:
         """Take note of the pass that runs: it gathers a unit, perhaps for a recomputed
         forward, which is differentiated in any pass."""
-        if self._is_open:
+        if self.is_open:
             return
-        self._is_open = True
+        self.is_open = True
         self.is_differentiated = torch.is_grad_enabled() and not recomputes
         at_end_of_backward(self._end)
         # Graph recording in backward means create_graph, except in a recomputed
@@ -153,60 +157,9 @@ class Passes:
             self.keep_unsharded(False)
         self.forget()
 
-    def has_failed(self) -> bool:
-        """Return whether an earlier pass did not come to its end."""
-        return self._is_open and backward_pass() == -1
-
     def forget(self) -> None:
         """Forget the pass: it is over, or what it left was discarded."""
-        self._is_open = self.is_differentiated = False
-
-
-def reshard(modules: Iterable[nn.Module]) -> None:
-    """Free what units among ``modules`` keep unsharded, after a forward without
-    backward or inside a window, so that their parameters are shards again and nothing
-    reads weights from before a step or before a checkpoint was loaded."""
-    for module in modules:
-        # Its messages have to be received before the unit is freed.
-        if isinstance(module, FSDPModule):
-            _drop_gather(module)
-            module.reshard()
-
-
-@torch.no_grad()
-def forget_passes(modules: Iterable[nn.Module]) -> None:
-    """Bring units back to where they are between steps, also from the middle of a
-    forward or backward that failed: sharded, nothing in flight, no gradients.
-
-    Args:
-        modules: of all units of a model.
-    """
-    managed = [module for module in modules if isinstance(module, FSDPModule)]
-    # Kernels that still read gathered memory would find it freed.
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    for module in managed:
-        # It has to end: its messages would meet those of the next pass.
-        _drop_gather(module)
-    reset_passes(managed)
-    for module in managed:
-        group = group_of(module)
-        if group is not None:
-            group.forget_gradients()
-
-
-def _drop_gather(module: FSDPModule) -> None:
-    group = group_of(module)
-    if group is not None:
-        group.drop_gather()
-
-
-class ReductionOrder:
-    """The units of one model that are reduced at the end of the present pass, in the
-    order of forward."""
-
-    def __init__(self) -> None:
-        self._left: dict[object, Callable[[], None]] = {}
+        self.is_open = self.is_differentiated = False
 
     def used(self, unit: object, inputs: Any, reduce: Callable[[], None]) -> None:
         """Take note of a forward that a backward pass may follow.
@@ -234,6 +187,40 @@ class ReductionOrder:
         return True
 
 
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Free what units among ``modules`` keep unsharded, after a forward without
+    backward or inside a window, so that their parameters are shards again and nothing
+    reads weights from before a step or before a checkpoint was loaded."""
+    for module in modules:
+        # Its messages have to be received before the unit is freed.
+        if isinstance(module, FSDPModule):
+            group = group_of(module)
+            if group is not None:
+                group.drop_gather()
+            module.reshard()
+
+
+@torch.no_grad()
+def forget_passes(modules: Iterable[nn.Module]) -> None:
+    """Bring units back to where they are between steps, also from the middle of a
+    forward or backward that failed: sharded, nothing in flight, no gradients.
+
+    Args:
+        modules: of all units of a model.
+    """
+    managed = [module for module in modules if isinstance(module, FSDPModule)]
+    # Kernels that still read gathered memory would find it freed.
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    groups = list(filter(None, map(group_of, managed)))
+    for group in groups:
+        # It has to end: its messages would meet those of the next pass.
+        group.drop_gather()
+    reset_passes(managed)
+    for group in groups:
+        group.forget_gradients()
+
+
 def leaves_of(nest: Any, hidden: bool = True) -> Iterator[tuple[Any, str | None]]:
     """Yield what has no inside in the arguments or the output of a call, tensors above
     all, each with the class of what hides it from FSDP2; None: nothing does.
@@ -259,24 +246,19 @@ def leaves_of(nest: Any, hidden: bool = True) -> Iterator[tuple[Any, str | None]
         elif id(value) not in known:
             known.add(id(value))
             # Below anything that FSDP2 does not open all leaves are hidden by it.
-            is_seen = _sees(value)
-            if is_seen or hidden:
-                left += [
-                    (each, inside if is_seen else type(value).__name__)
-                    for each in _parts_of(value)
-                ]
-
-
-def _sees(value: Any) -> bool:
-    """Return whether FSDP2 looks into an object."""
-    if generation() == "2.11":
-        return type(value) in (dict, OrderedDict, defaultdict)
-    return isinstance(value, dict) or dataclasses.is_dataclass(value)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return getattr(value, "__dict__", {}).values()
+            if generation() == "2.11":
+                is_seen = type(value) in (dict, OrderedDict, defaultdict)
+            else:
+                is_seen = isinstance(value, dict) or dataclasses.is_dataclass(value)
+            if not is_seen and not hidden:
+                continue
+            around = inside if is_seen else type(value).__name__
+            parts: Iterable[Any]
+            if isinstance(value, Mapping):
+                parts = value.values()
+            elif dataclasses.is_dataclass(value):
+                names = [field.name for field in dataclasses.fields(value)]
+                parts = [getattr(value, name) for name in names]
+            else:
+                parts = getattr(value, "__dict__", {}).values()
+            left += [(each, around) for each in parts]

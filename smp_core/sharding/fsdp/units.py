@@ -29,7 +29,6 @@ from smp_core.sharding.fsdp.internals import group_of
 from smp_core.sharding.fsdp.passes import (
     FAILED_PASS,
     Passes,
-    ReductionOrder,
     backward_pass,
 )
 from smp_core.sharding.fsdp.travelling import store_as_codes
@@ -84,7 +83,7 @@ class ShardedUnit:
     Args:
         in_order: whether ``parameter_names`` are in that order, perhaps some of other
             modules sharded with this one.
-        reductions, passes: shared by all units of a model.
+        passes: shared by all units of a model.
 
     Attributes:
         listener: what keeps its gradients.
@@ -111,7 +110,6 @@ class ShardedUnit:
         module: nn.Module,
         parameter_names: Sequence[str],
         is_root: bool,
-        reductions: ReductionOrder,
         passes: Passes,
         in_order: bool = False,
     ) -> None:
@@ -119,7 +117,7 @@ class ShardedUnit:
         # FSDP2 only adds up: sums are divided once, when they are complete.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        self._reductions, self.passes = reductions, passes
+        self.passes = passes
         self.name = name
         self.module = module
         self.is_root = is_root
@@ -146,7 +144,7 @@ class ShardedUnit:
             self.names = [names[id(parameter)] for parameter in self.parameters()]
         # Each reduction is preceded by our account of which gradients there are.
         if self.group is not None:
-            self.group.change_reduction(self._noting)
+            self._reduce = self.group.replace_reduction(self._note_reduction)
         # Inner units run within a root's forward, which is asked first.
         if is_root:
             module.register_forward_pre_hook(self.refuse_after_failure, prepend=True)
@@ -246,7 +244,7 @@ class ShardedUnit:
     def indices(self, ids: Container[int]) -> set[int]:
         """Return the parameters with these ids; those of unsharded copies, which are
         shown inside a call, count too."""
-        pairs = zip(self.parameters(), self._copies(), strict=True)
+        pairs = zip(self.parameters(), self.copies(), strict=True)
         return {
             index
             for index, (shard, copy) in enumerate(pairs)
@@ -266,7 +264,9 @@ class ShardedUnit:
         """List the unsharded gradients that wait for their reduction."""
         return list(self._held.values())
 
-    def _copies(self) -> list[nn.Parameter | None]:
+    def copies(self) -> list[nn.Parameter | None]:
+        """Return the unsharded parameters as modules show them; None: never
+        gathered."""
         return [] if self.group is None else self.group.copies()
 
     def unsharded(self) -> list[torch.Tensor]:
@@ -274,7 +274,7 @@ class ShardedUnit:
         storages have no bytes."""
         return [
             _wrapped(each) if isinstance(each, DTensor) else each
-            for each in self._copies()
+            for each in self.copies()
             if each is not None
         ]
 
@@ -282,7 +282,7 @@ class ShardedUnit:
         """List the gradients of the unsharded parameters that have one."""
         return [
             each.grad
-            for each in self._copies()
+            for each in self.copies()
             if each is not None and each.grad is not None
         ]
 
@@ -303,16 +303,18 @@ class ShardedUnit:
             self.store_in(torch.float32, half)
 
     def store_coded(self, plan: Plan) -> None:
-        """Store the parameters as codes from now on that the plan says so of."""
-        asked = plan.knobs.frozen_storage
-        if asked is None or self.group is None:
+        """Store the parameters as codes (``frozen_storage``) from now on that the plan
+        says so of."""
+        code = plan.knobs.frozen_storage
+        assert code is not None
+        if self.group is None:
             return
         coded = [
             i
             for i, name in enumerate(self.names)
             if plan.is_coded(plan.shapes.of_name(name))
         ]
-        store_as_codes(self.group, coded, RowCodec(asked))
+        store_as_codes(self.group, coded, RowCodec(code))
 
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
@@ -410,7 +412,7 @@ class ShardedUnit:
         if torch.is_grad_enabled() and backward_pass() == -1:
             assert self.group is not None
             # Its reduction at the end of the pass follows the order of forwards.
-            self._reductions.used(self, inputs, self.group.reduce)
+            self.passes.used(self, inputs, self.group.reduce)
             if self.listener is not None:
                 self.listener.used()
 
@@ -434,49 +436,43 @@ class ShardedUnit:
             if self.holds_gradients and self.group is not None:
                 self.group.take_gradients_as_they_come()
 
-    def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Wrap FSDP2's hook after backward: tell which gradients there are, and put
-        zeros where there are none, so that ranks that took another branch still send
-        tensors of one size and layout. Or hold them, if a later pass reduces them."""
-
-        def noted(*args: Any) -> None:
-            if self.is_passed_by:
-                # FSDP2 asks all units at the end of a pass; what is gathered stays for
-                # the unit's own.
-                return
-            if self.passes.is_differentiated:
-                self._refuse_gradients()
-                return
-            if self._reductions.reduce_left(self):
-                return
-            # All of them, or none.
-            copies = [copy for copy in self._copies() if copy is not None]
-            if not copies:
-                return  # it never ran, and has nothing to reduce
-            # All ranks have come through the unit, also one without a gradient in it.
-            self.awaits_reduction |= self.holds_gradients
-            received = {
-                index for index, copy in enumerate(copies) if copy.grad is not None
-            }
-            reduced = self.trainable()
-            # The window knows parameters that were trainable in earlier micro-batches,
-            # on any rank.
-            if self.listener is not None:
-                reduced = self.listener.came_through(received, reduced)
-            if self.holds_gradients:
-                self._set_gradients_aside(copies)
-                post_backward(*args)
-            else:
-                # Every rank reduces the same parameters, and FSDP2 adds nothing to
-                # .grad.
-                self._show_dtypes(reduced)
-                self._complete_gradients(copies, reduced)
-                with self._without_visible_gradients():
-                    post_backward(*args)
-                assert self.group is not None
-                self.group.let_go_of_sum()
-
-        return noted
+    def _note_reduction(self, *args: Any) -> None:
+        """Stand in for FSDP2's hook after backward: tell which gradients there are, and
+        put zeros where there are none, so that ranks that took another branch still
+        send tensors of one size and layout. Or hold them, if a later pass reduces
+        them."""
+        if self.is_passed_by:
+            # FSDP2 asks all units at the end of a pass; what is gathered stays for the
+            # unit's own.
+            return
+        if self.passes.is_differentiated:
+            self._refuse_gradients()
+            return
+        if self.passes.reduce_left(self):
+            return
+        # All of them, or none.
+        copies = [copy for copy in self.copies() if copy is not None]
+        if not copies:
+            return  # it never ran, and has nothing to reduce
+        # All ranks have come through the unit, also one without a gradient in it.
+        self.awaits_reduction |= self.holds_gradients
+        received = {index for index, copy in enumerate(copies) if copy.grad is not None}
+        reduced = self.trainable()
+        # The window knows parameters that were trainable in earlier micro-batches, on
+        # any rank.
+        if self.listener is not None:
+            reduced = self.listener.came_through(received, reduced)
+        if self.holds_gradients:
+            self._set_gradients_aside(copies)
+            self._reduce(*args)
+        else:
+            # Every rank reduces the same parameters, and FSDP2 adds nothing to .grad.
+            self._show_dtypes(reduced)
+            self._complete_gradients(copies, reduced)
+            with self._without_visible_gradients():
+                self._reduce(*args)
+            assert self.group is not None
+            self.group.let_go_of_sum()
 
     def _refuse_gradients(self) -> None:
         if self.unsharded_gradients():
@@ -550,7 +546,7 @@ class ShardedUnit:
     def refuse_after_failure(self, *_: Any) -> None:
         """Refuse a forward after a failed pass: FSDP2 itself would go on from the
         middle of that and return wrong gradients."""
-        if self.passes.has_failed():
+        if self.passes.is_open and backward_pass() == -1:
             raise RuntimeError(FAILED_PASS)
 
 

@@ -33,7 +33,7 @@ from smp_core.comm import Traffic
 from smp_core.config import SmpConfig
 from smp_core.fp8 import WeightGather
 from smp_core.plan import Plan
-from smp_core.sharding.fsdp.passes import Passes, ReductionOrder
+from smp_core.sharding.fsdp.passes import Passes
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.torch_facts import (
@@ -70,6 +70,7 @@ def shard_units(
         forward, as FSDP2 does.
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
+    wrap = plan.shapes.units
     offload = OffloadPolicy()
     if knobs.state_offload == "all":
         # Elsewhere no driver could use pinned pages.
@@ -78,13 +79,12 @@ def shard_units(
     by_name = dict(model.named_parameters())
     # Replicated parameters stay whole, and absent ones are on other pipeline stages.
     ignored = {
-        p for name, p in by_name.items() if name in plan.replicated or is_absent(p)
+        p for name, p in by_name.items() if name in wrap.replicated or is_absent(p)
     }
     units = []
-    # All units of the model share one order of reductions and one account of passes.
-    reductions = ReductionOrder()
+    # All units of the model share one account of passes.
     passes = Passes()
-    for planned in plan.units if plan.gathers else ():
+    for planned in wrap.units if plan.gathers else ():
         unit_module: nn.Module = modules[planned.name]
         # Rank 0's values first: afterwards each rank has a slice alone.
         broadcast_from_rank_0(
@@ -121,34 +121,27 @@ def shard_units(
             unit_module,
             planned.parameters,
             planned.is_root,
-            reductions,
             passes,
         )
         # Over one rank FSDP2's factor of 1 would cost a copy.
         if over.size() == 1:
             unit.leave_undivided()
-        _give_communication(unit, unit_module, traffic, knobs)
+        if knobs.collectives.symmetric_memory:
+            # By torch's objects, whose reductions only add up: the unit has said that
+            # ours do.
+            unit_module.set_symm_mem_for_comm()
+        else:
+            unit_module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
+            scatter = traffic.reduce_scatter(unit)
+            unit_module.set_custom_reduce_scatter(scatter.for_fsdp2())
         # What its parameters are stored and communicated as.
         unit.is_recomputed = planned.name in recomputed
         if gather_of is not None and unit.group is not None:
             travel(unit.group, gather_of)
-        if not plan.shapes.on_meta:
+        if knobs.frozen_storage is not None and not plan.shapes.on_meta:
             unit.store_coded(plan)
         units.append(unit)
     return units
-
-
-def _give_communication(
-    unit: ShardedUnit, module: FSDPModule, traffic: Traffic, knobs: SmpConfig
-) -> None:
-    """Let a unit be gathered and reduced by our objects, or by torch's over symmetric
-    memory."""
-    if knobs.collectives.symmetric_memory:
-        # Its reductions only add up: the unit has said that ours do.
-        module.set_symm_mem_for_comm()
-        return
-    module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
-    module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
 
 
 def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:

@@ -40,6 +40,7 @@ Ranks tell each other which they reached once per window.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
@@ -69,7 +70,7 @@ from smp_core.sharding.gradients.received_gradients import Told, received_all
 from smp_core.sharding.gradients.replicated import ReplicatedGradients
 from smp_core.sharding.gradients.unit_window import UnitWindow
 from smp_core.sharding.optimizer.shards import WorldSharding
-from smp_core.torch_facts import clean_name, is_absent, model_parameter
+from smp_core.torch_facts import clean_name, model_parameter
 from smp_core.watch import here, meet
 
 logger = logging.getLogger("smp")
@@ -113,8 +114,8 @@ class AccumulationWindow:
             nothing.
         finishing: entered around setting ``.grad``; adds what other stages have of tied
             parameters.
-        hooks_on_any_stage: whether parameters of any pipeline stage had hooks when it
-            was prepared.
+        has_hooks: False: no parameter had hooks when it was prepared, of any pipeline
+            stage.
     """
 
     def __init__(
@@ -126,14 +127,11 @@ class AccumulationWindow:
         calls: Calls,
         veto: Callable[[], torch.Tensor] | None = None,
         finishing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        hooks_on_any_stage: bool = False,
+        has_hooks: bool = True,
     ) -> None:
         # What is reduced together, by group: the same order on all ranks.
         mesh, knobs = traffic.mesh, plan.knobs
         by_name = dict(model.named_parameters())
-        replicated = []
-        for names in plan.replicated_parameters:
-            replicated.append({name: by_name[name] for name in names})
         # With pipeline stages all parameters count: stages end a window together.
         self._of_all_stages = list(by_name.values()) if mesh.pipeline_degree > 1 else []
         self._model = model
@@ -147,7 +145,7 @@ class AccumulationWindow:
         self._over_world = knobs.optimizer_shard == "world"
         self._veto = veto
         self._finishing = finishing
-        self._hooks_on_any_stage = hooks_on_any_stage
+        self._hooks_on_any_stage = has_hooks and mesh.pipeline_degree > 1
         self._mesh = mesh
         # It tells collectives of a forward from those of a backward pass.
         self._issued = traffic.issued
@@ -159,12 +157,10 @@ class AccumulationWindow:
         ]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(
-            replicated,
-            traffic.of_replicated,
-            plan.dtypes.reduced,
-            self._queue_end,
-            mesh,
+            traffic.of_replicated, plan.dtypes.reduced, self._queue_end, mesh
         )
+        for names in filter(None, plan.replicated_parameters):
+            self._replicated.add({name: by_name[name] for name in names})
         self._last = True
         # The outermost pass that comes through the model; None between passes.
         self._running_pass: int | None = None
@@ -188,9 +184,10 @@ class AccumulationWindow:
         """Backward passes whose gradients are held and not closed yet."""
         # Whether micro-batches are closed for hooks of parameters, as all ranks knew
         # when they last compared.
-        self._closes_each = bool(self._hooked())
+        self._closes_each = has_hooks and bool(self._hooked())
         for each in self._units:
-            each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
+            hook = functools.partial(self._take_sum, each)
+            each.unit.module.set_all_reduce_hook(hook)  # type: ignore[operator]
         _windows[self] = None
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
@@ -220,17 +217,12 @@ class AccumulationWindow:
         # Copies count too: inside a call modules show them in the place of shards.
         known = {id(parameter) for parameter in self._replicated.parameters.values()}
         for each in self._units:
-            known.update(map(id, each.unit.unsharded()))  # which modules may show
+            known.update(map(id, each.unit.copies()))  # which modules may show
         named = sorted(self._model.named_parameters(), key=lambda pair: pair[0])
-        plain = {
-            name: p
-            for name, p in named
-            if not isinstance(p, DTensor) and not is_absent(p)
-        }
         return {
             clean_name(name): parameter
-            for name, parameter in plain.items()
-            if id(parameter) not in known
+            for name, parameter in named
+            if not isinstance(parameter, DTensor) and id(parameter) not in known
         }
 
     def add_replicated(self, attached: Mapping[str, nn.Parameter]) -> None:
@@ -595,24 +587,20 @@ class AccumulationWindow:
         self._took_part = False
         self.micro_batches = 0
 
-    def _hook(self, each: UnitWindow) -> Callable[[torch.Tensor], None]:
-        """Return what FSDP2 calls with a unit's flat sum over the partition group."""
-
-        @torch.no_grad()
-        def hook(reduced: torch.Tensor) -> None:
-            # A reduction by hand belongs to no pass.
-            if not self._reducing_held:
-                self._queue_end()
-            each.add(reduced)
-            # A pass within this one may have more for the unit: its recomputed forwards
-            # are not counted.
-            if self._last and not self._is_nested and each.pass_is_over():
-                each.complete()
-                # Sums of a model that was made earlier go first, if the pass has one.
-                if self._is_first:
-                    self._send_complete()
-
-        return hook
+    @torch.no_grad()
+    def _take_sum(self, each: UnitWindow, reduced: torch.Tensor) -> None:
+        """Take a unit's flat sum over the partition group, by FSDP2's hook."""
+        # A reduction by hand belongs to no pass.
+        if not self._reducing_held:
+            self._queue_end()
+        each.add(reduced)
+        # A pass within this one may have more for the unit: its recomputed forwards are
+        # not counted.
+        if self._last and not self._is_nested and each.pass_is_over():
+            each.complete()
+            # Sums of a model that was made earlier go first, if the pass has one.
+            if self._is_first:
+                self._send_complete()
 
     def _comes_after_another(self) -> bool:
         """Return whether the backward pass that runs comes through a model of this mesh

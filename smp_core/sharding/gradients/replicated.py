@@ -8,7 +8,8 @@ are added up over all ranks, one collective per group of parameters, and divided
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,45 +20,38 @@ from smp_core.sharding.gradients.parameter_hooks import ParameterHooks, hooks_of
 from smp_core.sharding.optimizer.shards import FlatShard
 
 
+@dataclass(eq=False)
 class ReplicatedGradients:
     """Partial sums of plain parameters' gradients in the present window.
 
-    Args:
-        groups: parameters by name, reduced together group by group.
+    Attributes:
         route: over all ranks whose gradients are added up.
         reduce_dtype: what sums are sent in; None: the gradients' own dtype.
         on_backward: called whenever a backward pass reaches one of the parameters.
         mesh: the ranks over which gradients are complete, for hooks of parameters.
+        parameters: by name.
+        reached: names of which this rank has a gradient in the window.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Mapping[str, nn.Parameter]],
-        route: Route,
-        reduce_dtype: torch.dtype | None,
-        on_backward: Callable[[], None],
-        mesh: SmpMesh,
-    ) -> None:
-        # What is sent together: lists of names, in the order in which they came.
-        self._groups: list[list[str]] = []
-        self.parameters: dict[str, nn.Parameter] = {}
-        # Names of which this rank has a gradient in the window.
-        self.reached: set[str] = set()
-        self._route = route
-        self._reduce_dtype = reduce_dtype
-        self._on_backward = on_backward
-        self._shards: dict[str, FlatShard] = {}
-        # Of the pass that runs, and of those before.
-        self._this_pass: set[str] = set()
-        self._was_trainable: set[str] = set()
-        # Partial sums of earlier micro-batches, while .grad is empty.
-        self._sums: dict[str, torch.Tensor] = {}
-        self._in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = []
-        # .grad of earlier closed passes, of parameters with hooks.
-        self._closed: dict[str, torch.Tensor | None] = {}
-        self._mesh = mesh
-        for group in filter(None, groups):
-            self.add(group)
+    route: Route
+    reduce_dtype: torch.dtype | None
+    on_backward: Callable[[], None]
+    mesh: SmpMesh
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+    # What is sent together: lists of names, in the order in which they came.
+    _groups: list[list[str]] = field(default_factory=list)
+    _shards: dict[str, FlatShard] = field(default_factory=dict)
+    # Of the pass that runs, and of those before.
+    _this_pass: set[str] = field(default_factory=set)
+    _was_trainable: set[str] = field(default_factory=set)
+    # Partial sums of earlier micro-batches, while .grad is empty.
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    _in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = field(
+        default_factory=list
+    )
+    # .grad of earlier closed passes, of parameters with hooks.
+    _closed: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
     def add(self, group: Mapping[str, nn.Parameter]) -> None:
         """Add parameters by name, to be reduced together."""
@@ -68,7 +62,7 @@ class ReplicatedGradients:
             if parameter.is_floating_point() or parameter.is_complex():
                 ParameterHooks(
                     parameter,
-                    self._mesh,
+                    self.mesh,
                     before=self._before(name),
                     after=self._note(name),
                 )
@@ -86,7 +80,7 @@ class ReplicatedGradients:
             if name in self._sums:
                 # Half precision would lose what is small against the sum so far.
                 self._sums[name] = self._sums[name].to(
-                    self._reduce_dtype or parameter.dtype
+                    self.reduce_dtype or parameter.dtype
                 )
                 self._sums[name] += parameter.grad
             else:
@@ -123,7 +117,7 @@ class ReplicatedGradients:
                         names = [name for name in names if self.parameters[name].ndim]
                         sizes = [parameter.numel() for parameter in parameters]
                         self._shards[f"whole {number} {dtype}"] = FlatShard(
-                            names, parameters, sizes, self._route.hop, on_host
+                            names, parameters, sizes, self.route.hop, on_host
                         )
         return list(self._shards.values())
 
@@ -140,7 +134,7 @@ class ReplicatedGradients:
         # Hooks are to see the gradient of this pass alone.
         for name in self.taking_part():
             self._set_aside(name)
-        if not self._route.adds_up:
+        if not self.route.adds_up:
             return
         # What masters are stepped with is scattered: each rank gets its part of the
         # sum.
@@ -150,7 +144,7 @@ class ReplicatedGradients:
             flat = torch.cat(
                 [self._contribution(name).reshape(-1) for name in shard.names]
             )
-            shard.send(flat.to(self._reduce_dtype or flat.dtype), key)
+            shard.send(flat.to(self.reduce_dtype or flat.dtype), key)
         # Everything else is added up on all ranks, in one message for each dtype.
         for number, group in enumerate(self._groups):
             for dtype, names in self._by_dtype(
@@ -159,8 +153,8 @@ class ReplicatedGradients:
                 flat = torch.cat(
                     [self._contribution(name).reshape(-1) for name in names]
                 )
-                flat = flat.to(self._reduce_dtype or dtype)
-                work = self._route.hop(
+                flat = flat.to(self.reduce_dtype or dtype)
+                work = self.route.hop(
                     flat, f"whole {number} {dtype}" + (", rest" if held else "")
                 )
                 self._in_flight.append((names, flat, work))
@@ -183,13 +177,13 @@ class ReplicatedGradients:
                 self._takes_part(name) if seen is None else seen[name]
                 for name in shard.names
             ]
-            shard.set_gradients(self._route.divisor, reached)
+            shard.set_gradients(self.route.divisor, reached)
             # The masters have the gradients now.
             for name in shard.names:
                 self._sums.pop(name, None)
         # The flat sum is cut into the parameters again.
         for names, flat, _ in self._in_flight:
-            flat /= self._route.divisor
+            flat /= self.route.divisor
             for name, part in zip(
                 names,
                 flat.split([self.parameters[n].numel() for n in names]),
@@ -278,7 +272,7 @@ class ReplicatedGradients:
 
         def note(parameter: torch.Tensor) -> None:
             if (this := owner()) is not None:
-                this._on_backward()
+                this.on_backward()
                 # Autograd comes by, and leaves nothing, where it was frozen since
                 # forward.
                 if parameter.requires_grad:

@@ -14,6 +14,7 @@ zeros. With one replica nothing is sent, and a complete sum becomes gradients.
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,8 +105,10 @@ class UnitWindow:
         self._on_backward = on_backward
         unit.listener = self
         # Autograd calls this where a term of the loss is made of the shard itself.
+        owner = weakref.ref(self)  # as autograd holds it
         for index, parameter in enumerate(unit.parameters()):
-            ParameterHooks(parameter, mesh, before=self._set_aside(index))
+            before = functools.partial(_set_aside, owner, index)
+            ParameterHooks(parameter, mesh, before=before)
 
     def held(self) -> list[Tensor]:
         """List the sum, the gradients of terms that are made of shards, and the
@@ -357,31 +360,6 @@ class UnitWindow:
         if self.masters is not None:
             self.masters.take_gradients()
 
-    def _set_aside(self, index: int) -> Callable[[Tensor], Tensor | None]:
-        """Return what sets ``.grad`` aside, when a term of the loss that is made of
-        shards has a gradient of the parameter: autograd would add one that is
-        replicated to one that is not, which torch refuses."""
-        owner = weakref.ref(self)  # as autograd holds it
-
-        def set_aside(gradient: Tensor) -> Tensor | None:
-            # The window is gone, and nothing will ask for the gradient.
-            if (this := owner()) is None:
-                return None
-            parameter = this.unit.parameters()[index]
-            if index not in this._before:
-                # The first such gradient of the pass, which may be all that the window
-                # hears of it.
-                this._on_backward()
-                this._before[index], parameter.grad = parameter.grad, None
-            # Each rank has a gradient of the same term: their mean is one process's.
-            return (
-                sharded_mean(gradient, Placed.of(parameter))
-                if isinstance(parameter, DTensor)
-                else None
-            )
-
-        return set_aside
-
     def forget(self) -> None:
         """Become idle: nothing of this window is left."""
         self._before.clear()
@@ -454,6 +432,30 @@ class UnitWindow:
         widened = self.flat.new_zeros(offset)
         _add_by_slot(widened, wide, self.flat, self.slots)
         self.slots, self.flat = wide, widened
+
+
+def _set_aside(
+    owner: weakref.ref[UnitWindow], index: int, gradient: Tensor
+) -> Tensor | None:
+    """Set ``.grad`` aside, when a term of the loss that is made of shards has a gradient
+    of the parameter: autograd would add one that is replicated to one that is not,
+    which torch refuses."""
+    window = owner()
+    # The window is gone, and nothing will ask for the gradient.
+    if window is None:
+        return None
+    parameter = window.unit.parameters()[index]
+    if index not in window._before:
+        # The first such gradient of the pass, which may be all that the window hears
+        # of it.
+        window._on_backward()
+        window._before[index], parameter.grad = parameter.grad, None
+    # Each rank has a gradient of the same term: their mean is one process's.
+    return (
+        sharded_mean(gradient, Placed.of(parameter))
+        if isinstance(parameter, DTensor)
+        else None
+    )
 
 
 def _add_by_slot(

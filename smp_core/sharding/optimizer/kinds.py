@@ -539,9 +539,14 @@ def choose_kernels(optimizer: Optimizer, on_host: bool, stepped_there: bool) -> 
         stepped_there: an optimizer that steps on the host chooses its kernels itself.
     """
     has_fused = isinstance(optimizer, _FUSED_FOR_SHARDS)
-    for group in [] if stepped_there else optimizer.param_groups:
-        parameters = held(group)
-        if _are_mixed(parameters):
+    # One kernel takes plain tensors (None), or DTensors of one mesh.
+    of_all: set[Any] = set()
+    for group in optimizer.param_groups:
+        meshes = {getattr(each, "device_mesh", None) for each in held(group)}
+        of_all |= meshes
+        if stepped_there:
+            continue
+        if len(meshes) > 1:
             _leave(
                 optimizer,
                 group,
@@ -550,16 +555,14 @@ def choose_kernels(optimizer: Optimizer, on_host: bool, stepped_there: bool) -> 
             )
         elif on_host:
             group.update(host_kernels(group, group["params"], type(optimizer)))
-        elif not has_fused and any(isinstance(each, DTensor) for each in parameters):
+        elif not has_fused and meshes - {None}:
             _leave(
                 optimizer,
                 group,
                 ("fused",),
                 "on sharded parameters, for which torch has the fused kernels of Adam and AdamW alone",
             )
-    if _are_mixed(
-        parameter for group in optimizer.param_groups for parameter in held(group)
-    ):
+    if len(of_all) > 1:
         optimizer.defaults.update(
             {flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults}
         )
@@ -575,16 +578,6 @@ def _leave(
     if "fused" in asked:
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     group.update({flag: False for flag in flags if flag in group})
-
-
-def _are_mixed(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one kernel cannot take all: plain tensors, and DTensors of each
-    mesh, go by themselves."""
-    meshes = {
-        parameter.device_mesh if isinstance(parameter, DTensor) else None
-        for parameter in parameters
-    }
-    return len(meshes) > 1
 
 
 def host_kernels(

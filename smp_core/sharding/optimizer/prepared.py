@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 from smp_core.checkpoint import numbered, stepped_parameters
 from smp_core.cluster import SmpMesh
 from smp_core.comm import CommMeter
-from smp_core.config import SmpConfig
 from smp_core.optim import AdamW8bit, StepsTogether
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp import ShardedUnit
@@ -84,8 +83,6 @@ class SteppedModel(Protocol):
     def module(self) -> nn.Module: ...
     @property
     def mesh(self) -> SmpMesh: ...
-    @property
-    def config(self) -> SmpConfig: ...
     @property
     def window(self) -> Window: ...
     @property
@@ -188,23 +185,20 @@ class Homes:
         self._models = tuple(models)
         self.windows = [model.window for model in models]
         self.parameters_on_host = any(
-            model.config.state_offload == "all" for model in models
+            model.plan.knobs.state_offload == "all" for model in models
         )
+        self.in_stages = any(model.plan.stages is not None for model in models)
         self._own: dict[int, Tensor] = {}
         self._attached: dict[int, Tensor] = {}
         self.users = 0
         """How many methods at work need masters in the groups."""
-        self._is_new = True
+        self.is_new = True
         self.hooks_before: dict[int, Callable[..., Any]] = {}
         """Hooks before the optimizer's step, ours included; the optimizer's own dict."""
 
     @property
     def worlds(self) -> list[WorldSharding]:
         return [window.world for window in self.windows if window.world is not None]
-
-    @property
-    def in_stages(self) -> bool:
-        return any(model.plan.stages is not None for model in self._models)
 
     def close_windows(self, optimizer: Optimizer) -> None:
         """Complete the gradients before the optimizer steps. Collective."""
@@ -217,11 +211,9 @@ class Homes:
 
     def say_where_gradients_are(self) -> None:
         """Warn before the first step of code that looks for gradients in vain."""
-        if self._is_new and (self.worlds or self.in_stages):
-            say_of_callers(inspect.currentframe(), in_stages=not self.worlds)
-        if self._is_new and self.worlds:
+        say_of_callers(inspect.currentframe(), in_stages=not self.worlds)
+        if self.worlds:
             say_where_gradients_are(self.hooks_before.values(), in_step=True)
-        self._is_new = False
 
     def mean_loss(self, loss: Any) -> Any:
         """Return the mean over the ranks of the loss that a closure returned: each rank
@@ -242,12 +234,6 @@ class Homes:
         dist.all_reduce(total, group=mesh.gradient_group)
         mean = total / mesh.gradient_degree
         return mean if isinstance(loss, Tensor) else mean.item()
-
-    def reshard(self) -> None:
-        """Reshard the models: a forward without backward (one network's inside the
-        other one's step) leaves its roots unsharded."""
-        for model in self._models:
-            model.reshard()
 
     def owns(self, parameter: Tensor) -> bool:
         return id(model_parameter(parameter)) in self._own
@@ -282,7 +268,8 @@ class Homes:
         """
         if not together and self._owns_all(optimizer):
             return
-        self.reshard()
+        for model in self._models:
+            model.reshard()
         # What was attached since can be taken in only where all ranks are in the call.
         for model in self._models if together else ():
             take_in_attached(model)
@@ -435,7 +422,10 @@ class Homes:
         Collective."""
         for world in self.worlds:
             world.after_step(optimizer)
-        self.reshard()
+        # A forward without backward (one network's inside the other one's step) leaves
+        # its roots unsharded.
+        for model in self._models:
+            model.reshard()
 
 
 def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> bool:
@@ -463,21 +453,21 @@ def prepare_optimizer(optimizer: Optimizer, models: Sequence[SteppedModel]) -> b
         return False
     # Phase 1: refuse what this kind of optimizer rules out, before anything is changed.
     refuse_unsaveable(optimizer)
-    if any(model.plan.stages is not None for model in models):
+    homes = Homes(models)
+    if homes.in_stages:
         require_tensorwise(optimizer)
     if isinstance(optimizer, StepsTogether):
         _require_on_device(optimizer, models)
         optimizer.meter = models[0].meter
     # Phase 2: its groups get the parameters that the models have now.
-    homes = Homes(models)
     homes.take_in(optimizer, together=True)
     if isinstance(optimizer, AdamW8bit):
         # Its scales are of blocks of a row, which no shard may cut.
         optimizer.require_whole_blocks()
     # Phase 3: masters of this rank's part, where states are sharded over all replicas.
-    host = any(model.config.state_offload == "optimizer" for model in models)
+    host = any(model.plan.knobs.state_offload == "optimizer" for model in models)
     for model in models:
-        if model.config.optimizer_shard == "world":
+        if model.plan.knobs.optimizer_shard == "world":
             require_elementwise(optimizer)
             # Made once for a model, whose parameters several optimizers may step.
             first = model.window.world is None
@@ -521,9 +511,10 @@ def _require_on_device(
 ) -> None:
     """Refuse states in host memory, where ranks cannot exchange what a step sends."""
     for model in models:
-        if model.config.state_offload is not None:
+        where = model.plan.knobs.state_offload
+        if where is not None:
             raise ValueError(
-                f"state_offload={model.config.state_offload!r} steps in host memory, where {type(optimizer).__name__} "
+                f"state_offload={where!r} steps in host memory, where {type(optimizer).__name__} "
                 f"cannot exchange {optimizer.exchanged} between ranks; leave state_offload out, or use "
                 "torch.optim.AdamW"
             )
@@ -533,7 +524,7 @@ def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> 
     """Let masters and parameters agree on ``requires_grad`` before each forward of a
     root: an optimizer's user may have set it on masters."""
     assert world is not None
-    for unit in model.plan.units:
+    for unit in model.plan.shapes.units.units:
         if unit.is_root:
             module = model.module.get_submodule(unit.name)
             module.register_forward_pre_hook(
@@ -605,7 +596,9 @@ def _before_step(
     """Complete the gradients before weights are stepped: now, or when the closure has
     run its backward passes."""
     homes: Homes = optimizer._smp_homes
-    homes.say_where_gradients_are()
+    if homes.is_new and (homes.worlds or homes.in_stages):
+        homes.say_where_gradients_are()
+    homes.is_new = False
     # args[0] is the optimizer itself; a closure comes behind it, or by name.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:

@@ -22,8 +22,7 @@ from smp_core.config.plan_recipes import AutoPlan
 from smp_core.config.recipes import RECIPES, Compile, DelayedInit
 from smp_core.engine.decide import decide
 from smp_core.fp8 import Fp8Recipe
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import Cluster, Shapes
 from smp_core.topology import Topology
 from tests.core.knob_examples import FIELDS, VALUES, as_text, consistent
 

@@ -21,9 +21,8 @@ from smp_core.config.recipe import nested
 from smp_core.engine import knobs_of_next_run
 from smp_core.engine.auto_degree import decide_with_smallest_degree
 from smp_core.engine.decide import decide
-from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.plan import GivenSharding, Plan, Precision
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import GIB, Cluster, Shapes
 from smp_core.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -693,7 +692,7 @@ def test_nothing_is_settled_outside_of_planning() -> None:
     """`with_resolved` is called by rules, by who knows the layout of a model before,
     and by a face before it asks."""
     allowed = (
-        "smp_core/plan/subject.py",
+        "smp_core/plan/plan.py",
         "smp_core/engine/auto_degree.py",
         "smp_core/engine/decide.py",
         "smp_core/config/config.py",

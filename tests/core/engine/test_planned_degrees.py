@@ -13,8 +13,8 @@ from torch import nn
 
 from smp_core.config import SmpConfig
 from smp_core.engine.auto_degree import decide_with_smallest_degree
-from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.memory import MemoryEstimate, estimate as estimate_of, plan_table
+from smp_core.plan.shapes import GIB, Cluster
 from smp_core.topology import Topology
 from tests.core.plan.planning_memory_cases import Units, auto, plans, shapes_of
 

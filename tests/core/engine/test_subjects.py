@@ -19,10 +19,8 @@ from smp_core.config import Clash, SmpConfig
 from smp_core.engine.decide import decide, lines_of_subjects
 from smp_core.engine.subjects import SUBJECTS
 from smp_core.fp8.rules import FP8
-from smp_core.plan.cluster import GIB, Cluster
-from smp_core.plan.plan import GivenSharding, Plan
-from smp_core.plan.shapes import Shapes
-from smp_core.plan.subject import Subject
+from smp_core.plan.plan import GivenSharding, Plan, Subject
+from smp_core.plan.shapes import GIB, Cluster, Shapes
 from smp_core.topology import Topology
 from smp_core.torch_facts import kernels
 from tests.harness import ROOT

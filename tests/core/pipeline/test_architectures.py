@@ -20,8 +20,7 @@ from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.stand_ins import played_of
 from smp_core.plan.chain.chain import Chain
 from smp_core.plan.chain.recording import with_chain
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import Cluster, Shapes
 from smp_core.plan.stages import Stages
 from smp_core.topology import Topology
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.torch_facts.parameters import is_absent
+from smp_core.torch_facts.modules import is_absent
 from tests.core.pipeline.cases import Case, of_all_stages, several
 from tests.core.tensor_parallel.model_cases import (
     Training,

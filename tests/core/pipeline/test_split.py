@@ -14,9 +14,8 @@ from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
 from smp_core.pipeline.batches import split_batch
 from smp_core.plan.chain.recording import with_chain
-from smp_core.plan.cluster import Cluster
 from smp_core.plan.plan import Plan
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import Cluster, Shapes
 from smp_core.topology import Topology
 from tests.core.pipeline.cases import example_of
 from tests.core.tensor_parallel.model_cases import build

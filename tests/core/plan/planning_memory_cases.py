@@ -13,10 +13,9 @@ from smp_core.engine.auto_degree import (
     plans_of_all_degrees,
 )
 from smp_core.engine.decide import decide
-from smp_core.plan.cluster import Cluster
 from smp_core.plan.memory import MemoryEstimate, estimate as estimate_of
 from smp_core.plan.plan import Plan
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import Cluster, Shapes
 from smp_core.plan.units import PlannedUnit, WrapPlan
 from smp_core.topology import Topology
 

@@ -15,10 +15,9 @@ from smp_core.config import SmpConfig
 from smp_core.engine.auto_degree import decide_with_smallest_degree, missed
 from smp_core.engine.decide import decide
 from smp_core.optim import Adafactor, AdamW8bit, Muon
-from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.memory import MemoryEstimate, estimate as estimate_of, plan_table
 from smp_core.plan.optimizers import OPTIMIZERS as KNOWN, planned_states, states_of
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import GIB, Cluster, Shapes
 from smp_core.plan.units import WrapPlan
 from smp_core.topology import Topology
 from tests.core.plan.planning_memory_cases import (

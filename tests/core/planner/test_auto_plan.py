@@ -15,8 +15,8 @@ from torch import nn
 from smp_core.cluster.agreement import of_rank_0
 from smp_core.config import SmpConfig
 from smp_core.entry import parallelize
-from smp_core.plan.cluster import GIB, Cluster
 from smp_core.plan.plan import Precision
+from smp_core.plan.shapes import GIB, Cluster
 from smp_core.planner import auto_plan
 from smp_core.planner.auto_plan import RunningStep, hardware_of_run, plan_run
 from smp_core.planner.trace import trace_built, trace_model

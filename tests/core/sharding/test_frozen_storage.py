@@ -157,7 +157,10 @@ def figures(name: str) -> list[float]:
     )
     planned = [estimate(parallel.plan).parameters]
     planned.append(
-        sum(unit_bytes(parallel.plan, unit, "gathered") for unit in parallel.plan.units)
+        sum(
+            unit_bytes(parallel.plan, unit, "gathered")
+            for unit in parallel.plan.shapes.units.units
+        )
         // 2
     )
     return [2 * each / ELEMENTS for each in (stored, sent, *planned)]

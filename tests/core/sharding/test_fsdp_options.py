@@ -15,9 +15,8 @@ from smp_core.comm import rules
 from smp_core.comm.rules import MOST_IN_FLIGHT, units_in_flight
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
-from smp_core.plan import cluster
-from smp_core.plan.cluster import Cluster
-from smp_core.plan.shapes import ParameterShape, Shapes
+from smp_core.plan import shapes as cluster
+from smp_core.plan.shapes import Cluster, ParameterShape, Shapes
 from smp_core.plan.units import PlannedUnit, WrapPlan
 from smp_core.topology import Topology
 from smp_core.torch_facts import collective_timeout

@@ -15,9 +15,8 @@ from torch import nn
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.config import SmpConfig
 from smp_core.engine.decide import decide
-from smp_core.plan.cluster import Cluster
 from smp_core.plan.plan import Plan
-from smp_core.plan.shapes import Shapes
+from smp_core.plan.shapes import Cluster, Shapes
 from smp_core.topology import Topology
 from tests.core.scenarios import parallel_model
 from tests.core.sharding.optimizer_shard_runs import (

@@ -31,7 +31,7 @@ from smp_core.checkpoint.optimizers import (
     named_optimizer_state,
 )
 from smp_core.engine.parallel_model import ParallelModel
-from smp_core.torch_facts.parameters import model_parameter
+from smp_core.torch_facts.modules import model_parameter
 from tests.core.comm.metered import per_node, train_one_step, unit_bytes
 from tests.core.equivalence import HELD, SAMPLES, STEPS, assert_close, full_weights
 from tests.core.models import (
