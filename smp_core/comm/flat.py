@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.comm.deferred import Deferred, finish_later
 from smp_core.comm.exchange import GATHER, REDUCE, start_gather_rows, start_sum_rows
 from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.torch_facts import (
     all_gather_single,
-    prefers_messages,
     reduce_scatter_single,
 )
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import (
     GATHER,
@@ -41,7 +42,6 @@ from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
 from smp_core.torch_facts import (
     all_gather_single,
-    prefers_messages,
     reduce_scatter_single,
 )
 

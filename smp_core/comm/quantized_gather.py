@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.codecs import ALIGN, Codec
 from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import GATHER, start_exchange
 from smp_core.comm.flat import CommObject
 from smp_core.comm.meter import CommMeter, LinkClass
-from smp_core.torch_facts import all_gather_single, prefers_messages
+from smp_core.torch_facts import all_gather_single
 
 logger = logging.getLogger("smp")
 

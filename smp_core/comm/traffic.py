@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh, of_all_ranks
+from smp_core.cluster import (
+    GRADIENTS,
+    PARTITION,
+    Axis,
+    SmpMesh,
+    of_all_ranks,
+    prefers_messages,
+)
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
@@ -24,7 +31,6 @@ from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.comm.secondary import SecondaryGather
 from smp_core.plan import Plan
-from smp_core.torch_facts import prefers_messages
 
 
 class Unit(Protocol):

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from smp_core.cluster import LINKS_VARIABLE, Links, of_all_ranks
 from smp_core.topology import Topology
-from smp_core.torch_facts import FSDP_METHODS, fsdp_has
+from smp_core.torch_facts import FSDP_METHODS
 
 GIB = 2**30
 
@@ -74,7 +75,9 @@ class Cluster:
                 smallest,
                 available_host_bytes(),
                 Links.stored(topology) if LINKS_VARIABLE in os.environ else None,
-                frozenset(filter(fsdp_has, FSDP_METHODS.values())),
+                frozenset(
+                    each for each in FSDP_METHODS.values() if hasattr(FSDPModule, each)
+                ),
             )
 
         return observe
