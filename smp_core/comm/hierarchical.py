@@ -59,8 +59,10 @@ class _TwoStage(CommObject):
         meter: CommMeter,
         intra_group: dist.ProcessGroup,
         inter_group: dist.ProcessGroup,
+        *,
+        deferred: bool = False,
     ) -> None:
-        super().__init__(meter)
+        super().__init__(meter, deferred=deferred)
         self.intra_group, self.inter_group = intra_group, inter_group
         self.nodes, self.local_ranks = (
             dist.get_world_size(inter_group),
@@ -98,8 +100,7 @@ class HierarchicalAllGather(_TwoStage):
         *,
         deferred: bool = False,
     ) -> None:
-        super().__init__(meter, intra_group, inter_group)
-        self._deferred = deferred
+        super().__init__(meter, intra_group, inter_group, deferred=deferred)
         self._flat = FlatAllGather(meter, deferred=deferred)
 
     def __call__(

@@ -160,14 +160,14 @@ class QuantizedAllGather(CommObject):
         everywhere: bool,
         deferred: bool = False,
     ) -> None:
-        super().__init__(meter)
+        super().__init__(meter, deferred=deferred)
         self._exact = exact
         self._policy = policy
         self._number = number
         self._group = group
         self._stages = stages
         self._layout = layout
-        self._everywhere, self._deferred = everywhere, deferred
+        self._everywhere = everywhere
         self._parts: tuple[list[slice], list[slice]] | None = None
 
     def __call__(

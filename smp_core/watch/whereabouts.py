@@ -78,7 +78,7 @@ class Whereabouts:
     Attributes:
         least: seconds of waiting below which no line is written.
         recent: returns what was issued since all ranks last compared, as
-            :mod:`smp_core.comm.issued` keeps it.
+            :mod:`smp_core.comm.traffic` keeps it.
         describe: says in words what one of those numbers means.
         peers: the ranks that issue the same.
         micro_batch: of the present window, from 1.
