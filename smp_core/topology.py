@@ -332,11 +332,11 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
     posed = _posed_ranks_per_node(reports)
     # Found nodes are used unless the variable poses as others.
     if posed is None:
-        hosts = [hostname for hostname, _ in found]
+        hostnames = [hostname for hostname, _ in found]
         names = []
         for hostname, boot_id in found:
             # Where hosts share a name, the beginning of the boot id tells them apart.
-            is_shared = hosts.count(hostname) > 1
+            is_shared = hostnames.count(hostname) > 1
             names.append(f"{hostname}/{boot_id[:8]}" if is_shared else hostname)
         topology = Topology(tuple(map(tuple, found.values())), tuple(names))
         return topology, _misfits(topology, reports)
