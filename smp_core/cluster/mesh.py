@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
@@ -164,9 +164,7 @@ class SmpMesh:
             device.type, tuple(sizes.values()), mesh_dim_names=names
         )
         # Groups that torch has made already are used again, under the common timeout.
-        groups = _Groups(rank, device)
-        for known in (*map(device_mesh.get_group, names), groups.world):
-            groups.know(known)
+        groups = _Groups(rank, device, map(device_mesh.get_group, names))
         by_axes: dict[Axes, dist.ProcessGroup] = {}
         for axes in GROUPS:
             if set(axes) <= DEGREES.keys() and layout.size(*axes) == 1:
@@ -407,9 +405,15 @@ def _can_split(world: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class _Groups:
-    """Process groups by their ranks, each made once."""
+    """Process groups by their ranks, each made once.
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    Args:
+        made: those of one mesh, which are used again, as the world is.
+    """
+
+    def __init__(
+        self, rank: int, device: torch.device, made: Iterable[dist.ProcessGroup]
+    ) -> None:
         self._rank, self._device = rank, device
         self.world = cast(dist.ProcessGroup, dist.group.WORLD)
         self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -418,16 +422,15 @@ class _Groups:
         self.sizes: list[int] = []
         self._limit = collective_timeout()
         self._splits = _can_split(self.world, device)
-
-    def know(self, group: dist.ProcessGroup) -> None:
-        # By itself torch gives each new group its own default.
-        if self._limit is not None:
-            group.set_timeout(self._limit)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if ranks not in self._known:
-            self.sizes.append(len(ranks))
-        self._known[ranks] = group
-        self._unused.append(group)
+        for group in (*made, self.world):
+            # By itself torch gives each new group its own default.
+            if self._limit is not None:
+                group.set_timeout(self._limit)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in self._known:
+                self.sizes.append(len(ranks))
+            self._known[ranks] = group
+            self._unused.append(group)
 
     def connect(self) -> None:
         """Use each group that was made since the last call. Collective."""
