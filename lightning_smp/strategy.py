@@ -65,9 +65,9 @@ from lightning_smp.resume import (
 )
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import (
+    ATTACHED,
     check_layer_sync,
     check_loggers,
-    is_sharded,
     keeping_what_is_sharded,
     reattach,
     shard,
@@ -236,7 +236,7 @@ class SmpShardedStrategy(SteppingStrategy):
         check_loggers(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
             checkpoints.check_before_training(trainer, self.config)
-        if not is_sharded(module):
+        if not hasattr(module, ATTACHED):
             assert self._topology is not None
             self._parallel = shard(
                 module,
