@@ -72,6 +72,11 @@ class ProcessGroupStrategy(ParallelStrategy):
     """
 
     is_distributed = True
+    counting_group: Any = None
+    """The ranks over which numbers are added up where no group is given; None: all. A
+    subclass leaves copies out."""
+    _module: LightningModule
+    _trainer: Trainer
 
     def __init__(
         self,
@@ -138,13 +143,8 @@ class ProcessGroupStrategy(ParallelStrategy):
             self._topology = Topology.discover()
         self._watch = watch_ranks(self._timeout)
         if self._watch is not None:
-            assert (
-                self.lightning_module is not None
-                and self.lightning_module.trainer.state.fn is not None
-            )
-            self._watch.begin_run(
-                f"trainer.{self.lightning_module.trainer.state.fn.value}(...)"
-            )
+            assert self._trainer.state.fn is not None
+            self._watch.begin_run(f"trainer.{self._trainer.state.fn.value}(...)")
 
     def _require_a_device_for_each_process(self) -> None:
         """Refuse other numbers of devices than torchrun has started processes on a
@@ -161,7 +161,7 @@ class ProcessGroupStrategy(ParallelStrategy):
             return
         started = launch_environment()
         here = started.local_world_size
-        if started.kind != "torchrun" or here is None or here == self.num_processes:
+        if here is None or here == self.num_processes:
             return
         nodes = max(1, started.world_size // here)
         raise ValueError(
@@ -236,12 +236,6 @@ class ProcessGroupStrategy(ParallelStrategy):
         carried = [obj]
         dist.broadcast_object_list(carried, src)
         return carried[0]
-
-    @property
-    def counting_group(self) -> Any:
-        """The ranks over which numbers are added up where no group is given; a subclass
-        leaves copies out."""
-        return dist.group.WORLD
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -368,7 +362,7 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        trainer = self._trainer
         loop: Any = trainer.fit_loop
         epochs, most = loop.epoch_progress.current.processed, trainer.max_epochs
         by_epochs = most is not None and 0 <= most <= epochs

@@ -36,12 +36,8 @@ from smp_core.sharding import (
 )
 from smp_core.topology import Topology
 
-_ATTACHED = "_smp_parallel"
-
-
-def is_sharded(module: LightningModule) -> bool:
-    """Return whether an earlier run has sharded this module."""
-    return hasattr(module, _ATTACHED)
+ATTACHED = "_smp_parallel"
+"""The attribute of a LightningModule that an earlier run has sharded."""
 
 
 @contextlib.contextmanager
@@ -53,7 +49,7 @@ def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, No
     have been trained before.
     """
     # What the hook builds again would replace shards by whole parameters.
-    sharded = is_sharded(module)
+    sharded = hasattr(module, ATTACHED)
     registries: list[dict[str, Any]] = [
         module._modules,
         module._parameters,
@@ -149,7 +145,7 @@ def shard(
         accumulated=module.trainer.accumulate_grad_batches,
     )
     # Past nn.Module's own, which would register the model inside as a submodule.
-    object.__setattr__(module, _ATTACHED, (parallel, str(precision.precision)))
+    object.__setattr__(module, ATTACHED, (parallel, str(precision.precision)))
     return parallel
 
 
@@ -218,7 +214,7 @@ def reattach(
         ValueError: a knob or a precision asks for something else than the module has.
     """
     # Its parameters were converted for that precision.
-    attached, kept_precision = getattr(module, _ATTACHED)
+    attached, kept_precision = getattr(module, ATTACHED)
     if kept_precision != str(precision.precision):
         raise ValueError(
             f"precision={precision.precision!r}: this LightningModule was sharded before with "

@@ -2,8 +2,7 @@
 the optimizer step, evaluation.
 
 Private names: ``Trainer._accelerator_connector``, because ``use_distributed_sampler``
-is not public; and ``_LRCallback``, Lightning's learning rate finder, which looks at the
-losses of rank 0 alone.
+is not public.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -114,11 +112,6 @@ class SteppingStrategy(ProcessGroupStrategy):
         )
         return super().world_size // of_one_batch
 
-    @property
-    @override
-    def counting_group(self) -> Any:
-        return dist.group.WORLD if self._parallel is None else self.mesh.gradient_group
-
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks that hold different tokens, or ``group``:
@@ -184,7 +177,7 @@ class SteppingStrategy(ProcessGroupStrategy):
     @property
     def open_window(self) -> WindowStart | None:
         """The place where the open window has begun; None between windows."""
-        is_open: bool = self.window.is_open
+        is_open: bool = self.parallel.window.is_open
         if (
             not is_open
             and not self._module.automatic_optimization
@@ -196,23 +189,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             ) or bool(self.window.held())
         return self._window_start if is_open else None
 
-    @property
-    def _module(self) -> LightningModule:
-        """The LightningModule, which a Trainer has connected before anything else is
-        called."""
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _trainer(self) -> Trainer:
-        return self._module.trainer
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
+    @ProcessGroupStrategy.precision_plugin.setter  # type: ignore[attr-defined,untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = (
             None if plugin is None else adapt_precision(plugin, lambda: self.parallel)
@@ -221,22 +198,30 @@ class SteppingStrategy(ProcessGroupStrategy):
     # Steps
 
     def _run_step(
-        self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
+        self,
+        method: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         # As if it were forward: parameters that belong to no unit of their own are
         # gathered while the method runs.
         shared: AbstractContextManager[None] = contextlib.nullcontext()
         if self._sequences.split is not None:
             shared = self._sequences.active()
-        with context, shared:
+        with context(), shared:
             return self.parallel.run_as_forward(method, *args, **kwargs)
 
     def _evaluate(
-        self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any
+        self,
+        method: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         with self.parallel.meter.outside_steps():
             if self._pipelined is not None:
-                with context:
+                with context():
                     run = functools.partial(self.parallel.run_as_forward, method)
                     return self._pipelined.evaluate(run, args, kwargs)
             return self._sequences.outputs(
@@ -398,16 +383,6 @@ class SteppingStrategy(ProcessGroupStrategy):
         mean: Tensor = self.reduce(part * weight)
         return mean
 
-    def show_mean_losses(self) -> None:
-        """Let Lightning's learning rate finder see the loss of all ranks' samples, by
-        which the rate that it suggests does not depend on the layout."""
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if isinstance(callback, _LRCallback):
-                callback.on_train_batch_end = functools.partial(  # type: ignore[method-assign]
-                    self._note_mean_loss, callback
-                )
-
     def _note_mean_loss(
         self, callback: Any, trainer: Any, module: Any, outputs: Any, *arguments: Any
     ) -> None:
@@ -427,37 +402,36 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = functools.partial(
+            self._run_step,
+            self._module.training_step,
+            self.precision_plugin.train_step_context,
+        )
         # An epoch that only takes statistics (StochasticWeightAveraging's last) goes
         # forward through the stages.
         if self._pipelined is not None and not self.steps_have_backward:
             with torch.no_grad():
-                return self._pipelined.evaluate(self._micro_batch, args, kwargs)
+                return self._pipelined.evaluate(step, args, kwargs)
         if self._pipelined is not None:
             windows = self._trainer.accumulate_grad_batches
             weight = 1.0 if self.joined is None else self.joined.weight
             batch = (*args, *kwargs.values())
-            return self._pipelined.train(
-                self._micro_batch, self.optimizers, windows, batch, weight
-            )
-        return self._micro_batch(*args, **kwargs)
-
-    def _micro_batch(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.train_step_context()
-        return self._run_step(self._module.training_step, context, *args, **kwargs)
+            return self._pipelined.train(step, self.optimizers, windows, batch, weight)
+        return step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context()
+        context = self.precision_plugin.val_step_context
         return self._evaluate(self._module.validation_step, context, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.test_step_context()
+        context = self.precision_plugin.test_step_context
         return self._evaluate(self._module.test_step, context, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context()
+        context = self.precision_plugin.predict_step_context
         return self._evaluate(self._module.predict_step, context, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -482,7 +456,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             result = closure()
             # Closed already unless every backward pass ran inside block_backward_sync
             # (manual optimization).
-            self.window.close()
+            self.parallel.window.close()
             on_nonfinite = self.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
                 # The norm of what this optimizer steps, where its masters have the

@@ -12,11 +12,15 @@ where it is done:
     save_checkpoint       one folder of sharded tensors, or one ordinary .ckpt (lightning_smp/checkpoints.py)
     load_checkpoint       either, before setup; read when the module is sharded (lightning_smp/loading.py)
     on_exception          the report of the rank that was lost (lightning_smp/processes.py)
+
+Private names: ``_LRCallback``, Lightning's learning rate finder, which looks at the
+losses of rank 0 alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -29,6 +33,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -60,9 +65,9 @@ from lightning_smp.resume import (
 )
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import (
+    ATTACHED,
     check_layer_sync,
     check_loggers,
-    is_sharded,
     keeping_what_is_sharded,
     reattach,
     shard,
@@ -72,7 +77,6 @@ from lightning_smp.steps import SteppingStrategy, hooks_before_steps
 from lightning_smp.uneven import (
     Evaluations,
     require_equal_training,
-    require_joined_alone,
 )
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
@@ -173,6 +177,7 @@ class SmpShardedStrategy(SteppingStrategy):
             self._run.enter_context(torch.inference_mode(False))
             self._run.enter_context(torch.no_grad())
         super().connect(model)
+        self._module, self._trainer = model, model.trainer
 
     @contextlib.contextmanager
     @override
@@ -231,7 +236,7 @@ class SmpShardedStrategy(SteppingStrategy):
         check_loggers(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
             checkpoints.check_before_training(trainer, self.config)
-        if not is_sharded(module):
+        if not hasattr(module, ATTACHED):
             assert self._topology is not None
             self._parallel = shard(
                 module,
@@ -252,7 +257,9 @@ class SmpShardedStrategy(SteppingStrategy):
 
         # torchmetrics are added up over ranks that hold different samples, not over the
         # world.
-        change_this_process(self.mesh)
+        mesh = self._parallel.mesh
+        change_this_process(mesh)
+        self.counting_group = mesh.gradient_group
 
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the
         # background.
@@ -261,7 +268,7 @@ class SmpShardedStrategy(SteppingStrategy):
         # The watch learns which ranks make calls together: where one does not come, the
         # others are told where it is.
         if self._watch is not None:
-            self._watch.meetings.add_group(self.mesh.shard_ranks)
+            self._watch.meetings.add_group(mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
         context = self._parallel.context
         if context is not None or self._sequences.context is not None:
@@ -296,13 +303,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.setup_precision_plugin()
         self._is_set_up = True
 
-    @property
-    @override
-    def optimizers(self) -> list[Optimizer]:
-        return self._optimizers
-
-    @optimizers.setter
-    @override
+    @Strategy.optimizers.setter  # type: ignore[attr-defined,untyped-decorator]
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         # Those of `configure_optimizers` are prepared by `setup_optimizers`; later ones
         # are a user's, who gives the Trainer others while it trains.
@@ -326,10 +327,9 @@ class SmpShardedStrategy(SteppingStrategy):
             self.parallel.prepare_optimizer(optimizer)
         # In these layouts some parameters have no `.grad` before the step: hooks whose
         # code reads it are named once.
-        if self.window.world is not None or self._pipelined is not None:
-            say_where_gradients_are(
-                hooks_before_steps(trainer), in_stages=self.window.world is None
-            )
+        in_stages = self.parallel.window.world is None
+        if not in_stages or self._pipelined is not None:
+            say_where_gradients_are(hooks_before_steps(trainer), in_stages=in_stages)
         # The assignment makes new wrappers of Lightning, from the prepared optimizers.
         self.optimizers = self.optimizers
 
@@ -348,9 +348,15 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def on_train_start(self) -> None:
-        require_equal_training(self._trainer)
-        require_joined_alone(self._trainer, self.mesh)
-        self.show_mean_losses()
+        require_equal_training(self._trainer, self.parallel.mesh)
+        # Lightning's learning rate finder sees the loss of all ranks' samples, by which
+        # the rate that it suggests does not depend on the layout.
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, _LRCallback):
+                callback.on_train_batch_end = functools.partial(  # type: ignore[method-assign]
+                    self._note_mean_loss, callback
+                )
         if self.resume is not None:
             self.resume.on_train_start(self._trainer)
         self._has_stepped = True

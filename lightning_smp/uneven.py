@@ -378,12 +378,15 @@ def _fill(container: Any, elements: list[Any]) -> None:
     (container.extend if hasattr(container, "extend") else container.update)(elements)
 
 
-def require_equal_training(trainer: Trainer) -> None:
-    """Check the numbers of batches before training. Collective.
+def require_equal_training(trainer: Trainer, mesh: SmpMesh) -> None:
+    """Check the numbers of batches before training, and that a
+    :class:`~smp_core.watch.joined.JoinedLoader` has the weights of what is trained on.
+    Collective.
 
     Raises:
         ValueError: an epoch has more batches on one rank than on another, and more than
-            one of them are trained on.
+            one of them are trained on; or a JoinedLoader is one of several training
+            loaders, ranks share its batches, or steps fetch batches themselves.
     """
     counts = of_all_ranks(trainer.num_training_batches)
     # More batches on a rank do no harm where max_steps ends training before any rank
@@ -391,16 +394,6 @@ def require_equal_training(trainer: Trainer) -> None:
     windows = min(counts) // (trainer.accumulate_grad_batches or 1)
     if len(set(counts)) > 1 and not 0 <= trainer.max_steps <= windows:
         raise _uneven("limit_train_batches", dict(enumerate(counts)))
-
-
-def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
-    """Refuse a :class:`~smp_core.watch.joined.JoinedLoader` where its weights would not
-    be those of what is trained on.
-
-    Raises:
-        ValueError: it is one of several training loaders, ranks share a batch, or steps
-            fetch batches themselves.
-    """
     loaders = training_loaders(trainer)
     if not any(isinstance(loader, JoinedLoader) for loader in loaders):
         return

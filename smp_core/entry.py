@@ -34,7 +34,16 @@ from smp_core.engine import (
 from smp_core.engine.decide import decide
 from smp_core.outside import long_wait
 from smp_core.pipeline import rehearse
-from smp_core.plan import TRAINERS_OWN, Cluster, Draft, Entry, Plan, Precision, Shapes
+from smp_core.plan import (
+    TRAINERS_OWN,
+    Cluster,
+    Draft,
+    Entry,
+    GivenSharding,
+    Plan,
+    Precision,
+    Shapes,
+)
 from smp_core.plan.chain import with_chain
 from smp_core.planner import RunningStep, plan_run
 from smp_core.sharding import given_sharding
@@ -116,17 +125,11 @@ def parallelize(
 
     # Phase 2, decide, on every rank by itself, and agree on what came out. What
     # observing or deciding refuses is raised on all ranks: see agreed().
-    def settle() -> tuple[Plan, list[str]]:
-        # A pre-sharded model has its own units and degrees.
-        if given is not None:
-            shapes = Shapes.with_units(model, given_units(model))
-            plan = decide(shapes, asked, observe(), given=given, precision=precision)
-            return plan, []
-        return _settled(model, asked, observe, entry, precision, optimizers)
-
     plan, changed = agreed(
         asked,
-        settle,
+        functools.partial(
+            _settled, model, asked, given, observe, entry, precision, optimizers
+        ),
         lambda settled: settled[0].word,
         lambda settled: settled[0].tensors_in_words,
     )
@@ -201,43 +204,39 @@ def memory_tier(
 def _settled(
     model: nn.Module,
     asked: SmpConfig,
+    given: GivenSharding | None,
     observe: Callable[[], Cluster],
     entry: Entry,
     precision: Precision,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> tuple[Plan, list[str]]:
-    """Decide everything about a model that is not sharded yet; return the plan, and the
-    saved buffers and numbers that each forward changes."""
-    decided = functools.partial(_decided, model, observe, entry, precision, optimizers)
-    plan = decided(asked)
+    """Decide everything about a model; return the plan, and the saved buffers and
+    numbers that each forward changes."""
+    # A pre-sharded model has its own units and degrees.
+    if given is not None:
+        shapes = Shapes.with_units(model, given_units(model))
+        plan = decide(shapes, asked, observe(), given=given, precision=precision)
+        return plan, []
+    shapes = Shapes.of(model, asked, entry)
+    if asked.pipeline_parallel_degree > 1:
+        shapes = with_chain(shapes, model)
+    if asked.shard_degree == "auto":
+        plan = decide_with_smallest_degree(
+            shapes, asked, observe(), precision=precision, optimizers=optimizers
+        )
+    else:
+        plan = decide(shapes, asked, observe(), precision=precision)
     if (
         asked.expert_parallel_degree == "auto"
         and plan.knobs.expert_parallel_degree == 1
         and plan.shapes.experts
     ):
-        # Experts that stay with their layers are no units.
+        # Experts that stay with their layers are no units: decide once more without.
         why = plan.knobs.why("expert_parallel_degree")
-        plan = decided(asked.with_resolved("expert_parallel_degree", 1, why))
+        asked = asked.with_resolved("expert_parallel_degree", 1, why)
+        return _settled(model, asked, given, observe, entry, precision, optimizers)
     # Stages are run once, whole against parts, before anything is left out.
     return plan, [] if plan.stages is None else rehearse(model, plan.stages)
-
-
-def _decided(
-    model: nn.Module,
-    observe: Callable[[], Cluster],
-    entry: Entry,
-    precision: Precision,
-    optimizers: Sequence[torch.optim.Optimizer],
-    asked: SmpConfig,
-) -> Plan:
-    shapes = Shapes.of(model, asked, entry)
-    if asked.pipeline_parallel_degree > 1:
-        shapes = with_chain(shapes, model)
-    if asked.shard_degree == "auto":
-        return decide_with_smallest_degree(
-            shapes, asked, observe(), precision=precision, optimizers=optimizers
-        )
-    return decide(shapes, asked, observe(), precision=precision)
 
 
 def _warn(plan: Plan, changed: list[str]) -> None:

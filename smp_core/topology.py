@@ -332,8 +332,13 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
     posed = _posed_ranks_per_node(reports)
     # Found nodes are used unless the variable poses as others.
     if posed is None:
-        names = _distinct_names([reports[ranks[0]] for ranks in found.values()])
-        topology = Topology(tuple(map(tuple, found.values())), names)
+        hostnames = [hostname for hostname, _ in found]
+        names = []
+        for hostname, boot_id in found:
+            # Where hosts share a name, the beginning of the boot id tells them apart.
+            is_shared = hostnames.count(hostname) > 1
+            names.append(f"{hostname}/{boot_id[:8]}" if is_shared else hostname)
+        topology = Topology(tuple(map(tuple, found.values())), tuple(names))
         return topology, _misfits(topology, reports)
     topology = Topology.uniform(len(reports), posed)
     # Posed nodes are not refused, but may be a mistake.
@@ -375,18 +380,6 @@ def by_rank(values: Sequence[object]) -> str:
             shown = "not set" if value is None else repr(value)
             described.append(f"{shown} on {_span(ranks)}")
     return "; ".join(described)
-
-
-def _distinct_names(reports: Sequence[RankReport]) -> tuple[str, ...]:
-    """Return hostnames; where hosts share one, the beginning of the boot id tells them
-    apart."""
-    names = [report.hostname for report in reports]
-    return tuple(
-        f"{report.hostname}/{report.boot_id[:8]}"
-        if names.count(report.hostname) > 1
-        else report.hostname
-        for report in reports
-    )
 
 
 def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:

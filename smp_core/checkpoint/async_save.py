@@ -29,9 +29,9 @@ from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
 from smp_core.checkpoint.writer import SaveOptions, write_staged
+from smp_core.cluster import collective_timeout
 from smp_core.outside import StrPath
 from smp_core.run_log import note
-from smp_core.torch_facts import collective_timeout
 
 logger = logging.getLogger("smp")
 

@@ -59,9 +59,11 @@ if TYPE_CHECKING:
     )
     from smp_core.cluster.mesh import (
         SmpMesh as SmpMesh,
+        collective_timeout as collective_timeout,
         mesh_of_run as mesh_of_run,
         mesh_on as mesh_on,
         note_mesh as note_mesh,
+        prefers_messages as prefers_messages,
     )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.cluster.layout import Axis
 from smp_core.cluster.links import LINKS_VARIABLE
-from smp_core.cluster.mesh import SmpMesh
+from smp_core.cluster.mesh import SmpMesh, collective_timeout
 from smp_core.config import SmpConfig
 from smp_core.topology import by_rank
-from smp_core.torch_facts import collective_timeout
 
 # A host's own affair: what does not fit there stays on the device.
 _OF_A_HOST = "activations.offload_host_gib"

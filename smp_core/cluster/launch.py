@@ -159,7 +159,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
         0,
         1,
         environ.get("MASTER_ADDR") or "127.0.0.1",
-        _master_port(environ),
+        _number(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
     )
 
 
@@ -170,9 +170,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
     )
     # Without local ranks, processes of one node would share a device.
-    local = (
-        _number(environ, "LOCAL_RANK") if world > 1 or "LOCAL_RANK" in environ else 0
-    )
+    local = _number(environ, "LOCAL_RANK", 0 if world == 1 else None)
     if world > 1 and "MASTER_ADDR" not in environ:
         raise _missing(environ, "MASTER_ADDR", "the host of rank 0")
     # A world of several waits for its other ranks. It may be a part of a launch: Ray on
@@ -186,7 +184,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         local,
         local_world,
         environ.get("MASTER_ADDR") or "127.0.0.1",
-        _master_port(environ),
+        _number(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
     )
 
 
@@ -235,7 +233,7 @@ def _mpi(environ: Mapping[str, str], kind: Kind) -> LaunchEnvironment:
         _number(environ, local_rank),
         local_world,
         master,
-        _master_port(environ),
+        _number(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
     )
 
 
@@ -266,7 +264,7 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
         _number(environ, "SLURM_LOCALID"),
         _slurm_tasks_here(environ),
         environ.get("MASTER_ADDR") or _first_slurm_host(environ[nodes_variable]),
-        _master_port(environ, port),
+        _number(environ, "MASTER_PORT", port),
     )
 
 
@@ -332,7 +330,7 @@ def _sagemaker(environ: Mapping[str, str]) -> LaunchEnvironment:
         0,
         1,
         environ.get("MASTER_ADDR") or hosts[0],
-        _master_port(environ),
+        _number(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
     )
 
 
@@ -361,12 +359,12 @@ def _sagemaker_hosts(environ: Mapping[str, str]) -> list[str]:
     return sorted(hosts, key=by_number)
 
 
-def _master_port(environ: Mapping[str, str], default: int = DEFAULT_MASTER_PORT) -> int:
-    return _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else default
-
-
-def _number(environ: Mapping[str, str], variable: str) -> int:
+def _number(
+    environ: Mapping[str, str], variable: str, default: int | None = None
+) -> int:
     if variable not in environ:
+        if default is not None:
+            return default
         raise _missing(environ, variable, "a number")
     text = environ[variable]
     if not text.strip().isdecimal():

@@ -180,25 +180,28 @@ class Layout:
         """Return where the rank stands on an axis; on several axes together, the outer
         ones first."""
         # The rank's coordinates are the digits of its number, the innermost axis last.
-        place = 0
-        for axis in sorted(axes, key=_ORDER.index):
-            place = place * self.size(axis) + rank // self._stride(axis) % self.size(
-                axis
-            )
+        place, below = 0, 1
+        for axis in _INNER_FIRST:
+            rank, digit = divmod(rank, self.size(axis))
+            if axis in axes:
+                place += digit * below
+                below *= self.size(axis)
         return place
 
     @lru_cache(maxsize=1024)  # noqa: B019 (as above)
     def ranks(self, rank: int, *axes: Axis) -> Ranks:
         """Return the rank's group along these axes: all ranks that differ from it on
         these axes only, in order. Planners ask thousands of times."""
-        found = [rank]
-        # Axis by axis, the outer ones first, so that ranks come out in order.
-        for axis in sorted(axes, key=_ORDER.index):
-            stride = self._stride(axis)
-            # From this rank back to coordinate 0, then along the axis.
-            first = self.coordinate(rank, axis) * stride
-            along = range(-first, self.size(axis) * stride - first, stride)
-            found = [place + step for place in found for step in along]
+        found, stride = [rank], 1  # of neighbours on the axis
+        # Axis by axis, the inner ones first, so that ranks come out in order.
+        for axis in _INNER_FIRST:
+            outer_stride = stride * self.size(axis)
+            if axis in axes:
+                # From this rank back to coordinate 0, then along the axis.
+                first = rank % outer_stride // stride * stride
+                along = range(-first, outer_stride - first, stride)
+                found = [place + step for step in along for place in found]
+            stride = outer_stride
         return tuple(found)
 
     def groups(self, *axes: Axis) -> list[Ranks]:
@@ -208,12 +211,8 @@ class Layout:
         firsts = self.ranks(0, *(axis for axis in Axis if axis not in axes))
         return [self.ranks(first, *axes) for first in firsts]
 
-    def _stride(self, axis: Axis) -> int:
-        """Return how far apart neighbours on the axis are."""
-        return self.size(*_ORDER[_ORDER.index(axis) + 1 :])
 
-
-_ORDER = tuple(Axis)
+_INNER_FIRST = tuple(reversed(Axis))
 
 
 def split(groups: Sequence[Ranks], inner: int) -> tuple[list[Ranks], list[Ranks]]:

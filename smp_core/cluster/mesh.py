@@ -2,8 +2,8 @@
 (:mod:`smp_core.cluster.layout`).
 
 Every group gives up when the default one does: by itself torch gives each new group its
-own default. How long that is says only ``options._timeout`` of the group's backend
-(``_get_backend``); there is no public way to ask.
+own default. Private names: a group's timeout can be set but not read
+(``_device_types``, ``_get_backend``, and ``_timeout`` of its options).
 
 Every group is used once when it is made, while all ranks are here. NCCL connects ranks
 in the first collective that needs them, and holds the host meanwhile; later ranks meet
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -164,9 +164,7 @@ class SmpMesh:
             device.type, tuple(sizes.values()), mesh_dim_names=names
         )
         # Groups that torch has made already are used again, under the common timeout.
-        groups = _Groups(rank, device)
-        for known in (*map(device_mesh.get_group, names), _world_group()):
-            groups.know(known)
+        groups = _Groups(rank, device, map(device_mesh.get_group, names))
         by_axes: dict[Axes, dist.ProcessGroup] = {}
         for axes in GROUPS:
             if set(axes) <= DEGREES.keys() and layout.size(*axes) == 1:
@@ -337,17 +335,13 @@ class SmpMesh:
         return sorted(filter(lambda ranks: ranks > 1, self._groups.sizes))
 
     @property
-    def shard_mesh(self) -> DeviceMesh:
-        return self.device_mesh[Axis.SHARD.value]
-
-    @property
     def tensor_mesh(self) -> DeviceMesh:
         """The ranks that hold parts of one layer; there only where they are several."""
         return self.device_mesh[Axis.TENSOR.value]
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        return _world_group()
+        return self._groups.world
 
     @property
     def model_degree(self) -> int:
@@ -382,43 +376,61 @@ class SmpMesh:
         return self.layout.coordinate(self.rank, *DATA)
 
 
-def _world_group() -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.group.WORLD)
+def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """Return the limit of a group's collectives, by default the default group's; None
+    where its backend has none."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    # The limit of the first of the group's backends that has one.
+    for device in group._device_types:
+        timeout = getattr(
+            getattr(group._get_backend(device), "options", None), "_timeout", None
+        )
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
-def _can_split(backend: Any) -> bool:
+def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether stages of collectives over ``group`` are made of messages (gloo)
+    or the library's collectives."""
+    return device.type == "cpu" and "gloo" in str(dist.get_backend(group))
+
+
+def _can_split(world: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether the default group can be split: NCCL can, once it is connected."""
-    return _world_group().bound_device_id is not None and bool(
-        getattr(backend, "supports_splitting", False)
+    return world.bound_device_id is not None and bool(
+        getattr(world._get_backend(device), "supports_splitting", False)
     )
 
 
 class _Groups:
-    """Process groups by their ranks, each made once."""
+    """Process groups by their ranks, each made once.
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    Args:
+        made: those of one mesh, which are used again, as the world is.
+    """
+
+    def __init__(
+        self, rank: int, device: torch.device, made: Iterable[dist.ProcessGroup]
+    ) -> None:
         self._rank, self._device = rank, device
+        self.world = cast(dist.ProcessGroup, dist.group.WORLD)
         self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._uneven: dict[tuple[Ranks, ...], dist.ProcessGroup] = {}
         self._unused: list[dist.ProcessGroup] = []
         self.sizes: list[int] = []
-        # There is no public way to learn a group's timeout.
-        backend: Any = _world_group()._get_backend(device)
-        # torch's fake groups have none.
-        self._limit: timedelta | None = getattr(
-            getattr(backend, "options", None), "_timeout", None
-        )
-        self._splits = _can_split(backend)
-
-    def know(self, group: dist.ProcessGroup) -> None:
-        # By itself torch gives each new group its own default.
-        if self._limit is not None:
-            group.set_timeout(self._limit)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if ranks not in self._known:
-            self.sizes.append(len(ranks))
-        self._known[ranks] = group
-        self._unused.append(group)
+        self._limit = collective_timeout()
+        self._splits = _can_split(self.world, device)
+        for group in (*made, self.world):
+            # By itself torch gives each new group its own default.
+            if self._limit is not None:
+                group.set_timeout(self._limit)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in self._known:
+                self.sizes.append(len(ranks))
+            self._known[ranks] = group
+            self._unused.append(group)
 
     def connect(self) -> None:
         """Use each group that was made since the last call. Collective."""

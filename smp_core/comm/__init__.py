@@ -27,10 +27,6 @@ if TYPE_CHECKING:
         FlatMaxReduce as FlatMaxReduce,
         FlatReduceScatter as FlatReduceScatter,
     )
-    from smp_core.comm.issued import (
-        IssuedCollectives as IssuedCollectives,
-        first_to_differ as first_to_differ,
-    )
     from smp_core.comm.measuring import (
         SIZES as SIZES,
         TIMEOUT as TIMEOUT,
@@ -47,6 +43,11 @@ if TYPE_CHECKING:
     )
     from smp_core.comm.replica_hop import ReplicaHop as ReplicaHop
     from smp_core.comm.rules import COMMUNICATION as COMMUNICATION
-    from smp_core.comm.traffic import Route as Route, Traffic as Traffic
+    from smp_core.comm.traffic import (
+        IssuedCollectives as IssuedCollectives,
+        Route as Route,
+        Traffic as Traffic,
+        first_to_differ as first_to_differ,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.torch_facts import (
     all_gather_single,
-    prefers_messages,
     reduce_scatter_single,
 )
 

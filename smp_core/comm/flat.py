@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.comm.deferred import Deferred, finish_later
 from smp_core.comm.exchange import GATHER, REDUCE, start_gather_rows, start_sum_rows
 from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.torch_facts import (
     all_gather_single,
-    prefers_messages,
     reduce_scatter_single,
 )
 
@@ -33,11 +33,17 @@ class CommObject:
     ranks of a group.
 
     Args:
+        deferred: of gathers: return something to wait for without ``async_op`` too,
+            which FSDP2 never sets; it waits for what it gets. For backends without
+            streams.
         prefix: of the kinds that it is metered as.
     """
 
-    def __init__(self, meter: CommMeter, *, prefix: str = "") -> None:
+    def __init__(
+        self, meter: CommMeter, *, deferred: bool = False, prefix: str = ""
+    ) -> None:
         self.meter = meter
+        self._deferred = deferred
         self._prefix = prefix
         # Ranks and link of each group that was ever asked for.
         self._ranks: dict[dist.ProcessGroup, list[int]] = {}
@@ -101,17 +107,7 @@ class FlatAllGather(CommObject):
 
     On gloo it is made of messages inside a node, straight into their places, and is
     gloo's ring where the group spans nodes, whose links a ring crosses once.
-
-    Args:
-        deferred: return something to wait for without ``async_op`` too, which FSDP2
-            never sets; it waits for what it gets. For backends without streams.
     """
-
-    def __init__(
-        self, meter: CommMeter, *, deferred: bool = False, prefix: str = ""
-    ) -> None:
-        super().__init__(meter, prefix=prefix)
-        self._deferred = deferred
 
     def __call__(
         self,

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import (
     GATHER,
@@ -41,7 +42,6 @@ from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
 from smp_core.torch_facts import (
     all_gather_single,
-    prefers_messages,
     reduce_scatter_single,
 )
 
@@ -59,8 +59,10 @@ class _TwoStage(CommObject):
         meter: CommMeter,
         intra_group: dist.ProcessGroup,
         inter_group: dist.ProcessGroup,
+        *,
+        deferred: bool = False,
     ) -> None:
-        super().__init__(meter)
+        super().__init__(meter, deferred=deferred)
         self.intra_group, self.inter_group = intra_group, inter_group
         self.nodes, self.local_ranks = (
             dist.get_world_size(inter_group),
@@ -98,8 +100,7 @@ class HierarchicalAllGather(_TwoStage):
         *,
         deferred: bool = False,
     ) -> None:
-        super().__init__(meter, intra_group, inter_group)
-        self._deferred = deferred
+        super().__init__(meter, intra_group, inter_group, deferred=deferred)
         self._flat = FlatAllGather(meter, deferred=deferred)
 
     def __call__(

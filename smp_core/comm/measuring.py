@@ -36,6 +36,7 @@ from smp_core.cluster import (
     LinkFit,
     Links,
     of_all_ranks,
+    prefers_messages,
     ring_bytes,
     rounds,
 )
@@ -43,7 +44,6 @@ from smp_core.comm.exchange import GATHER, gather_rows
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
 from smp_core.topology import Topology
-from smp_core.torch_facts import prefers_messages
 
 SIZES = tuple(1 << exponent for exponent in range(12, 27, 2))
 """Bytes of the whole tensor, the gathered one or the one to be reduced: 4 KiB to 64

@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.codecs import ALIGN, Codec
 from smp_core.comm.deferred import finish_later
 from smp_core.comm.exchange import GATHER, start_exchange
 from smp_core.comm.flat import CommObject
 from smp_core.comm.meter import CommMeter, LinkClass
-from smp_core.torch_facts import all_gather_single, prefers_messages
+from smp_core.torch_facts import all_gather_single
 
 logger = logging.getLogger("smp")
 
@@ -159,14 +160,14 @@ class QuantizedAllGather(CommObject):
         everywhere: bool,
         deferred: bool = False,
     ) -> None:
-        super().__init__(meter)
+        super().__init__(meter, deferred=deferred)
         self._exact = exact
         self._policy = policy
         self._number = number
         self._group = group
         self._stages = stages
         self._layout = layout
-        self._everywhere, self._deferred = everywhere, deferred
+        self._everywhere = everywhere
         self._parts: tuple[list[slice], list[slice]] | None = None
 
     def __call__(

@@ -1,30 +1,55 @@
-"""Traffic: the communication objects that a plan means, and what they share."""
+"""Traffic: the communication objects that a plan means, and what they share; and
+IssuedCollectives: what this rank issued on its partition group since all ranks last
+compared, in order.
+
+Collectives are matched by order alone. Where ranks of a partition group take different
+branches through units of one shape, each takes the other's values for its own: no
+error, wrong numbers. So every gather and reduction of a unit is noted by a number
+(unit, kind, direction), and a checksum of the numbers is compared when the accumulation
+window closes. Noting one takes about a microsecond and asks nothing of a device.
+"""
 
 from __future__ import annotations
 
 import functools
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_core.cluster import GRADIENTS, PARTITION, Axis, SmpMesh, of_all_ranks
+from smp_core.cluster import (
+    GRADIENTS,
+    PARTITION,
+    Axis,
+    SmpMesh,
+    of_all_ranks,
+    prefers_messages,
+)
 from smp_core.codecs.codec import codec
 from smp_core.comm.background import Background
+from smp_core.comm.deferred import Deferred
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
-from smp_core.comm.issued import IssuedCollectives, NotedCollective
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.quantized_gather import GatherPolicy, QuantizedAllGather
 from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.comm.secondary import SecondaryGather
 from smp_core.plan import Plan
-from smp_core.torch_facts import prefers_messages
+from smp_core.watch import here, ranks_in_words, went_apart
+
+_MICRO_BATCH_ENDED = 0
+# Numbers that are kept to name the first difference; an evaluation may issue millions
+# between two comparisons.
+_KEPT = 1 << 16
+_DIRECTIONS = ("forward", "backward")
 
 
 class Unit(Protocol):
@@ -89,7 +114,10 @@ class Traffic:
         # All units note what they issue in one list: ranks compare it when a window
         # closes.
         self.issued = IssuedCollectives(mesh.shard_ranks)
-        self.issued.show()
+        # From here on ranks that wait for this one are shown these.
+        here.recent, here.describe = self.issued.numbers.tolist, self.issued.describe
+        here.peers = self.issued.peers
+        here.end_window(measured=False)
         knobs = plan.knobs
         form = self._form = knobs.compression
         # Two stages for gathers and reductions, where the partition group has them.
@@ -190,7 +218,7 @@ class Traffic:
         exact: CommObject = FlatAllGather(self.meter, deferred=deferred)
         if unit.name in self._experts:
             # Experts that are dealt go over their own groups, in one stage.
-            return self.issued.noting(exact, "all_gather", unit.name)
+            return NotedCollective(self.issued, exact, "all_gather", unit.name)
         if self._stages is not None:
             exact = HierarchicalAllGather(self.meter, *self._stages, deferred=deferred)
         made: CommObject | SecondaryGather = exact
@@ -211,7 +239,7 @@ class Traffic:
         if self._holders is not None and not unit.is_root:
             made = SecondaryGather(exact, self._holders, unit)
             self._secondary.append(made)
-        return self.issued.noting(made, "all_gather", unit.name)
+        return NotedCollective(self.issued, made, "all_gather", unit.name)
 
     def reduce_scatter(self, unit: Unit) -> NotedCollective:
         """Return the object that reduces this unit's gradients inside the partition
@@ -229,7 +257,7 @@ class Traffic:
             )
         elif self._stages is not None and not is_dealt:
             made = HierarchicalReduceScatter(self.meter, *self._stages)
-        return self.issued.noting(made, "reduce_scatter", unit.name)
+        return NotedCollective(self.issued, made, "reduce_scatter", unit.name)
 
     def parts(self) -> list[Tensor]:
         """List the parts of unsharded parameters that this rank holds between forward
@@ -344,3 +372,166 @@ class Traffic:
                     tensor.clone().view(m, -1),
                     from_owner,
                 )
+
+
+class IssuedCollectives:
+    """The collectives of one model on one rank.
+
+    Args:
+        peers: the ranks that issue the same.
+
+    Attributes:
+        backward_pass: returns the number of the backward pass that runs, -1 outside.
+        windows: how often all ranks began anew: the number of the window that runs.
+        names: kind and unit of each object whose calls are noted.
+        numbers: of the collectives issued, in order: the odd number of a unit and kind,
+            the next one in a backward pass, and 0 at the end of a micro-batch. The same
+            array at all times.
+    """
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        self.peers = tuple(peers)
+        self.backward_pass: Callable[[], int] = lambda: -1
+        self.windows = 0
+        self.names: list[tuple[str, str]] = []
+        self.numbers = array("i")
+        self._older = 0  # checksum of what is not kept any more
+
+    def drop_details(self) -> None:
+        """Keep nothing but the checksum of what was issued so far."""
+        self._older = zlib.crc32(self.numbers, self._older)
+        del self.numbers[:]
+
+    def end_micro_batch(self) -> None:
+        """Note that a backward pass is over."""
+        self.numbers.append(_MICRO_BATCH_ENDED)
+        here.end_micro_batch()
+
+    def checksum(self) -> int:
+        """Return the checksum of all since the last comparison: 31 bits."""
+        return zlib.crc32(self.numbers, self._older) >> 1
+
+    def forget(self) -> None:
+        """Begin anew, on all ranks alike: they have compared, or what they did is
+        dropped."""
+        self._older = 0
+        del self.numbers[:]
+        self.windows += 1
+
+    def recent(self) -> tuple[int, array[int]]:
+        """Return the checksum of what is not kept, and the numbers of what is: a
+        copy."""
+        return self._older, self.numbers[:]
+
+    def describe(self, number: int | None) -> str:
+        """Return a noted number in words."""
+        if number is None:
+            return "nothing more"
+        if number == _MICRO_BATCH_ENDED:
+            return "the end of a micro-batch"
+        kind, unit = self.names[(number - 1) // 2]
+        return f"{kind} of {repr(unit) if unit else 'the root'} in {_DIRECTIONS[(number - 1) % 2]}"
+
+
+class NotedCollective:
+    """A unit's collective of one kind, noted before it is made. Called, it says in
+    words what this rank waits for.
+
+    Args:
+        issued: what notes its calls; those in a forward pass by one number, those in a
+            backward pass by the next one. Every rank has to make the same objects in
+            the same order.
+        made: a unit's communication object.
+    """
+
+    __slots__ = (
+        "_call",
+        "_issued",
+        "_number",
+        "_only_backward",
+        "_recent",
+        "_under_way",
+        "made",
+    )
+
+    def __init__(
+        self,
+        issued: IssuedCollectives,
+        made: CommObject | SecondaryGather,
+        kind: str,
+        unit: str,
+    ) -> None:
+        self.made = made
+        self._call: Callable[..., Any] = made.__call__  # type: ignore[operator,union-attr]
+        self._issued, self._recent = issued, issued.numbers
+        # Positions in this list number kinds and units alike on all ranks.
+        issued.names.append((kind, unit))
+        self._number = self._under_way = 2 * len(issued.names) - 1
+        # A window may reduce what it holds behind its last pass; that belongs to
+        # backward all the same.
+        self._only_backward = kind != "all_gather"
+
+    def for_fsdp2(self) -> Any:
+        """Return what FSDP2 takes for a communication object. It is a function, as is
+        what that calls: a call of an object with a ``__call__`` takes Python longer
+        than all notes do."""
+        issue = functools.partial(NotedCollective.issue, self)
+        issue.allocate = self.made.allocate  # type: ignore[attr-defined]
+        return issue
+
+    def __call__(self) -> str:
+        """Return the collective that was issued last, in words."""
+        return self._issued.describe(self._under_way)
+
+    def issue(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> Deferred | None:
+        """Note and make the collective; a gather has no ``op``."""
+        # A step comes here a hundred times. What `here.waiting` does is written out:
+        # its calls take longer than that.
+        in_backward = self._only_backward or self._issued.backward_pass() != -1
+        self._under_way = number = self._number + in_backward
+        recent = self._recent
+        # Beyond so many only their checksum is kept.
+        if len(recent) >= _KEPT:
+            self._issued.drop_details()
+        recent.append(number)
+        # Ranks that wait for this one are told what it is doing.
+        outer, here.doing = here.doing, self
+        here.events += 1
+        began = perf_counter()
+        try:
+            if op is None:
+                work = self._call(output_tensor, input_tensor, group, async_op)
+            else:
+                work = self._call(output_tensor, input_tensor, group, op, async_op)
+        finally:
+            here.doing = outer
+            if outer is None:
+                here.waited += perf_counter() - began
+        if work is not None:
+            work.place = self  # for whoever waits for it
+        return work
+
+
+def first_to_differ(
+    issued: IssuedCollectives, by_rank: Mapping[int, tuple[int, Sequence[int]]]
+) -> str:
+    """Say where the ranks of one partition group first issued something else, and
+    which; "" if nowhere.
+
+    Args:
+        issued: of any rank, for the names of units.
+        by_rank: what :meth:`IssuedCollectives.recent` returned on each.
+    """
+    # What is not kept any more differs already: there is no first one to name.
+    if len({older for older, _ in by_rank.values()}) > 1:
+        return f"{ranks_in_words(by_rank)}, more than {_KEPT} collectives ago"
+    return went_apart(
+        {rank: numbers for rank, (_, numbers) in by_rank.items()}, issued.describe
+    )

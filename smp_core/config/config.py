@@ -656,24 +656,23 @@ class SmpConfig:
     def why(self, name: str) -> str:
         """Return why a knob, or a field of one, has the value in effect: "default", "as
         asked", where it was asked, or what resolved it."""
-        # Fields of one knob may have several reasons; defaults are no reason.
-        reasons = list(
-            dict.fromkeys(self._why(each) for each in self.settings_of(name))
-        )
-        return "; ".join(why for why in reasons if why != DEFAULT) or DEFAULT
-
-    def _why(self, name: str) -> str:
-        knob, _, inner = name.partition(".")
-        is_default = self.asked(name) == attrgetter(name)(DEFAULTS)
-        # A recipe that was written somewhere leaves most of its fields alone.
-        origin = self._origins.get(name) or (
-            None if inner and is_default else self._origins.get(knob)
-        )
-        # Resolved: why, and where it was asked for.
-        if name in self._reasons:
-            why = self._reasons[name]
-            return f"{why} (asked by {origin})" if origin else why
-        return origin or (DEFAULT if is_default else "as asked")
+        reasons: list[str] = []
+        for each in self.settings_of(name):
+            knob, _, inner = each.partition(".")
+            is_default = self.asked(each) == attrgetter(each)(DEFAULTS)
+            # A recipe that was written somewhere leaves most of its fields alone.
+            origin = self._origins.get(each) or (
+                None if inner and is_default else self._origins.get(knob)
+            )
+            why = self._reasons.get(each)
+            if why is None:
+                why = origin or (DEFAULT if is_default else "as asked")
+            elif origin:  # resolved: why, and where it was asked for
+                why += f" (asked by {origin})"
+            # Fields of one knob may have several reasons; defaults are no reason.
+            if why != DEFAULT and why not in reasons:
+                reasons.append(why)
+        return "; ".join(reasons) or DEFAULT
 
     def _with_origins(self, origins: Mapping[str, str]) -> SmpConfig:
         config = copy.copy(self)

@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_core.cluster import prefers_messages
 from smp_core.comm import CommMeter, sum_rows
 from smp_core.context_parallel.sequence_plan import SequencePlan
 from smp_core.plan import head_groups
 from smp_core.torch_facts import (
     all_gather_single,
-    prefers_messages,
     reduce_scatter_single,
 )
 

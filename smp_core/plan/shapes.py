@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from smp_core.cluster import LINKS_VARIABLE, Links, of_all_ranks
 from smp_core.config import SmpConfig
@@ -28,7 +29,7 @@ from smp_core.plan.checkpointed import (
 from smp_core.plan.experts import ExpertShape, experts_of
 from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, plan_units
 from smp_core.topology import Topology
-from smp_core.torch_facts import FSDP_METHODS, fsdp_has
+from smp_core.torch_facts import FSDP_METHODS
 
 GIB = 2**30
 
@@ -376,7 +377,9 @@ class Cluster:
                 smallest,
                 available_host_bytes(),
                 Links.stored(topology) if LINKS_VARIABLE in os.environ else None,
-                frozenset(filter(fsdp_has, FSDP_METHODS.values())),
+                frozenset(
+                    each for each in FSDP_METHODS.values() if hasattr(FSDPModule, each)
+                ),
             )
 
         return observe

@@ -1,22 +1,19 @@
 """Differences between versions of torch (>= 2.11) and of Transformers' models, in one
 place; and what torch has no public way to ask.
 
-Private names: a group's timeout can be set but not read (``_device_types``,
-``_get_backend``, and ``_timeout`` of its options); operators over symmetric memory
-stand in a private module (``_symmetric_memory``).
+Private names: operators over symmetric memory stand in a private module
+(``_symmetric_memory``).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """The releases that the tests ran on (docs/versions.md)."""
@@ -102,26 +99,6 @@ def embeddings_of(model: Any) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def fsdp_has(method: str) -> bool:
-    """Return whether this torch's FSDP2 has a method of its modules."""
-    return hasattr(FSDPModule, method)
-
-
-def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """Return the limit of a group's collectives, by default the default group's; None
-    where its backend has none."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    # The limit of the first of the group's backends that has one.
-    for device in group._device_types:
-        timeout = getattr(
-            getattr(group._get_backend(device), "options", None), "_timeout", None
-        )
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
-
-
 def is_rank_0() -> bool:
     """Return whether this process is the one that speaks for all: rank 0, or one
     without others."""
@@ -148,9 +125,3 @@ def depends_on(result: Tensor, *inputs: Tensor) -> Tensor:
         # Of no elements: 0, whatever they are.
         result = result + each[:0].sum().to(result.dtype)
     return result
-
-
-def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether stages of collectives over ``group`` are made of messages (gloo)
-    or the library's collectives."""
-    return device.type == "cpu" and "gloo" in str(dist.get_backend(group))

@@ -64,9 +64,10 @@ class ComparedWindows:
         # once.
         for board in boards:
             for number, window in windows:
-                attempt(board.set, f"{key}/{number}", window.told())
+                attempt(board.ask, "set", f"{key}/{number}", window.told())
             attempt(
-                board.set,
+                board.ask,
+                "set",
                 key,
                 {str(number): window.summary() for number, window in windows},
             )
@@ -145,5 +146,5 @@ def _difference(
 def _values_of(boards: Sequence[Board], keys: list[str]) -> list[Any]:
     # The first board that answers; the other one has the same.
     return next(
-        (found for board in boards if (found := attempt(board.values_of, keys))), []
+        (found for board in boards if (found := attempt(board.ask, "values", keys))), []
     )

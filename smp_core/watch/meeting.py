@@ -54,7 +54,6 @@ class Meetings:
         self.forwards = 0
         self.batches = 0
         self.peers: Sequence[int] = ()
-        self._windows_before = here.windows
         self.limit: float | None = None
         self.rank_0_ended = False
         self.rank_0_failure = ""
@@ -62,12 +61,6 @@ class Meetings:
         self._held: dict[tuple[int, ...], int] = {}
         self._over = False
         self.add_group(range(world_size))
-
-    @property
-    def windows(self) -> int:
-        """Windows of gradients that this rank has begun to close, which it cannot end
-        without the others."""
-        return here.windows - self._windows_before
 
     def add_group(self, ranks: Sequence[int]) -> None:
         """Add a group of ranks, this one among them, that will make calls together: the
@@ -183,7 +176,7 @@ class Meetings:
         since = 0
         begun = time.monotonic()
         while not self.rank_0_ended:
-            if verdict := self._board.get(f"{key}/verdict"):
+            if verdict := self._board.ask("get", f"{key}/verdict"):
                 return str(verdict)
             time.sleep(pause)
             # Short pauses first: usually the others are a moment away.
@@ -197,7 +190,7 @@ class Meetings:
                         self.rank, place, neighbour, "the model's next forward pass"
                     ),
                 )
-            elif theirs["windows"] > self.windows:
+            elif theirs["windows"] > here.windows:
                 self._settle(
                     key,
                     _apart(self.rank, place, neighbour, "the end of a backward pass"),

@@ -37,8 +37,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from smp_core.cluster import collective_timeout
 from smp_core.run_log import write as run_log
-from smp_core.torch_facts import collective_timeout
 from smp_core.watch.compared_windows import ComparedWindows
 from smp_core.watch.lost_peer import DEVICE_STOPPED, looks_like_a_lost_peer
 from smp_core.watch.meeting import Meetings
@@ -186,7 +186,9 @@ class RankWatch:
             others -= {
                 n
                 for n in others
-                if "left" in signs[n] or "failed" in signs[n] or board.get(f"done/{n}")
+                if "left" in signs[n]
+                or "failed" in signs[n]
+                or board.ask("get", f"done/{n}")
             }
             time.sleep(0.01 if others else 0.0)
 
@@ -252,7 +254,7 @@ class RankWatch:
         """Return what another rank has found out in this run: ranks that meet the loss
         because that one has ended need not look again."""
         for board in self.boards:
-            if told := attempt(board.get, f"told/{self._runs}"):
+            if told := attempt(board.ask, "get", f"told/{self._runs}"):
                 return str(told["text"])
         return self._heard.get(self._runs)
 
@@ -389,7 +391,7 @@ class RankWatch:
             self.meetings.rank_0_failure = (sign or NO_SIGN).get("failed", "")
             self.meetings.rank_0_ended = True
         if not self._reported:  # otherwise this rank still looks what the board has
-            attempt(board.set, f"done/{self.rank}", True)
+            attempt(board.ask, "set", f"done/{self.rank}", True)
             self._give_up(board)
 
     def _look_by_itself(self) -> None:
@@ -399,7 +401,7 @@ class RankWatch:
         for board in self.boards:
             if board.keeper == self.rank:
                 attempt(self._look_for_all, board)
-        if not any(attempt(board.get, "lost") for board in self.boards):
+        if not any(attempt(board.ask, "get", "lost") for board in self.boards):
             if not self._reported:
                 self._ends_at = None  # the rank that was silent is back
         else:
@@ -417,8 +419,8 @@ class RankWatch:
         )
         if not found:
             board.ask("delete", ["lost"])
-        elif self._ends_at is None and not board.get("lost"):
-            board.set("lost", found)
+        elif self._ends_at is None and not board.ask("get", "lost"):
+            board.ask("set", "lost", found)
             if speaks:
                 self._say(found)
 
@@ -452,7 +454,7 @@ class RankWatch:
             "step": self.step,
             "between": self.between_runs,
         }
-        state |= {"forwards": self.meetings.forwards, "windows": self.meetings.windows}
+        state |= {"forwards": self.meetings.forwards, "windows": here.windows}
         state["batches"] = self.meetings.batches
         if self._failure is not None:
             state["failed"] = self._failure
@@ -466,7 +468,7 @@ class RankWatch:
             wanted = [f"beat/{board.keeper}", f"told/{self._runs}"]
             try:
                 if waits:
-                    board.set(key, state)
+                    board.ask("set", key, state)
                 elif (answer := board.post("set", key, state, wanted)) is not None:
                     self._hear(board, *answer)
             except BoardSilent:

@@ -85,13 +85,17 @@ class Table:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def set(self, key: str, value: Any, wanted: list[str]) -> list[Any]:
+    def set(self, key: str, value: Any, wanted: Sequence[str] = ()) -> list[Any]:
         """Set a value. Returns those of the keys that are ``wanted`` in return."""
         self._values[key] = value
-        return self.get(wanted)
+        return self.values(wanted)
 
-    def get(self, keys: list[str]) -> list[Any]:
-        """Return the values of ``keys``; None where there is none."""
+    def get(self, key: str) -> Any:
+        """Return a value; None where there is none."""
+        return self._values.get(key)
+
+    def values(self, keys: Sequence[str]) -> list[Any]:
+        """Return several values; None where there is none."""
         return [self._values.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
@@ -287,22 +291,11 @@ class Board:
         self._posted[method] = _start(self._request(method, arguments))
         return None if last is None else last.result()
 
-    def set(self, key: str, value: Any) -> None:
-        self.ask("set", key, value, [])
-
-    def get(self, key: str) -> Any:
-        """Return a value; None where there is none."""
-        return self.ask("get", [key])[0]
-
-    def values_of(self, keys: Sequence[str]) -> list[Any]:
-        """Return several values; None where there is none."""
-        return list(self.ask("get", list(keys)))
-
     def signs_of(self, ranks: Iterable[int]) -> list[Sign]:
         """Return the last sign of life of each of ``ranks``, as it was set for the key
         ``beat/RANK``."""
         keys = [f"beat/{rank}" for rank in ranks]
-        return [sign or NO_SIGN for sign in self.ask("get", keys)]
+        return [sign or NO_SIGN for sign in self.ask("values", keys)]
 
     def close(self) -> None:
         """Make no further requests; on the keeper, end the board. Does not wait."""

@@ -78,14 +78,15 @@ class Whereabouts:
     Attributes:
         least: seconds of waiting below which no line is written.
         recent: returns what was issued since all ranks last compared, as
-            :mod:`smp_core.comm.issued` keeps it.
+            :mod:`smp_core.comm.traffic` keeps it.
         describe: says in words what one of those numbers means.
         peers: the ranks that issue the same.
         micro_batch: of the present window, from 1.
         events: how often something was begun or ended that is noted.
         waited: seconds in all that the host waited.
         doing: says what this rank waits for; None: for nothing.
-        windows: of gradients, begun to be closed.
+        windows: of gradients, begun to be closed while this rank is watched; it cannot
+            end one without the others.
         window_began: when the first pass of the present window did; None: it has not.
         compared: the last windows that devices compared, by their number, which is the
             same on all ranks.
@@ -109,12 +110,6 @@ class Whereabouts:
         self._seen: tuple[int, Callable[[], str] | None] = (-1, None)
         self._place = ""
         self._since = time.monotonic()
-
-    def start(self) -> None:
-        """Begin to be watched: what this rank did before is no waiting, and is not
-        compared."""
-        self.events += 1
-        self.compared.clear()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -313,7 +308,10 @@ class WaitWatch:
         self.world_size = world_size
         self.interval = interval
         self._whereabouts, self._say = whereabouts, say
-        whereabouts.start()
+        # What this rank did before is no waiting, and is not compared.
+        whereabouts.events += 1
+        whereabouts.windows = 0
+        whereabouts.compared.clear()
         # What the count was at the last look, and for how many looks.
         self._marks, self._still = 0, _SILENCE
         # Seconds that the longest wait had when the last line was written.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
 from accelerate_smp.config import resolve_config
-from smp_core.torch_facts import collective_timeout
+from smp_core.cluster import collective_timeout
 from tests.accelerate.running import fresh_accelerator, make_loader
 from tests.accelerate.trainers import LENGTH, make_model, make_trainer
 from tests.core.models import TroubledModel

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_smp import JoinedLoader, SmpMonitor
-from lightning_smp.uneven import require_joined_alone
+from lightning_smp.uneven import require_equal_training
 from tests.core.models import LENGTH, VOCABULARY
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank, token_rows
@@ -182,12 +182,16 @@ def test_what_cannot_be_joined_is_refused_on_all_ranks() -> None:
         assert "one of several training loaders" in said["several"]
         assert "samples=lambda batch" in said["no tensor"]
     trainer, mesh = (
-        SimpleNamespace(train_dataloader=JoinedLoader([])),
+        SimpleNamespace(
+            train_dataloader=JoinedLoader([]),
+            num_training_batches=1,
+            accumulate_grad_batches=1,
+        ),
         SimpleNamespace(data_size=1),
     )
     mesh.topology = SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match="where ranks share a batch"):
-        require_joined_alone(trainer, mesh)  # type: ignore[arg-type]
+        require_equal_training(trainer, mesh)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every rank would read all of its dataset"):
         JoinedLoader(DataLoader(TensorDataset(torch.zeros(2))))
     with pytest.raises(ValueError, match="allowed: 'ranks', 'samples'"):

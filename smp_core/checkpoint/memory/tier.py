@@ -44,7 +44,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import find_checkpoints, join
 from smp_core.checkpoint.sequence import manifests_in, next_sequence
 from smp_core.checkpoint.untrusted import NoSuchFolder
-from smp_core.torch_facts import collective_timeout
+from smp_core.cluster import collective_timeout
 
 logger = logging.getLogger("smp")
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from smp_core.cluster import SmpMesh, broadcast_from_rank_0
+from smp_core.cluster import Axis, SmpMesh, broadcast_from_rank_0, collective_timeout
 from smp_core.comm import Traffic
 from smp_core.config import SmpConfig
 from smp_core.fp8 import WeightGather
@@ -38,7 +38,6 @@ from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.torch_facts import (
     base_without_dict,
-    collective_timeout,
     is_absent,
     local_part,
     mixin_before,
@@ -99,7 +98,7 @@ def shard_units(
         )
         # Experts that are dealt to ranks are sharded over those that hold the same
         # ones.
-        over = meshes.get(planned.name, mesh.shard_mesh)
+        over = meshes.get(planned.name, mesh.device_mesh[Axis.SHARD.value])
         placement: Callable[[nn.Parameter], Shard | None] | None = None
         if planned.name in meshes:
             placement = functools.partial(_evenly, over.size())

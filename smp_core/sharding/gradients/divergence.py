@@ -1,5 +1,5 @@
 """Checks that ranks that share parameters issued the same collectives
-(:mod:`smp_core.comm.issued`), and the error where they did not.
+(:mod:`smp_core.comm.traffic`), and the error where they did not.
 
 Each rank sends two numbers for its replica: the checksum of what it issued, and the
 difference of that to 2^31 - 1. The maxima of both over all ranks add up to 2^31 - 1

@@ -25,7 +25,7 @@ from smp_core.checkpoint import (
     read_rest,
     read_tensors,
 )
-from smp_core.torch_facts.compat import collective_timeout
+from smp_core.cluster import collective_timeout
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import ROOT, run_ranks, run_script
 

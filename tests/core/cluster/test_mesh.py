@@ -62,8 +62,9 @@ def look(knobs: dict[str, Any]) -> Seen:
             dist.all_reduce(total, group=group)
             sums[name] = total.item()
     assert mesh.world_group is dist.group.WORLD
-    assert mesh.shard_mesh.ndim == 1
-    assert mesh.shard_mesh.mesh.tolist() == ranks_of(mesh.shard_group)
+    shards = mesh.device_mesh["shard"]
+    assert shards.ndim == 1
+    assert shards.mesh.tolist() == ranks_of(mesh.shard_group)
     places = ("shard_rank", "replicate_rank", "context_rank", "data_rank", "data_size")
     degrees = ("shard_degree", "replicate_degree", "context_degree")
     return Seen(
@@ -129,7 +130,7 @@ def split_the_world() -> list[list[list[int]]]:
         )
 
     with (
-        mock.patch("smp_core.cluster.mesh._can_split", lambda _: True),
+        mock.patch("smp_core.cluster.mesh._can_split", lambda *_: True),
         mock.patch("torch.distributed.split_group", split),
     ):
         seen = look({"shard_degree": 4})

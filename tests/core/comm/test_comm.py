@@ -22,8 +22,8 @@ from smp_core.comm.deferred import Deferred
 from smp_core.comm.exchange import exchange, sum_in_order, sum_rows
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
-from smp_core.comm.issued import IssuedCollectives
 from smp_core.comm.meter import CommMeter
+from smp_core.comm.traffic import IssuedCollectives, NotedCollective
 from smp_core.config import SmpConfig
 from smp_core.entry import build_mesh
 from smp_core.sharding.fsdp.param_group import ParamGroup
@@ -459,7 +459,8 @@ def fail() -> None:
 def test_a_collective_that_failed_is_never_taken_for_one_that_came() -> None:
     works = [Deferred(lambda: None), Deferred(fail), Deferred(lambda: None)]
     issued = IssuedCollectives(range(2))
-    noted: Any = issued.noting(lambda *_, **__: works.pop(0), "all_gather", "blocks.0")  # type: ignore[arg-type]
+    made: Any = lambda *_, **__: works.pop(0)  # noqa: E731
+    noted: Any = NotedCollective(issued, made, "all_gather", "blocks.0")
     assert noted.issue(None, None, None).wait()
     failed = noted.issue(None, None, None)
     with pytest.raises(RuntimeError, match="closed by peer"):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from smp_core.cluster import collective_timeout
 from smp_core.cluster.links import Collectives, LinkFit, Links
 from smp_core.comm import rules
 from smp_core.comm.rules import MOST_IN_FLIGHT, units_in_flight
@@ -19,7 +20,6 @@ from smp_core.plan import shapes as cluster
 from smp_core.plan.shapes import Cluster, ParameterShape, Shapes
 from smp_core.plan.units import PlannedUnit, WrapPlan
 from smp_core.topology import Topology
-from smp_core.torch_facts import collective_timeout
 from tests.core.gpt import SmallGpt
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
@@ -125,8 +125,8 @@ CUDA_ONLY = [
 
 def refusals(cases: list[dict[str, Any]], old_torch: bool) -> list[str]:
     said = []
-    has = cluster.fsdp_has
-    cluster.fsdp_has = (lambda method: False) if old_torch else has  # type: ignore[assignment]
+    has = cluster.FSDPModule
+    cluster.FSDPModule = object if old_torch else has  # type: ignore[misc,assignment]
     try:
         for knobs in cases:
             try:
@@ -135,11 +135,13 @@ def refusals(cases: list[dict[str, Any]], old_torch: bool) -> list[str]:
             except ValueError as error:
                 said.append(str(error))
     finally:
-        cluster.fsdp_has = has
+        cluster.FSDPModule = has  # type: ignore[misc]
     return said
 
 
-HAS_OPTIONS = cluster.fsdp_has("set_symm_mem_for_comm")  # torch 2.11 has none of them
+HAS_OPTIONS = hasattr(
+    cluster.FSDPModule, "set_symm_mem_for_comm"
+)  # torch 2.11 has none of them
 HERE = "the device is cpu" if HAS_OPTIONS else "has no FSDPModule.set_"
 
 

@@ -436,10 +436,12 @@ def keepers_write_down() -> bool | None:
         [own] = [board for board in watching.boards if board.keeper == rank] or [None]
         deadline = time.monotonic() + LONG.total_seconds()
         while (
-            own is not None and own.get("lost") is None and time.monotonic() < deadline
+            own is not None
+            and own.ask("get", "lost") is None
+            and time.monotonic() < deadline
         ):
             time.sleep(INTERVAL)
-        found = None if own is None else bool(own.get("lost"))
+        found = None if own is None else bool(own.ask("get", "lost"))
         dist.monitored_barrier(timeout=LONG)
     leave(watching)
     return found

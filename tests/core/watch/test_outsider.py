@@ -99,7 +99,7 @@ def stumbles() -> int:
     watching: RankWatch = watch()
     if dist.get_rank() == 1:
         for board in watching.boards:
-            board.set("beat/0", ["none"])
+            board.ask("set", "beat/0", ["none"])
     dist.barrier()
     given = watching._beats
     while watching._thread.is_alive() and watching._beats < given + 3:

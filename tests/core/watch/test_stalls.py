@@ -272,7 +272,7 @@ def test_it_is_repeated_with_back_off_and_names_a_rank_that_gives_no_sign() -> N
 
 def test_a_mark_that_is_lost_is_made_up_for() -> None:
     said: list[str] = []
-    here_it_waits: Any = mock.Mock(**{"look.return_value": at("barrier")})
+    here_it_waits: Any = mock.Mock(events=0, **{"look.return_value": at("barrier")})
     watching, board = (
         WaitWatch(0, 2, 0.5, here_it_waits, said.append),
         OfMemory({0: {"beats": 0, "step": 0}}),
@@ -321,7 +321,10 @@ def posts_to_a_stopped_keeper() -> tuple[list[bool], list[Any], Any]:
     values: list[Any] = []
     answer: Any = None
     if dist.get_rank() == 1:
-        values = [first.get("beat"), first.get("mark")]  # wait for all before them
+        values = [
+            first.ask("get", "beat"),
+            first.ask("get", "mark"),
+        ]  # wait for all before them
         answer = first.post("set", "beat", 4, [])
     dist.barrier()
     first.close()
@@ -360,15 +363,16 @@ def seen_while_it_meets() -> list[tuple[bool, str]]:
     try:
         if dist.get_rank() == 1:
             time.sleep(0.5)
-        ask = signs.Board.get
+        ask = signs.Board.ask
 
-        def get(board: signs.Board, key: str) -> Any:
-            at = here.look() or here.look()
-            assert at is not None
-            shown.append((at["waits"], at["place"]))
-            return ask(board, key)
+        def look(board: signs.Board, method: str, *arguments: Any) -> Any:
+            if method == "get":
+                at = here.look() or here.look()
+                assert at is not None
+                shown.append((at["waits"], at["place"]))
+            return ask(board, method, *arguments)
 
-        with mock.patch.object(signs.Board, "get", get):
+        with mock.patch.object(signs.Board, "ask", look):
             watch.meetings.meet("trainer.save_model(...)")
         return shown
     finally:

@@ -142,7 +142,11 @@ def rank_0_ends_first() -> bool:
     while rank > 0 and "left" not in watching._read(board)[0] and not board.closed:
         time.sleep(INTERVAL / 4)
     watching.stop()
-    return rank > 0 or "left" in watching._read(board)[1] or bool(board.get("done/1"))
+    return (
+        rank > 0
+        or "left" in watching._read(board)[1]
+        or bool(board.ask("get", "done/1"))
+    )
 
 
 def test_the_store_stays_until_the_others_are_done_with_it() -> None:
