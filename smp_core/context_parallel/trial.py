@@ -52,6 +52,7 @@ from smp_core.context_parallel.replaced_attention import (
 from smp_core.context_parallel.trial_loss import Share, other_shares, watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, tensors_of, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
+from smp_core.outside import changed
 from smp_core.torch_facts import clean_name, is_compiled
 
 logger = logging.getLogger("smp")
@@ -257,14 +258,11 @@ class Trial:
         assert model is not None
         # Names as the user wrote them, without those of wrappers.
         names = {each: clean_name(name) for name, each in model.named_modules()}
-        self._is_running = True
-        try:
+        with changed(self, _is_running=True):
             # The cheap question first: did an argument count by the length of a part?
             found = sample.counted_by_length() or self._difference(
                 module, forward, sample, names
             )
-        finally:
-            self._is_running = False
         label = " ".join(
             filter(
                 None,

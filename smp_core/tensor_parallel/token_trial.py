@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import SITES
+from smp_core.outside import changed
 from smp_core.plan.chain import KeptTensors, state_restored
 from smp_core.tensor_parallel.layers import (
     Forward,
@@ -159,25 +160,21 @@ class TokenTrial:
         # what they return with whole tokens.
         if not hidden.is_floating_point() or hidden.ndim < 2:
             stay_whole = stay_whole or "its first tensor is not [..., tokens, features]"
-        # The axis notes the length of the present call; the trial's is another, and is
-        # put back below.
-        length = self.axis.length
-        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
+        # The axis notes the length of the present call; the trial's is another.
+        length = hidden.shape[-2] if hidden.ndim > 1 else 0
         why = stay_whole or "it cannot be run with numbers drawn at random"
-        try:
-            self._kept = KeptTensors(self.block)
-            with self.undisturbed(hidden.device, is_wide, evaluating):
-                # Full precision first; where a forward cannot run in it (a cast to half
-                # inside), its own dtype is tried.
-                wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-                for dtype in (
-                    dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,)
-                ):
-                    with contextlib.suppress(_CannotRun):
-                        why = self._compared(args, kwargs, is_own, dtype, stay_whole)
-                        break
-        finally:
-            self.axis.length = length
+        self._kept = KeptTensors(self.block)
+        with (
+            changed(self.axis, length=length),
+            self.undisturbed(hidden.device, is_wide, evaluating),
+        ):
+            # Full precision first; where a forward cannot run in it (a cast to half
+            # inside), its own dtype is tried.
+            wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+            for dtype in dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,):
+                with contextlib.suppress(_CannotRun):
+                    why = self._compared(args, kwargs, is_own, dtype, stay_whole)
+                    break
         # From here on, the forwards inside the block do what was found.
         self.tokens.split = not why
         return Found(why, self._own_outputs)

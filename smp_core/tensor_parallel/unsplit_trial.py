@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import unquantized
+from smp_core.outside import changed
 from smp_core.tensor_parallel.adapters import around
 from smp_core.tensor_parallel.layers import (
     WHOLE_TOKENS,
@@ -149,11 +150,9 @@ class UnsplitTrial:
         )
         dtype = hidden.dtype if hidden.is_floating_point() else stored
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        # The present call's length of sequences, for layers that leave padding out; put
-        # back at the end.
-        length = self.axis.length
-        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
-        try:
+        # The length of sequences, for layers that leave padding out.
+        length = hidden.shape[-2] if hidden.ndim > 1 else 0
+        with changed(self.axis, length=length):
             # Full precision first, then the model's own where the forward cannot run in
             # it.
             for each in dict.fromkeys((wide, dtype)) if is_wide else (None,):
@@ -169,8 +168,6 @@ class UnsplitTrial:
                     )
                     return self._judged(split, whole, again)
             self._warn(f"where it raises {whole.error} with numbers drawn at random")
-        finally:
-            self.axis.length = length
         return {}
 
     def _require_one_input(self, hidden: Tensor) -> None:
