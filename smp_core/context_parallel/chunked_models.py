@@ -30,7 +30,7 @@ from smp_core.context_parallel.chunked_loss import (
     torchs_sum,
 )
 from smp_core.outside import changed
-from smp_core.torch_facts import transformers_models
+from smp_core.torch_facts import Args, transformers_models
 
 logger = logging.getLogger("smp")
 
@@ -152,7 +152,7 @@ class PendingLogits:
         self,
         name: str,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: Any,
     ) -> PendingLogits:
         """Return pending logits with one more step; refuse a step that needs more than
@@ -175,7 +175,7 @@ class PendingLogits:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, function: Any, types: Any, args: Args = (), kwargs: Any = None
     ) -> Any:
         everything = (*args, *(kwargs or {}).values())
         found = next(

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
 from smp_core.plan.chain import KeptTensors, state_restored
-from smp_core.torch_facts import TrialGenerator
+from smp_core.torch_facts import Args, Kwargs, TrialGenerator
 
 _DROPOUTS = (
     "dropout",
@@ -77,8 +77,8 @@ class Ran:
 def run(
     module: nn.Module,
     forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     active: SplitBatch,
     tokens: int,
     off_by: float | None = None,

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import transformers_model
-from smp_core.torch_facts import seed_generators
+from smp_core.torch_facts import Args, seed_generators
 
 _DROPOUT = (
     nn.Dropout,
@@ -182,7 +182,7 @@ def own_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_random(
-    axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    axis: TensorAxis, args: Args, kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
     """Let all ranks draw the same inside a block of :func:`own_random`, for a call that
     every rank computes alike."""
@@ -211,7 +211,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+def _device_of(args: Args, kwargs: Mapping[str, Any]) -> torch.device:
     return next(
         value.device
         for value in (*args, *kwargs.values())

@@ -45,7 +45,13 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts import TrialGenerator, local_part, without_caches
+from smp_core.torch_facts import (
+    Args,
+    Kwargs,
+    TrialGenerator,
+    local_part,
+    without_caches,
+)
 
 # Tolerances of values and gradients: relative to the largest of a token or tensor, and
 # to the largest gradient of all, which covers what is zero but for roundings.
@@ -127,8 +133,8 @@ class TokenTrial:
 
     def run(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         is_own: Callable[[Tensor], bool],
         stay_whole: str,
         evaluating: bool,
@@ -181,8 +187,8 @@ class TokenTrial:
 
     def _compared(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         is_own: Callable[[Tensor], bool],
         dtype: Any,
         failed: str,
@@ -274,7 +280,7 @@ class TokenTrial:
         return ""
 
     def _noting_calls(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+        self, args: Args, kwargs: Kwargs, own: set[int]
     ) -> tuple[_Seen, list[Any] | None]:
         """Run the block with whole tokens; return what was seen, and which layers were
         called on how much."""
@@ -285,11 +291,7 @@ class TokenTrial:
             self.tokens.calls = None
 
     def _calls_by_content(
-        self,
-        calls: list[Any] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        own: set[int],
+        self, calls: list[Any] | None, args: Args, kwargs: Kwargs, own: set[int]
     ) -> str:
         """Return why ranks with other tokens would not make the same calls, and wait
         for one another; "": they do."""
@@ -309,7 +311,7 @@ class TokenTrial:
         )
 
     def _with_own_tokens(
-        self, whole: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+        self, whole: _Seen, args: Args, kwargs: Kwargs, own: set[int]
     ) -> str:
         """Return what is not the same with a part of the tokens."""
         try:
@@ -412,9 +414,7 @@ class TokenTrial:
     def _own_tokens(self, hidden: Tensor) -> Tensor:
         return hidden.chunk(self.axis.degree, -2)[self.axis.rank]
 
-    def _played(
-        self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
-    ) -> _Seen:
+    def _played(self, split: bool, args: Args, kwargs: Kwargs, own: set[int]) -> _Seen:
         """Run the block forward and, where gradients are compared, backward.
 
         Raises:
@@ -433,7 +433,7 @@ class TokenTrial:
             self.tokens.split = False
 
     def _computed(
-        self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+        self, split: bool, args: Args, kwargs: Kwargs, own: set[int]
     ) -> _Seen:
         axis = self.axis
         # The same preparations that a block makes when it trains with split tokens.
@@ -518,11 +518,7 @@ class TokenTrial:
         return self._leaf("", "other", like, dtype).detach()
 
     def _drawn_inputs(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        is_own: Callable[[Tensor], bool],
-        dtype: Any,
+        self, args: Args, kwargs: Kwargs, is_own: Callable[[Tensor], bool], dtype: Any
     ) -> Any:
         """Return the arguments with the hidden states, and all else that gradients come
         to, drawn at random."""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         has_triton as has_triton,
     )
     from smp_core.torch_facts.modules import (
+        Args as Args,
+        Kwargs as Kwargs,
         base_without_dict as base_without_dict,
         clean_name as clean_name,
         compiled_of as compiled_of,

@@ -18,6 +18,10 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import nn
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""The arguments of a module's call, as its forward and hooks get them."""
+
 _COMPILED = "_orig_mod"
 _WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
 
