@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from smp_core.checkpoint import iterate_tensors, set_random_state
-from smp_core.checkpoint.random_state import random_state, seed_random_state
+from smp_core.checkpoint import iterate_tensors, seed_random_state, set_random_state
+from smp_core.checkpoint.random_state import random_state
 
 
 class NotJoinable(ValueError):
