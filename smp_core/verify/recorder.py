@@ -78,7 +78,6 @@ class Record:
     events: list[Moments] = field(default_factory=list)
     draws: list[str] = field(default_factory=list)
     gradients: Weights | None = None
-    without_gradient: list[str] = field(default_factory=list)
     start: Weights = field(default_factory=dict)
     first: Weights = field(default_factory=dict)
     end: Weights = field(default_factory=dict)
@@ -400,9 +399,7 @@ class Recorder:
             if is_absent(parameter):
                 gradients[own] = parameter
             elif parameter.requires_grad:
-                if parameter.grad is None:
-                    # A gradient of None is compared as zeros, and noted.
-                    self.record.without_gradient.append(own)
+                # A gradient of None is compared as zeros.
                 gradients[own] = (
                     torch.zeros_like(parameter)
                     if parameter.grad is None
