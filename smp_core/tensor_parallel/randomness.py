@@ -21,16 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import transformers_model
-from smp_core.torch_facts import Args, seed_generators
-
-_DROPOUT = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+from smp_core.torch_facts import DROPOUTS, Args, seed_generators
 
 
 def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> list[str]:
@@ -65,7 +56,7 @@ def _random_parts(model: nn.Module) -> list[str]:
     found = [
         name
         for name, module in modules.items()
-        if isinstance(module, _DROPOUT) and module.p > 0
+        if isinstance(module, DROPOUTS) and module.p > 0
     ]
     found += [
         name

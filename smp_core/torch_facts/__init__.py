@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         has_triton as has_triton,
     )
     from smp_core.torch_facts.modules import (
+        DROPOUTS as DROPOUTS,
         Args as Args,
         Kwargs as Kwargs,
         base_without_dict as base_without_dict,

@@ -22,6 +22,15 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 """The arguments of a module's call, as its forward and hooks get them."""
 
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
 _COMPILED = "_orig_mod"
 _WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
 
