@@ -42,7 +42,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -50,7 +49,6 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_smp.compiled import compiled_already
@@ -76,6 +74,7 @@ from accelerate_smp.processes import (
     other_launch,
     require_all_ranks,
 )
+from accelerate_smp.scheduler import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
 from smp_core.cluster import DATA, SmpMesh
@@ -265,26 +264,18 @@ class SmpAccelerator(
                 self.layout = smallest_layout(self._asked, self._topology)
         # One process shards nothing; what is lost by that is said.
         elif self.smp_config != DEFAULTS:
-            lost = "nothing is sharded" + (
-                " or computed in FP8" if self.smp_config.fp8 is not None else ""
-            )
-            lost += (
-                ", no loss is chunked"
-                if self.smp_config.chunked_cross_entropy is not None
-                else ""
-            )
-            lost += (
-                ", no frozen weight is stored as codes"
-                if self.smp_config.frozen_storage is not None
-                else ""
-            )
-            lost += (
-                ", no state is kept in memory"
-                if self.smp_config.checkpoint.memory_every_n_steps
-                else ""
-            )
+            knobs = self.smp_config
+            also = {
+                " or computed in FP8": knobs.fp8 is not None,
+                ", no loss is chunked": knobs.chunked_cross_entropy is not None,
+                ", no frozen weight is stored as codes": knobs.frozen_storage
+                is not None,
+                ", no state is kept in memory": knobs.checkpoint.memory_every_n_steps,
+            }
+            lost = "".join(words for words, is_asked in also.items() if is_asked)
             logger.warning(
-                "one process: %s; start with torchrun or `accelerate-smp launch`", lost
+                "one process: nothing is sharded%s; start with torchrun or `accelerate-smp launch`",
+                lost,
             )
 
     def take_over(self, other: SmpAccelerator) -> None:
@@ -633,60 +624,3 @@ def _refuse(optimizer: Optimizer, *_: Any) -> None:
             "which would train nothing; write model, optimizer = accelerator.prepare(model, optimizer), or make the "
             "optimizer after prepare(model) and prepare it too"
         )
-
-
-class SmpScheduler(AcceleratedScheduler):
-    """A prepared schedule, which ends where it ends on one process.
-
-    A schedule that is stepped with every batch was counted in batches, before the
-    loader was prepared (`len(loader) * epochs`, as all of Accelerate's examples count).
-    Each optimizer step uses up one such batch for each rank that reads its own samples,
-    so the schedule advances by that many. One that is stepped after several optimizer
-    steps, an epoch or an evaluation, was not counted in batches and advances by one.
-
-    Args:
-        prepared: as Accelerate made it.
-        batches: the batches that one optimizer step uses up, of the size that the
-            unprepared loader has.
-    """
-
-    def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
-        super().__init__(
-            prepared.scheduler,
-            prepared.optimizers,
-            prepared.step_with_optimizer,
-            split_batches=True,
-        )
-        self._batches = batches
-        self._optimizer_steps = [0] * len(self.optimizers)
-        for number, optimizer in enumerate(self.optimizers):
-            after_each_step(optimizer.optimizer, self._counter(number))
-
-    def _counter(self, number: int) -> Any:
-        def count() -> None:
-            self._optimizer_steps[number] += 1
-
-        return count
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance by the batches of the last optimizer step.
-
-        The schedule does not advance inside an accumulation window, or after a step
-        that the gradient scaler skipped.
-        """
-        times = 1
-        if self.step_with_optimizer and self.gradient_state.sync_gradients:
-            # One optimizer step since the last call: the schedule is stepped with every
-            # batch. ReduceLROnPlateau counts calls, whatever was trained in between.
-            in_batches = max(self._optimizer_steps, default=0) <= 1
-            if in_batches and not isinstance(self.scheduler, ReduceLROnPlateau):
-                times = self._batches
-            self._optimizer_steps = [0] * len(self.optimizers)
-        for _ in range(times):
-            # The last optimizer step of an epoch may use up fewer batches, and
-            # OneCycleLR refuses to go past its end.
-            if times > 1 and self.scheduler.last_epoch >= getattr(
-                self.scheduler, "total_steps", float("inf")
-            ):
-                return
-            super().step(*args, **kwargs)

@@ -8,8 +8,7 @@ should, and a later step failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,6 +17,7 @@ from torch import nn
 
 from accelerate_smp.handle import parallel_of
 from smp_core.config import Compile, SmpConfig
+from smp_core.outside import changed
 
 
 def with_dynamo_plugin(config: SmpConfig, accelerator: Accelerator) -> SmpConfig:
@@ -40,16 +40,12 @@ def with_dynamo_plugin(config: SmpConfig, accelerator: Accelerator) -> SmpConfig
     )
 
 
-@contextmanager
-def compiled_already(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+def compiled_already(
+    model: nn.Module, accelerator: Accelerator
+) -> AbstractContextManager[None]:
     """Keep Accelerate from compiling a model whose blocks were compiled before it was
     sharded."""
     plugin: Any = accelerator.state.dynamo_plugin
     # The plugin is shared by all accelerators of the process, and is put back.
-    backend = plugin.backend
-    if parallel_of(model) is not None:
-        plugin.backend = DynamoBackend.NO
-    try:
-        yield
-    finally:
-        plugin.backend = backend
+    backend = plugin.backend if parallel_of(model) is None else DynamoBackend.NO
+    return changed(plugin, backend=backend)

@@ -134,20 +134,23 @@ def accelerators_arguments(
     return arguments
 
 
+def asked_precision(arguments: Mapping[str, Any]) -> str:
+    """Return the ``mixed_precision`` that Accelerate would take."""
+    # The same order as in Accelerate: the argument, then the variable of its launcher.
+    asked = arguments.get("mixed_precision") or os.environ.get(
+        "ACCELERATE_MIXED_PRECISION", "no"
+    )
+    return str(getattr(asked, "value", asked))
+
+
 def refuse_precision(arguments: Mapping[str, Any]) -> None:
     """Refuse fp16 where it cannot run.
 
     Args:
         arguments: those for ``Accelerator``.
     """
-    # The same order as in Accelerate: the argument, then the variable of its launcher.
-    asked = arguments.get("mixed_precision") or os.environ.get(
-        "ACCELERATE_MIXED_PRECISION", "no"
-    )
-    asked = str(getattr(asked, "value", asked))
-    if asked == "fp16" and (
-        arguments.get("cpu") or not torch.accelerator.is_available()
-    ):
+    on_cpu = arguments.get("cpu") or not torch.accelerator.is_available()
+    if asked_precision(arguments) == "fp16" and on_cpu:
         raise ValueError(
             "mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'"
         )

@@ -23,6 +23,7 @@ from accelerate.utils import (
     TERecipeKwargs,
 )
 
+from accelerate_smp.config import asked_precision
 from smp_core.config import Fp8Recipe, SmpConfig, nearest_name
 
 logger = logging.getLogger("smp")
@@ -127,10 +128,7 @@ def settle_fp8(arguments: dict[str, Any], config: SmpConfig) -> SmpConfig:
             that say different things.
     """
     # Who asks for it: handlers, the environment, the configuration.
-    asked = arguments.get("mixed_precision") or os.environ.get(
-        "ACCELERATE_MIXED_PRECISION", "no"
-    )
-    wants_fp8 = str(getattr(asked, "value", asked)) == "fp8"
+    wants_fp8 = asked_precision(arguments) == "fp8"
     given = _from_handlers(arguments)
     if given is None and wants_fp8:
         given = _from_environment()

@@ -28,6 +28,7 @@ from torch import Tensor
 from smp_core.cluster import DATA, GRADIENTS, Axis, Layout
 from smp_core.context_parallel import part_of_mean
 from smp_core.engine import ParallelModel
+from smp_core.outside import changed
 from smp_core.pipeline import Within, loss_of, mean_of, split_batch
 from smp_core.sharding.optimizer import scale_in_stages
 
@@ -85,18 +86,10 @@ class PipelinedAccelerator(Accelerator):
         """The flag of the last of all processes."""
         return self.state.is_last_process
 
-    @contextlib.contextmanager
-    def _counting(self, axes: tuple[Axis, ...] | None) -> Iterator[None]:
-        before, self._counted = self._counted, axes
-        try:
-            yield
-        finally:
-            self._counted = before
-
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as Accelerate does; ranks that share a batch read the same
         samples."""
-        with self._counting(DATA):
+        with changed(self, _counted=DATA):
             return super().prepare_data_loader(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -105,7 +98,7 @@ class PipelinedAccelerator(Accelerator):
     ) -> Iterator[Any]:
         """Split inputs as Accelerate does, between ranks that read different
         samples."""
-        with self._counting(DATA):
+        with changed(self, _counted=DATA):
             reader: Any = SimpleNamespace(
                 num_processes=self.num_processes,
                 process_index=self.process_index,
@@ -124,7 +117,7 @@ class PipelinedAccelerator(Accelerator):
             super().profile(*args, **kwargs) as profiler,
         ):
             yield profiler
-            files.enter_context(self._counting(None))
+            files.enter_context(changed(self, _counted=None))
 
     def pipeline_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function take its batch through the pipeline stages, forward and
@@ -207,7 +200,7 @@ class PipelinedAccelerator(Accelerator):
                 loss_in(mean).mul_(count)
             return mean
 
-        with self._inside_step():
+        with changed(self, _is_inside_step=True):
             calls = [functools.partial(of, part) for part in parts]
             results = pipeline.train(
                 calls,
@@ -237,7 +230,7 @@ class PipelinedAccelerator(Accelerator):
         ranks. Collective over stages."""
         assert handle.pipeline is not None
         parts, within = self.split_micro_batches([batch])
-        with self._inside_step(), within(0):
+        with changed(self, _is_inside_step=True), within(0):
             result = handle.pipeline.evaluate(functools.partial(of, parts[0]), batch)
             return self.over_shared_sequences(handle.pipeline.share(result))
 
@@ -250,14 +243,6 @@ class PipelinedAccelerator(Accelerator):
         """Return what a step returned of the sequences that this rank shares with
         others: it as it is, where there are none."""
         return returned
-
-    @contextlib.contextmanager
-    def _inside_step(self) -> Iterator[None]:
-        self._is_inside_step = True
-        try:
-            yield
-        finally:
-            self._is_inside_step = False
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does; the loss of a step in stages has been

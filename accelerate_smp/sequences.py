@@ -36,6 +36,7 @@ from smp_core.context_parallel import (
     shifts_labels,
 )
 from smp_core.engine import ParallelModel
+from smp_core.outside import changed
 from smp_core.pipeline import Within
 from smp_core.watch import here
 
@@ -115,19 +116,16 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if self.batch_degree == 1:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         # Rank 0's dispatcher knows nothing of ranks that share a batch.
-        before = self.dispatch_batches
-        if before:
+        if self.dispatch_batches:
             raise ValueError(
                 "dispatch_batches=True deals out other samples to each context, tensor or pipeline rank, which share "
                 "them; write False or leave it out"
             )
-        if isinstance(data_loader.dataset, IterableDataset):
-            # Every rank reads the stream and takes its samples.
-            self.dataloader_config.dispatch_batches = False
-        try:
+        # Every rank reads a stream and takes its samples.
+        is_stream = isinstance(data_loader.dataset, IterableDataset)
+        dispatches = False if is_stream else self.dispatch_batches
+        with changed(self.dataloader_config, dispatch_batches=dispatches):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        finally:
-            self.dataloader_config.dispatch_batches = before
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader of the batches that are left of an epoch; behind it
@@ -286,12 +284,9 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
         @contextlib.contextmanager
         def within(number: int) -> Iterator[None]:
-            self._present = splits[number]
-            try:
-                with enabled(self._present):
-                    yield
-            finally:
-                self._present = None
+            split = splits[number]
+            with changed(self, _present=split), enabled(split):
+                yield
 
         return [split.batch for split in splits], within
 
@@ -449,13 +444,10 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         # nothing.
         except TypeError:
             return super().gather_for_metrics(input_data if first else [], True)
-        self._each_sample_once = not use_gather_object
-        try:
+        with changed(self, _each_sample_once=not use_gather_object):
             return super().gather_for_metrics(
                 input_data if first or not use_gather_object else [], use_gather_object
             )
-        finally:
-            self._each_sample_once = False
 
     def _over_context(self, tensor: Tensor) -> Tensor:
         split = self._present

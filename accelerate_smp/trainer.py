@@ -48,6 +48,7 @@ from smp_core.cluster import Axis
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import active_split
 from smp_core.expert_parallel import losses_multiplied_by
+from smp_core.outside import changed
 from smp_core.sharding.optimizer import say_where_gradients_are
 from smp_core.torch_facts import is_rank_0
 from smp_core.watch import meet
@@ -144,14 +145,9 @@ class SmpTrainerMixin(
         if on_cpu and dist.is_initialized() and self.args.ddp_timeout != _DDP_TIMEOUT:
             dist.group.WORLD.set_timeout(self.args.ddp_timeout_delta)  # type: ignore[union-attr]
         # Trainer looks the name up in its own module.
-        stock = trainer_module.Accelerator
-        trainer_module.Accelerator = functools.partial(
-            SmpAccelerator, smp_config=self._smp_config
-        )  # type: ignore[misc]
-        try:
+        ours = functools.partial(SmpAccelerator, smp_config=self._smp_config)
+        with changed(trainer_module, Accelerator=ours):
             super().create_accelerator_and_postprocess()
-        finally:
-            trainer_module.Accelerator = stock  # type: ignore[misc]
         if on_cpu:
             # There is no device to copy to; torch would warn for every loader.
             self.args.dataloader_pin_memory = False
@@ -253,17 +249,11 @@ class SmpTrainerMixin(
         with self._counting_ranks_once():
             return super()._get_num_items_in_batch(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def _counting_ranks_once(self) -> Iterator[None]:
+    def _counting_ranks_once(self) -> contextlib.AbstractContextManager[None]:
         """Let the accelerator tell Trainer of no ranks that share a batch: Transformers
         before 5.20 divides counts and ``num_processes`` by them, which here counts them
         once already (a loss of 0 at two tensor ranks)."""
-        before = self.accelerator.counts_ranks_itself
-        self.accelerator.counts_ranks_itself = True
-        try:
-            yield
-        finally:
-            self.accelerator.counts_ranks_itself = before
+        return changed(self.accelerator, counts_ranks_itself=True)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of an optimizer step over all ranks."""
@@ -382,18 +372,14 @@ class SmpTrainerMixin(
         finally:
             self.leaves.end_evaluation()
 
-    @contextlib.contextmanager
-    def _counting_samples_of_a_rank(self) -> Iterator[None]:
+    def _counting_samples_of_a_rank(self) -> contextlib.AbstractContextManager[None]:
         """Let Trainer repeat the loss of a batch once for each sample that this rank
         has of it: with ``split_batches`` it takes a rank's part for the whole batch,
         and the last batch of a stream has the loss of rank 0."""
-        before = self.args.per_device_eval_batch_size
+        size = self.args.per_device_eval_batch_size
         if self.accelerator.split_batches:
-            self.args.per_device_eval_batch_size = before // self.accelerator.data_size
-        try:
-            yield
-        finally:
-            self.args.per_device_eval_batch_size = before
+            size //= self.accelerator.data_size
+        return changed(self.args, per_device_eval_batch_size=size)
 
     # Saving
 
@@ -431,27 +417,18 @@ def _noting_trainers_own() -> Iterator[list[Any]]:
         calls.append(self)
         return stock(self, *args, **kwargs)
 
-    Trainer.compute_loss = noted  # type: ignore[method-assign]
-    try:
+    with changed(Trainer, compute_loss=noted):
         yield calls
-    finally:
-        Trainer.compute_loss = stock  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
+def _as_one_model(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Hide that Transformers sharded the model: it would gather itself on all ranks
     when it is saved, whatever state it is given.
     """
     config = getattr(model, "config", None)
-    sharding = getattr(config, "distributed_config", None)
-    if sharding is not None:
-        config.distributed_config = None  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        if sharding is not None:
-            config.distributed_config = sharding  # type: ignore[union-attr]
+    if getattr(config, "distributed_config", None) is None:
+        return contextlib.nullcontext()
+    return changed(config, distributed_config=None)
 
 
 class SmoothedLabels(LabelSmoother):

@@ -48,6 +48,7 @@ from smp_core.checkpoint import (
     read_manifest,
     surplus,
 )
+from smp_core.outside import changed
 
 logger = logging.getLogger("smp")
 
@@ -68,11 +69,9 @@ class CheckpointingTrainerMixin(_Base):
         """Save as Trainer does; ``save_total_limit`` removes older checkpoints once
         this one has committed."""
         # Trainer would remove older checkpoints before this one is complete.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        limit = self.args.save_total_limit
+        with changed(self.args, save_total_limit=None):
             super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
         if limit is None or limit <= 0 or not self.accelerator.is_main_process:
             return
         # Chosen now: by the time this one has committed the next may have its folder,
@@ -259,17 +258,12 @@ class CheckpointingTrainerMixin(_Base):
             return self._newest_undamaged()
         return self._newest_undamaged() or True if resume is True else resume
 
-    @contextlib.contextmanager
-    def _skipping_batches(self) -> Iterator[None]:
+    def _skipping_batches(self) -> contextlib.AbstractContextManager[None]:
         """Let Trainer skip the batches of an epoch as the accelerator does, which knows
         who reads them."""
         # A function of Trainer's module, which it looks up there.
-        stock = trainer_module.skip_first_batches
-        trainer_module.skip_first_batches = self.accelerator.skip_first_batches
-        try:
-            yield
-        finally:
-            trainer_module.skip_first_batches = stock
+        skip = self.accelerator.skip_first_batches
+        return changed(trainer_module, skip_first_batches=skip)
 
     leaves: LeavesWhenTold | None = None
 

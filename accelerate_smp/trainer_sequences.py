@@ -42,6 +42,7 @@ from smp_core.context_parallel import (
     shifts_labels,
     smoothed,
 )
+from smp_core.outside import changed
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -206,12 +207,8 @@ class SharedSequencesTrainerMixin(_Base):
         )
         if smoother is None or not in_chunks or not trainers_own:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        self.label_smoother = None
-        try:
-            with smoothed(smoother.epsilon):
-                return super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            self.label_smoother = smoother
+        with changed(self, label_smoother=None), smoothed(smoother.epsilon):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _targets_of_batch(self) -> Tensor | None:
         """Return the targets of the present batch, as a loss that Trainer multiplies by
@@ -252,14 +249,10 @@ class SharedSequencesTrainerMixin(_Base):
         if any(inputs.get(name) is None for name in self.label_names):
             make, inputs = self._prepare_context_parallel_inputs(model, inputs)
             around = make()
-        self._predicts = True
-        try:
-            with around, asked_for:
-                loss, logits, labels = super().prediction_step(
-                    model, inputs, prediction_loss_only, ignore_keys
-                )
-        finally:
-            self._predicts = False
+        with changed(self, _predicts=True), around, asked_for:
+            loss, logits, labels = super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys
+            )
         # Each rank has the loss and the logits of its own tokens.
         if loss is not None:
             loss = self.accelerator.mean_over_context(loss)

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import send_to_device
 
+from smp_core.outside import changed
 from smp_core.watch import count_samples, join
 
 logger = logging.getLogger("smp")
@@ -70,11 +71,8 @@ def _dealing_each_sample_once(loader: Any) -> Iterator[None]:
         )
         yield
         return
-    before, sampler.even_batches = sampler.even_batches, False
-    try:
+    with changed(sampler, even_batches=False):
         yield
-    finally:
-        sampler.even_batches = before
 
 
 def _dealing(sampler: Any) -> BatchSamplerShard | None:

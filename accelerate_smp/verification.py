@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
 from accelerate_smp import accelerator as accelerators
-from accelerate_smp.accelerator import SmpAccelerator, SmpScheduler
+from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.run import replace_accelerator, replace_trainer
+from accelerate_smp.scheduler import SmpScheduler
 from smp_core.context_parallel import enabled, part_of_mean
 from smp_core.torch_facts import after_each_step
 from smp_core.verify import (

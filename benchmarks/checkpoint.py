@@ -326,7 +326,7 @@ def measure_consolidate(folder: str, dtype: str) -> dict[str, float]:
         source,
         lambda: stage({"state_dict": large_state()}, None, 0, False),
         options,
-        Ranks.alone(),
+        Ranks(alone=True),
     )
     begin = time.perf_counter()
     environ = {

@@ -30,10 +30,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from attention_work import count_attention_work
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.kernels import count_attention_work
 from smp_core.context_parallel.replaced_attention import enabled
 from smp_core.entry import parallelize
 from smp_core.observe.memory_report import MemoryReport

@@ -132,6 +132,8 @@ def test_the_wheel_has_the_packages_and_nothing_else(dist: Path) -> None:
     ]
     data = [
         "smp_core/AGENTS.md",
+        "smp_core/planner/devices.json",
+        "smp_core/planner/known_models.json",
         "smp_core/report/page.html",
         *(f"{top}/py.typed" for top in PACKAGES),
     ]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.attention_work import count_attention_work
 from benchmarks.gpu.device import Device, NotHere
 from benchmarks.gpu.items import Rows
 from smp_core.context_parallel import kernels
@@ -154,7 +155,7 @@ def _operator(on: Device, length: int) -> dict[str, Any]:
             found[name] = round(flop / on.milliseconds(run, 5, 2) / 1e9, 3)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    with kernels.count_attention_work() as work:
+    with count_attention_work() as work:
         ours()
     found["taken"] = sorted(work.calls)
     others = [

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from smp_core.checkpoint.random_state import (
         restore_random_state as restore_random_state,
         resumed_random_state as resumed_random_state,
+        seed_random_state as seed_random_state,
         set_random_state as set_random_state,
     )
     from smp_core.checkpoint.ranks import Ranks as Ranks

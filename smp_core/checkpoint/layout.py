@@ -92,9 +92,11 @@ class FileRecord:
     header_bytes: int = 0
     header_digest: str = ""
 
-    def size_problem(self, where: str, size: int) -> str | None:
-        """Describe how a file's size differs from the recorded one; None where it does
-        not."""
+    def size_problem(self, where: str, size: int | None) -> str | None:
+        """Describe how a file's size (None: it is missing) differs from the recorded
+        one; None where it does not."""
+        if size is None:
+            return f"{where} is missing"
         if size == self.bytes:
             return None
         return (

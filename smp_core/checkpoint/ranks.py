@@ -21,10 +21,14 @@ class Ranks:
 
     Args:
         group: process group, None for the default one.
+        alone: this process alone, whether or not torch.distributed is initialised.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized()
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, alone: bool = False
+    ) -> None:
+        is_set_up = dist.is_available() and dist.is_initialized()
+        self.distributed = is_set_up and not alone
         self.group = group
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
@@ -32,17 +36,6 @@ class Ranks:
             raise CheckpointError(
                 "this rank is not in the process_group that saves or loads the checkpoint"
             )
-
-    @classmethod
-    def alone(cls) -> Ranks:
-        """Make the group of this process alone, whether or not torch.distributed is
-        initialised."""
-        ranks = cls.__new__(cls)
-        ranks.distributed = False
-        ranks.group = None
-        ranks.rank = 0
-        ranks.size = 1
-        return ranks
 
     def gather(self, value: T) -> list[T]:
         """Gather every rank's value on every rank."""

@@ -196,6 +196,12 @@ def tie_key(tensor: Tensor) -> Any:
     return (str(local.device), local.data_ptr(), layout)
 
 
+def can_tie(tensor: Tensor) -> bool:
+    """Return whether the address of a tensor's memory means something: other packages'
+    tensors may make their memory when they are asked for it."""
+    return isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
+
+
 def find_ties(
     tensors: Mapping[str, Tensor | StagedTensor | LazyTensor],
 ) -> dict[str, str | None]:
@@ -206,17 +212,13 @@ def find_ties(
     ties: dict[str, str | None] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, StagedTensor):
-            can_tie, key = tensor.can_tie, tensor.tie
+            is_known, key = tensor.can_tie, tensor.tie
         elif isinstance(tensor, LazyTensor):
-            can_tie, key = tensor.tie is not None, tensor.tie
+            is_known, key = tensor.tie is not None, tensor.tie
         else:
-            # Other packages' tensors may make their memory when they are asked for it,
-            # so that equal addresses mean nothing.
-            can_tie = isinstance(tensor, DTensor) or not hasattr(
-                tensor, "__create_write_items__"
-            )
-            key = tie_key(tensor) if can_tie else None
-        if not can_tie:
+            is_known = can_tie(tensor)
+            key = tie_key(tensor) if is_known else None
+        if not is_known:
             ties[name] = name
         else:
             # A name is tied to the first one in the order of the state, the same on all

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.dtypes import dtype_name
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
+from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, can_tie, tie_key
 from smp_core.checkpoint.tree import (
     EncodedRest,
     Path,
@@ -335,7 +335,7 @@ class HostBuffers:
         _check(name, tensor)
         items = self._write_items(name, tensor)
         # Tensors of other packages are asked anew for each save.
-        if not _can_tie(tensor):
+        if not can_tie(tensor):
             return _Known(None, items, None, can_tie=False, is_local=False)
         is_local = len(items) == 1 and _is_same(
             find_tensor_shard(tensor, items[0].index), local_part(tensor)
@@ -347,7 +347,7 @@ class HostBuffers:
     def _write_items(self, name: str, tensor: Tensor) -> list[WriteItem]:
         """Return which slices this rank writes; of a tensor that is laid out as in the
         last save, those of then."""
-        if not _can_tie(tensor):
+        if not can_tie(tensor):
             return write_items(name, tensor)
         # All that DCP's items depend on. Making them takes longer than copying a small
         # tensor.
@@ -387,7 +387,7 @@ class HostBuffers:
 def _appearance(tensor: Tensor) -> Hashable:
     """Return what a tensor's write items and tie follow from, its place in memory
     included; None where nobody knows."""
-    if not _can_tie(tensor):
+    if not can_tie(tensor):
         return None
     local = local_part(tensor)
     if local.layout is not torch.strided:
@@ -420,10 +420,6 @@ def copy_to_hosts(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         source.device for _, source in pairs if streams.run_behind(source.device)
     }:
         torch.accelerator.synchronize(device)
-
-
-def _can_tie(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
 
 
 def write_items(name: str, tensor: Tensor) -> list[WriteItem]:

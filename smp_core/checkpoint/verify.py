@@ -4,9 +4,10 @@ everything)."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from smp_core.checkpoint.folders.storage import PIECE_BYTES, Folder
-from smp_core.checkpoint.layout import CheckpointError, FileRecord, Manifest, new_digest
+from smp_core.checkpoint.layout import CheckpointError, Manifest, new_digest
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tensor_file import TensorFile
@@ -101,16 +102,9 @@ def check_files(
         raise CheckpointError(
             f"verify={mode!r} is not known; allowed here: 'digests', 'sizes', 'none'"
         )
-    problems = [
-        # Every size-th file each: the digests of a large checkpoint are shared among
-        # ranks.
-        problem
-        for number, (name, record) in enumerate(sorted(opened.manifest.files.items()))
-        if number % size == rank
-        and (
-            problem := file_problem(opened.folder, opened.manifest, name, record, mode)
-        )
-    ]
+    # The digests of a large checkpoint are shared among ranks.
+    names = sorted(opened.manifest.files)[rank::size]
+    problems = _problems(opened.folder, opened.manifest, names, mode)
     if problems:
         # A path that another save has taken explains everything else.
         opened.same_save()
@@ -130,37 +124,38 @@ def check_written(folder: Folder, manifest: Manifest) -> None:
     # On a store one request lists all sizes; a request for each file would take longer
     # than the save.
     listed = folder.listing()
+    names = sorted(manifest.files)
     problems: list[str] = []
-    for name, record in sorted(manifest.files.items()):
-        if listed is None:
-            problem = file_problem(folder, manifest, name, record, "sizes")
-        else:
-            problem = _size_problem(
-                f"{folder.address}/{name}", listed.get(name), record
-            )
-        problems += [problem] if problem else []
+    if listed is None:
+        problems = _problems(folder, manifest, names, "sizes")
+    else:
+        for name in names:
+            where, size = f"{folder.address}/{name}", listed.get(name)
+            problem = manifest.files[name].size_problem(where, size)
+            problems += [problem] if problem else []
     if problems:
         raise CheckpointError(f"before the commit: {'; '.join(problems[:4])}")
 
 
-def _size_problem(where: str, size: int | None, record: FileRecord) -> str | None:
-    if size is None:
-        return f"{where} is missing"
-    return record.size_problem(where, size)
+def _problems(
+    folder: Folder, manifest: Manifest, names: Sequence[str], mode: str
+) -> list[str]:
+    """Describe the problems of files."""
+    found = [_file_problem(folder, manifest, name, mode) for name in names]
+    return [problem for problem in found if problem is not None]
 
 
-def file_problem(
-    folder: Folder, manifest: Manifest, name: str, record: FileRecord, mode: str
+def _file_problem(
+    folder: Folder, manifest: Manifest, name: str, mode: str
 ) -> str | None:
     """Describe the problem of a file; None for a file without one."""
-    where = f"{folder.address}/{name}"
+    where, record = f"{folder.address}/{name}", manifest.files[name]
     try:
-        size = folder.size(name)
+        problem = record.size_problem(where, folder.size(name))
     except FileNotFoundError:
-        return _size_problem(where, None, record)
+        problem = record.size_problem(where, None)
     except CheckpointError as error:
         return str(error)
-    problem = _size_problem(where, size, record)
     if problem is not None:
         return problem
     try:
@@ -210,15 +205,10 @@ def verify_checkpoint(path: StrPath, deep: bool = False) -> list[str]:
         opened = open_checkpoint(path)
     except CheckpointError as error:
         return [str(error)]
-    mode = "digests" if deep else "sizes"
-    files = sorted(opened.manifest.files.items())
-    problems = [
-        file_problem(opened.folder, opened.manifest, name, record, mode)
-        for name, record in files
-    ]
-    found = [problem for problem in problems if problem]
-    if found:
-        return found
+    mode, names = "digests" if deep else "sizes", sorted(opened.manifest.files)
+    problems = _problems(opened.folder, opened.manifest, names, mode)
+    if problems:
+        return problems
     try:
         # Parsed as well: an index that does not fit its files is a problem of no file.
         _ = opened.index, opened.tree, opened.plain_entries

@@ -29,7 +29,8 @@ from smp_core.context_parallel.chunked_loss import (
     chunked_cross_entropy,
     torchs_sum,
 )
-from smp_core.torch_facts import transformers_models
+from smp_core.outside import changed
+from smp_core.torch_facts import Args, transformers_models
 
 logger = logging.getLogger("smp")
 
@@ -63,26 +64,16 @@ class _State:
 _STATE = _State()
 
 
-@contextlib.contextmanager
-def loss_only() -> Iterator[None]:
+def loss_only() -> contextlib.AbstractContextManager[None]:
     """Let models whose loss is chunked chunk it in evaluation too: inside the block no
     code looks at logits."""
-    before, _STATE.loss_only = _STATE.loss_only, True
-    try:
-        yield
-    finally:
-        _STATE.loss_only = before
+    return changed(_STATE, loss_only=True)
 
 
-@contextlib.contextmanager
-def smoothed(label_smoothing: float) -> Iterator[None]:
+def smoothed(label_smoothing: float) -> contextlib.AbstractContextManager[None]:
     """Let models whose loss is chunked smooth their labels inside the block, in
     training and in evaluation."""
-    before, _STATE.label_smoothing = _STATE.label_smoothing, label_smoothing
-    try:
-        yield
-    finally:
-        _STATE.label_smoothing = before
+    return changed(_STATE, label_smoothing=label_smoothing)
 
 
 class SplitVocabulary(Protocol):
@@ -161,7 +152,7 @@ class PendingLogits:
         self,
         name: str,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: Any,
     ) -> PendingLogits:
         """Return pending logits with one more step; refuse a step that needs more than
@@ -184,7 +175,7 @@ class PendingLogits:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, function: Any, types: Any, args: Args = (), kwargs: Any = None
     ) -> Any:
         everything = (*args, *(kwargs or {}).values())
         found = next(

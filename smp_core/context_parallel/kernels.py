@@ -25,9 +25,7 @@ multiple of K), D head size, E head size of values.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,65 +48,6 @@ from smp_core.context_parallel.start_aligned import (
     forward_by_document,
     hidden,
 )
-
-
-@dataclass(eq=False)
-class AttentionWork:
-    """The work that the kernels were asked for.
-
-    Attributes:
-        pairs: (query, key) pairs that are not masked, times query heads, forward and
-            backward alike.
-        calls: kernel calls by name.
-    """
-
-    pairs: int = 0
-    calls: dict[str, int] = field(default_factory=dict)
-
-
-_counting: list[AttentionWork] = []
-
-
-@contextlib.contextmanager
-def count_attention_work() -> Iterator[AttentionWork]:
-    """Count the work of this process's kernels inside the block."""
-    work = AttentionWork()
-    _counting.append(work)
-    try:
-        yield work
-    finally:
-        _counting.remove(work)
-
-
-def _count(name: str, rows: int, heads: int, masks: Masks) -> None:
-    # Blocks that count may be nested; each sees all work inside.
-    for work in _counting:
-        work.calls[name] = work.calls.get(name, 0) + 1
-        work.pairs += (
-            rows
-            * heads
-            * sum(
-                visible_pairs(q, k, masks.causal, masks.window)
-                for q, k in masks.segments
-            )
-        )
-
-
-def visible_pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """Count the (query, key) pairs of a rectangle, aligned at its end, that are not
-    masked."""
-    if not causal:
-        return queries * keys
-    # Keys that the first and the last query see.
-    # The number of visible keys grows by one from query to query: an arithmetic series.
-    last = [keys - queries + i + 1 for i in (0, queries - 1)]
-    total = (last[0] + last[1]) * queries // 2
-    # What a window hides grows by one as well, from the first query that has more keys.
-    if window is not None and last[1] > window:
-        over = last[1] - window
-        skipped = max(0, last[0] - window - 1)
-        total -= over * (over + 1) // 2 - skipped * (skipped + 1) // 2
-    return total
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -182,23 +121,17 @@ def backward(
 def _with_a_kernel(
     tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]
 ) -> Any:
-    """Return ``work(kernel)`` with the fastest of the kernels that take the call, and
-    count it."""
+    """Return ``work(kernel)`` with the fastest of the kernels that take the call."""
     kernels = kernels_for(*tensors, masks)
-
-    def counted(kernel: Kernel) -> Any:
-        _count(kernel.name, len(tensors[0]), tensors[0].shape[2], masks)
-        return work(kernel)
-
     if len(kernels) == 1:
-        return counted(kernels[0])
+        return work(kernels[0])
 
     def both_ways(kernel: Kernel) -> tuple[Tensor, ...]:
         out, lse = _forward(kernel, tensors, masks)
         # Any gradient will do.
         return out, lse, *_backward(kernel, tensors, masks, out, out, lse)
 
-    return FASTEST.run(kind_of(tensors, masks, kernels), kernels, both_ways, counted)
+    return FASTEST.run(kind_of(tensors, masks, kernels), kernels, both_ways, work)
 
 
 def _forward(kernel: Kernel, tensors: Tensors, masks: Masks) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from smp_core.context_parallel.documents import DOCUMENT_KEYS, Key
 from smp_core.context_parallel.replaced_attention import active_split
-from smp_core.torch_facts import transformers_models
+from smp_core.torch_facts import Args, Kwargs, transformers_models
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,7 @@ class LearnedPositions:
             "learned"
         )
 
-    def require_of_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def require_of_call(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Refuse the sequences of a model's call: a forward hook. Split ones were
         looked at when they were whole."""
         tokens = next(

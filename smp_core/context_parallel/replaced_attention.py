@@ -26,6 +26,7 @@ from smp_core.context_parallel.attention import SLICED, attention
 from smp_core.context_parallel.documents import Key
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.sequence_plan import SequencePlan
+from smp_core.torch_facts import Args, Kwargs
 
 
 class TriesCalls(Protocol):
@@ -39,8 +40,8 @@ class TriesCalls(Protocol):
     def of_call(
         self,
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         split: SplitBatch,
         forward: Callable[..., Any] | None = None,
         part: int = 0,
@@ -172,8 +173,8 @@ def enabled(split: SplitBatch | None) -> Iterator[None]:
 
 def try_call(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     forward: Callable[..., Any] | None = None,
     part: int = 0,
 ) -> None:

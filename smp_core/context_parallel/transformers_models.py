@@ -30,7 +30,7 @@ from smp_core.context_parallel.replaced_attention import (
     positions,
     refuse_dropout,
 )
-from smp_core.torch_facts import transformers_models
+from smp_core.torch_facts import Args, Kwargs, transformers_models
 
 NAME = "smp_cp"
 _NO_FORM = {
@@ -204,8 +204,8 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 def _append_last_position(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    module: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs] | None:
     """Let a rotary embedding, called as (x, position_ids), see the largest position of
     the unsplit sequences.
 
@@ -232,7 +232,7 @@ def _append_last_position(
     return (args[0], appended, *args[2:]), kwargs
 
 
-def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _drop_last_position(module: nn.Module, args: Args, output: Any) -> Any:
     """Drop the appended position from a rotary module's output: a tensor [..., L + 1,
     D] or several."""
     if active_split() is None:
@@ -242,7 +242,7 @@ def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -
     return tuple(tensor[..., :-1, :] for tensor in output)
 
 
-def _leave_temperature_to_attention(module: Any, args: tuple[Any, ...]) -> None:
+def _leave_temperature_to_attention(module: Any, args: Args) -> None:
     """Turn off the model's own scaling of queries by their place in the row.
 
     Llama 4 takes the tokens of its input for the row, and a rank has only some of them;
@@ -395,7 +395,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _complete_inputs(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Any, args: Args, kwargs: Kwargs
 ) -> tuple[Any, dict[str, Any]] | None:
     """Fill in inputs of ``forward`` that the caller left out; refuse labels that are
     not the split batch's."""

@@ -52,7 +52,8 @@ from smp_core.context_parallel.replaced_attention import (
 from smp_core.context_parallel.trial_loss import Share, other_shares, watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, tensors_of, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
-from smp_core.torch_facts import clean_name, is_compiled
+from smp_core.outside import changed
+from smp_core.torch_facts import Args, Kwargs, clean_name, is_compiled
 
 logger = logging.getLogger("smp")
 
@@ -124,9 +125,7 @@ class Trial:
         # alive.
         inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-        def enter(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
+        def enter(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             # Only outermost calls are tried: what they call is part of them.
             if self._called is not None or self._is_running:
                 return
@@ -156,8 +155,8 @@ class Trial:
     def of_call(
         self,
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         split: SplitBatch,
         forward: Callable[..., Any] | None = None,
         part: int = 0,
@@ -257,14 +256,11 @@ class Trial:
         assert model is not None
         # Names as the user wrote them, without those of wrappers.
         names = {each: clean_name(name) for name, each in model.named_modules()}
-        self._is_running = True
-        try:
+        with changed(self, _is_running=True):
             # The cheap question first: did an argument count by the length of a part?
             found = sample.counted_by_length() or self._difference(
                 module, forward, sample, names
             )
-        finally:
-            self._is_running = False
         label = " ".join(
             filter(
                 None,

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.comm import CommMeter
 from smp_core.context_parallel.replaced_attention import SplitBatch, enabled
 from smp_core.plan.chain import KeptTensors, state_restored
-from smp_core.torch_facts import TrialGenerator
+from smp_core.torch_facts import Args, Kwargs, TrialGenerator
 
 _DROPOUTS = (
     "dropout",
@@ -29,28 +29,24 @@ _DROPOUTS = (
     "feature_alpha_dropout",
 )
 _GENERATORS = (
-    *(
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "normal",
-        "bernoulli",
-        "multinomial",
-    ),
-    *(
-        "poisson",
-        "uniform_",
-        "normal_",
-        "bernoulli_",
-        "random_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-    ),
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "randint",
+    "randint_like",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "poisson",
+    "uniform_",
+    "normal_",
+    "bernoulli_",
+    "random_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "cauchy_",
 )
 
 
@@ -77,8 +73,8 @@ class Ran:
 def run(
     module: nn.Module,
     forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     active: SplitBatch,
     tokens: int,
     off_by: float | None = None,

@@ -7,7 +7,6 @@ Shape letters: R ranks, L tokens of a rank, M tokens of each rank in the sample.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,9 @@ from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.replaced_attention import SplitBatch
 from smp_core.context_parallel.sequence_plan import SequencePlan
+from smp_core.torch_facts import Args, Kwargs
 
-Call = tuple[tuple[Any, ...], dict[str, Any], SplitBatch]
+Call = tuple[Args, Kwargs, SplitBatch]
 """Arguments, and the batch that is active during the call."""
 
 # Sequences up to this length are tried as they are; of longer ones each rank gives a
@@ -41,8 +41,8 @@ class Sample:
         self,
         split: SplitBatch,
         group: ContextGroup,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> None:
         self._split, self._group, self._arguments = split, group, [args, kwargs]
         self.degree, self.rank = group.degree, group.rank

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 # _python_dispatch is where torch documents it to be.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp_core.checkpoint import iterate_tensors
 from smp_core.fp8 import GatheredWeight
 
 # Fake mode lacks them.
@@ -150,10 +151,8 @@ class Allocations(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, GatheredWeight):
-        return [value.data8]  # a wrapper has no bytes of its own
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [inner for each in value for inner in _tensors(each)]
-    return []
+    # A wrapper has no bytes of its own.
+    return [
+        each.data8 if isinstance(each, GatheredWeight) else each
+        for _, each in iterate_tensors(value)
+    ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from smp_core import lazy_exports
 
 if TYPE_CHECKING:
+    from smp_core.outside.attributes import changed as changed
     from smp_core.outside.child_process import (
         answer_parent as answer_parent,
         ask_child as ask_child,

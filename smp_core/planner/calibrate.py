@@ -40,20 +40,17 @@ from smp_core.run_log import Run, objects
 # Settings of the run that planned time and memory depend on; degrees come from its
 # layout.
 _SETTINGS = (
-    *(
-        "keep_between_micro_batches",
-        "reshard_after_forward",
-        "optimizer_shard",
-        "state_offload",
-        "param_dtype",
-    ),
-    *(
-        "expert_parallel_degree",
-        "activations.checkpoint",
-        "activations.offload",
-        "chunked_cross_entropy",
-    ),
-    *("pipeline.schedule", "pipeline.microbatches"),
+    "keep_between_micro_batches",
+    "reshard_after_forward",
+    "optimizer_shard",
+    "state_offload",
+    "param_dtype",
+    "expert_parallel_degree",
+    "activations.checkpoint",
+    "activations.offload",
+    "chunked_cross_entropy",
+    "pipeline.schedule",
+    "pipeline.microbatches",
 )
 _LARGEST_FACTOR = 20.0
 _FEWEST_REPORTS = 2

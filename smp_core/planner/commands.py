@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -110,8 +110,7 @@ def plan(
         raise ValueError(
             "--json prints the plans alone; ask for --front, --why-not and --dry-run without it"
         )
-    # Machines, then the batch, then knobs: whatever is written wrongly is said before
-    # the trace.
+    # Machines, batch, knobs: whatever is written wrongly is said before the trace.
     hardware = _hardware(cluster, links, price)
     samples = _samples(global_batch, batch_tokens, seq)
     workload = Workload(seq, samples, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
@@ -121,20 +120,7 @@ def plan(
     planned: str | ModelTrace = model
     if from_log is not None:
         planned, hardware = _calibrated(from_log, model, hardware, workload, as_json_)
-    try:
-        with long_wait("planning"):
-            found = plan_model(
-                planned,
-                hardware,
-                workload,
-                fixed=fixed,
-                objective=objective,  # type: ignore[arg-type]
-            )
-        if days is not None or budget is not None:
-            found = within(found, days, budget)
-    except NothingFits as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(NOTHING_FITS) from None
+    found = _chosen(planned, hardware, workload, fixed, objective, days, budget)
     found = replace(found, model=model)
     if out is not None:
         out.write_text(as_yaml(found), encoding="utf-8")
@@ -142,12 +128,31 @@ def plan(
         draw_plans(found, picture)
     if as_json_:
         typer.echo(as_json(found), nl=False)
-        return
-    _show(found, front, questions, dry_run)
-    if out is not None:
-        typer.echo(
-            f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch"
-        )
+    else:
+        _show(found, front, questions, dry_run, out)
+
+
+def _chosen(
+    planned: str | ModelTrace,
+    hardware: Hardware,
+    workload: Workload,
+    fixed: list[tuple[str, str]],
+    objective: Any,
+    days: float | None,
+    budget: float | None,
+) -> Recommendation:
+    """Return the plan; where nothing fits, say so and end the command."""
+    try:
+        with long_wait("planning"):
+            found = plan_model(
+                planned, hardware, workload, fixed=fixed, objective=objective
+            )
+        if days is not None or budget is not None:
+            found = within(found, days, budget)
+    except NothingFits as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NOTHING_FITS) from None
+    return found
 
 
 def _hardware(cluster: str, links: Path | None, price: float | None) -> Hardware:
@@ -189,7 +194,11 @@ def _require_places(out: Path | None, picture: Path | None) -> None:
 
 
 def _show(
-    found: Recommendation, front: bool, questions: list[tuple[str, str]], dry_run: bool
+    found: Recommendation,
+    front: bool,
+    questions: list[tuple[str, str]],
+    dry_run: bool,
+    out: Path | None,
 ) -> None:
     """Print the table of plans, and what else was asked about them."""
     console().print(table(found))
@@ -201,6 +210,10 @@ def _show(
         with long_wait("the dry run"):
             ran = dry_run_of(found)
         console().print(compared(found, ran))
+    if out is not None:
+        typer.echo(
+            f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch"
+        )
 
 
 def _samples(

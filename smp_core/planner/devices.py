@@ -1,6 +1,6 @@
 """Devices and machines as data: peaks, memory, bandwidths, and the machines that one
 can rent. Every row names its source: a page of the device's maker, of AWS (EC2), Azure
-(ND), Google Cloud (a2 to a4) or NVIDIA (DGX).
+(ND), Google Cloud (a2 to a4) or NVIDIA (DGX). The rows are in devices.json.
 
 Bandwidths are of one direction. Where NVIDIA prints figures with 2:4 sparsity, half of
 that stands here.
@@ -12,47 +12,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 from smp_core.config import did_you_mean
+from smp_core.outside import read_json
 
 _Row = TypeVar("_Row")
 
+_TABLES = read_json(Path(__file__).with_suffix(".json"))
+
 # Dense bfloat16 tensor-core peaks in TFLOPS, by the words of
-# `torch.cuda.get_device_name()`; the first row whose words are all there counts.
-_PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("GB300", 2500.0),
-    ("GB200", 2500.0),
-    ("B300", 2250.0),
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("GB10", 125.0),
-    ("H200 NVL", 835.5),
-    ("H200", 989.4),
-    ("H100 NVL", 835.5),
-    ("H100 PCIE", 756.5),
-    ("H100", 989.4),
-    ("H800", 989.4),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A30", 165.0),
-    ("A40", 149.7),
-    ("A10G", 70.0),
-    ("A10", 125.0),
-    ("A6000", 154.8),
-    ("RTX 4090", 165.2),
-    ("RTX 5090", 209.5),
-    ("L40S", 362.1),
-    ("L40", 181.1),
-    ("L4", 121.0),
-    ("RTX 6000 ADA", 364.3),
-    ("MI355X", 2516.6),
-    ("MI325X", 1307.4),
-    ("MI300X", 1307.4),
-    # One of the two dies of a card, which is what torch calls a device.
-    ("MI250X", 191.5),
-)
+# `torch.cuda.get_device_name()`; the first row whose words are all there counts. That of
+# MI250X is of one of the two dies of a card, which is what torch calls a device.
+_PEAK_BF16_TFLOPS: dict[str, float] = _TABLES["peak_bf16_tflops"]
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -76,7 +49,7 @@ def peak_flops(device_name: str) -> float | None:
     return next(
         (
             tflops * 1e12
-            for key, tflops in _PEAK_BF16_TFLOPS
+            for key, tflops in _PEAK_BF16_TFLOPS.items()
             if words.issuperset(key.split())
         ),
         None,
@@ -129,100 +102,9 @@ class Device:
 # Ampere, by the first words of names; CDNA 2.
 _WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "A10", "A10G", "MI250X")
 
-_PCIE3, _PCIE4, _PCIE5, _PCIE6 = 16e9, 32e9, 64e9, 128e9
-
-# Between cards without NVLink, and to the host. Programs find a little less memory than
-# is printed on the card.
-DEVICES: dict[str, Device] = {
-    # of float16
-    "v100-16g": Device(
-        "V100", 15.8, 900e9, 150e9, _PCIE3, "data sheet: SXM2 16 GB, NVLink", 125e12
-    ),
-    "v100-32g": Device(
-        "V100", 31.7, 900e9, 150e9, _PCIE3, "data sheet: SXM2 32 GB, NVLink", 125e12
-    ),
-    "a100-40g": Device(
-        "A100", 39.4, 1555e9, 300e9, _PCIE4, "data sheet: SXM 40 GB, NVLink 600 GB/s"
-    ),
-    "a100-80g": Device(
-        "A100", 79.2, 2039e9, 300e9, _PCIE4, "data sheet: SXM 80 GB, NVLink 600 GB/s"
-    ),
-    "a100-pcie-40g": Device(
-        "A100 PCIE", 39.4, 1555e9, _PCIE4, _PCIE4, "data sheet: PCIe 40 GB"
-    ),
-    "a100-pcie-80g": Device(
-        "A100 PCIE", 79.2, 1935e9, _PCIE4, _PCIE4, "data sheet: PCIe 80 GB"
-    ),
-    "h100-80g": Device(
-        "H100", 79.2, 3350e9, 450e9, _PCIE5, "data sheet: SXM, NVLink 900 GB/s"
-    ),
-    "h100-pcie": Device("H100 PCIE", 79.2, 2000e9, _PCIE5, _PCIE5, "data sheet: PCIe"),
-    "h200": Device(
-        "H200", 139.8, 4800e9, 450e9, _PCIE5, "data sheet: SXM 141 GB, NVLink 900 GB/s"
-    ),
-    "gh200": Device(
-        "GH200",
-        94.5,
-        4000e9,
-        450e9,
-        450e9,
-        "data sheet: 96 GB HBM3, NVLink-C2C 900 GB/s",
-    ),
-    "b200": Device(
-        "B200",
-        178.0,
-        8000e9,
-        900e9,
-        _PCIE5,
-        "data sheet: 1,440 GB in 8, NVLink 1.8 TB/s",
-    ),
-    "gb200": Device(
-        "GB200", 184.0, 8000e9, 900e9, 225e9, "data sheet: 186 GB, half a CPU's C2C"
-    ),
-    "b300": Device(
-        "B300", 267.0, 8000e9, 900e9, _PCIE6, "data sheet: 288 GB each, NVLink 1.8 TB/s"
-    ),
-    "dgx-spark": Device(
-        "GB10", 119.0, 273e9, 25e9, 273e9, "data sheet: 128 GB, 200 Gb/s"
-    ),
-    "a10g": Device("A10G", 22.1, 600e9, _PCIE4, _PCIE4, "data sheet: 24 GB, PCIe Gen4"),
-    "a40": Device(
-        "A40", 44.4, 696e9, _PCIE4, _PCIE4, "data sheet: 48 GB with ECC, PCIe Gen4"
-    ),
-    "l4": Device("L4", 22.0, 300e9, _PCIE4, _PCIE4, "data sheet: 24 GB, PCIe Gen4"),
-    "l40s": Device("L40S", 44.5, 864e9, _PCIE4, _PCIE4, "data sheet: 48 GB, PCIe Gen4"),
-    "rtx-a6000": Device(
-        "RTX A6000", 47.4, 768e9, _PCIE4, _PCIE4, "data sheet: 48 GB, PCIe Gen4"
-    ),
-    "rtx-6000-ada": Device(
-        "RTX 6000 Ada", 47.4, 960e9, _PCIE4, _PCIE4, "data sheet: 48 GB"
-    ),
-    "rtx-4090": Device(
-        "RTX 4090",
-        23.5,
-        1008e9,
-        _PCIE4,
-        _PCIE4,
-        "Ada architecture paper: 24 GB, PCIe Gen4",
-    ),
-    "rtx-5090": Device(
-        "RTX 5090",
-        31.3,
-        1792e9,
-        _PCIE5,
-        _PCIE5,
-        "NVIDIA RTX Blackwell architecture paper: 32 GB",
-    ),
-    "mi300x": Device(
-        "MI300X", 191.5, 5300e9, 448e9, _PCIE5, "data sheet: 192 GB, 7 x 64 GB/s"
-    ),
-    "mi325x": Device(
-        "MI325X", 255.5, 6000e9, 448e9, _PCIE5, "data sheet: 256 GB, 7 x 64 GB/s"
-    ),
-    "mi355x": Device(
-        "MI355X", 287.5, 8000e9, 537.6e9, _PCIE5, "data sheet: 288 GB, 7 x 76.8 GB/s"
-    ),
-}
+# V100's peak is of float16. Between cards without NVLink, and to the host, rates are
+# those of PCIe. Programs find a little less memory than is printed on the card.
+DEVICES = {name: Device(**row) for name, row in _TABLES["devices"].items()}
 
 _ALSO = {
     "h100": "h100-80g",
@@ -251,78 +133,7 @@ class Machine:
 
 
 # `plan="auto"` knows a device only, and takes the network of its first row here.
-MACHINES: dict[str, Machine] = {
-    "p3dn": Machine(
-        "v100-32g", 8, 100, "EC2 P3 page: p3dn.24xlarge, 100 Gbps", first_efa=True
-    ),
-    "p4d": Machine(
-        "a100-40g", 8, 400, "EC2 P4 page: p4d.24xlarge, EFA 400 Gbps", first_efa=True
-    ),
-    "p4de": Machine(
-        "a100-80g", 8, 400, "EC2 P4 page: p4de.24xlarge, EFA 400 Gbps", first_efa=True
-    ),
-    "p5": Machine("h100-80g", 8, 3200, "EC2 P5 page: p5.48xlarge, EFA 3,200 Gbps"),
-    "p5e": Machine("h200", 8, 3200, "EC2 P5 page: p5e.48xlarge, EFA 3,200 Gbps"),
-    "p5en": Machine("h200", 8, 3200, "EC2 P5 page: p5en.48xlarge, EFA 3,200 Gbps"),
-    "p6-b200": Machine("b200", 8, 3200, "EC2 P6 page: p6-b200.48xlarge, EFA 3.2 Tbps"),
-    "p6-b300": Machine("b300", 8, 6400, "EC2 P6 page: p6-b300.48xlarge, EFA 6.4 Tbps"),
-    "g5": Machine("a10g", 8, 100, "EC2 G5 page: g5.48xlarge, 100 Gbps"),
-    "g6": Machine("l4", 8, 100, "EC2 G6 page: g6.48xlarge, 100 Gbps"),
-    "g6e": Machine("l40s", 8, 400, "EC2 G6e page: g6e.48xlarge, 400 Gbps"),
-    "nd-a100-v4": Machine(
-        "a100-40g", 8, 1600, "ND A100 v4 page: ND96asr_v4, 8 x 200 Gb/s InfiniBand"
-    ),
-    "ndm-a100-v4": Machine(
-        "a100-80g",
-        8,
-        1600,
-        "NDm A100 v4 page: ND96amsr_A100_v4, 8 x 200 Gb/s InfiniBand",
-    ),
-    "nd-h100-v5": Machine(
-        "h100-80g", 8, 3200, "ND H100 v5 page: ND96isr_H100_v5, 8 x 400 Gb/s InfiniBand"
-    ),
-    "nd-h200-v5": Machine(
-        "h200", 8, 3200, "ND H200 v5 page: ND96isr_H200_v5, 8 x 400 Gb/s InfiniBand"
-    ),
-    "nd-mi300x-v5": Machine(
-        "mi300x",
-        8,
-        3200,
-        "ND MI300X v5 page: ND96isr_MI300X_v5, 8 x 400 Gb/s InfiniBand",
-    ),
-    "a2-highgpu-8g": Machine("a100-40g", 8, 100, "GPU machine types page: 100 Gbps"),
-    "a2-ultragpu-8g": Machine("a100-80g", 8, 100, "GPU machine types page: 100 Gbps"),
-    "a3-highgpu-8g": Machine(
-        "h100-80g", 8, 800, "GPU machine types page: 4 x 200 Gbps of GPUs"
-    ),
-    "a3-megagpu-8g": Machine(
-        "h100-80g", 8, 1600, "GPU machine types page: 8 x 200 Gbps of GPUs"
-    ),
-    "a3-ultragpu-8g": Machine(
-        "h200", 8, 3200, "GPU machine types page: 8 x 400 Gbps of GPUs"
-    ),
-    "a4-highgpu-8g": Machine(
-        "b200", 8, 3200, "GPU machine types page: 8 x 400 Gbps of GPUs"
-    ),
-    "dgx-a100": Machine(
-        "a100-80g", 8, 1600, "DGX A100 data sheet: 8 x 200 Gb/s InfiniBand"
-    ),
-    "dgx-h100": Machine(
-        "h100-80g", 8, 3200, "DGX H100 data sheet: 8 x 400 Gb/s InfiniBand"
-    ),
-    "dgx-h200": Machine(
-        "h200", 8, 3200, "DGX H200 data sheet: 8 x 400 Gb/s InfiniBand"
-    ),
-    "dgx-b200": Machine(
-        "b200", 8, 3200, "DGX B200 data sheet: 8 x 400 Gb/s InfiniBand"
-    ),
-    "dgx-b300": Machine(
-        "b300", 8, 6400, "DGX B300 data sheet: 8 x 800 Gb/s InfiniBand"
-    ),
-    "gb200-nvl72": Machine(
-        "gb200", 72, 28800, "DGX GB200 data sheet: 72 x 400 Gb/s InfiniBand"
-    ),
-}
+MACHINES = {name: Machine(**row) for name, row in _TABLES["machines"].items()}
 
 ETHERNET_GBIT = 10.0
 """What `@ethernet` means: IEEE 802.3ae."""

@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 from smp_core.activations import selective_contexts
 from smp_core.config import DEFAULTS, Fp8Recipe, SmpConfig
 from smp_core.fp8 import choose
-from smp_core.outside import ask_child
+from smp_core.outside import ask_child, changed
 from smp_core.plan import Entry, Shapes
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
@@ -96,11 +96,8 @@ def scores_kept() -> Iterator[set[float]]:
         asked.add(dropout_p)
         return real(query, key, value, attn_mask, 0.0, **rest)
 
-    nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
-    try:
+    with changed(nn.functional, scaled_dot_product_attention=attention):
         yield asked
-    finally:
-        nn.functional.scaled_dot_product_attention = real
 
 
 def trace_model(

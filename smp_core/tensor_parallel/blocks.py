@@ -60,6 +60,7 @@ from smp_core.tensor_parallel.operators import (
 from smp_core.tensor_parallel.randomness import refuse_random
 from smp_core.tensor_parallel.token_trial import Found, TokenTrial, require_equal_parts
 from smp_core.tensor_parallel.unsplit_trial import Unsplit, UnsplitTrial
+from smp_core.torch_facts import Args, Kwargs
 
 logger = logging.getLogger("smp")
 
@@ -334,9 +335,7 @@ class BlockForward:
         return self._returned(self.original(*args, **kwargs))
 
     @torch.compiler.disable
-    def _taken(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _taken(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         axis = self.stack.axis
         tokens = self.stack.tokens[self.place]
         stack = self.stack
@@ -412,7 +411,7 @@ class BlockForward:
             )
         return output
 
-    def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _try_out(self, args: Args, kwargs: Kwargs) -> None:
         """Find out whether the block computes what it does unsplit, in its first
         forward, and whether it computes the same with a part of its tokens, in its
         first that trains. Collective over the axis.
@@ -456,7 +455,7 @@ class BlockForward:
         if self.found.why and stack.may_split:
             self._go_on_with_whole_tokens(name, self.found.why)
 
-    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _compare(self, args: Args, kwargs: Kwargs) -> None:
         """Compare the block with the unsplit one, unless it takes parts whose dimension
         is not known."""
         stack = self.stack

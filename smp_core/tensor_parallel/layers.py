@@ -41,7 +41,7 @@ from smp_core.tensor_parallel.operators import (
 )
 from smp_core.tensor_parallel.overlap import ColumnInputs
 from smp_core.tensor_parallel.randomness import same_random
-from smp_core.torch_facts import local_part
+from smp_core.torch_facts import Args, Kwargs, local_part
 
 Forward = Callable[..., Any]
 # Where blocks are compiled: what is split runs as it is, and so does what stands around
@@ -474,7 +474,7 @@ class WholeForward:
         return with_output(output, lambda output: split_tokens(output, self.axis))
 
 
-def hidden_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def hidden_among(args: Args, kwargs: Kwargs) -> Tensor:
     """Return the hidden states of a call: the first tensor, wherever it stands."""
     # Transformers passes them by this name, maybe behind other tensors.
     hidden = kwargs.get("hidden_states")
@@ -491,8 +491,8 @@ def hidden_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]
+) -> tuple[Args, Kwargs]:
     """Return a call's arguments with the hidden states changed: the first tensor,
     wherever it stands among them."""
     everything = [*args, *kwargs.values()]
@@ -503,8 +503,8 @@ def with_hidden(
 
 
 def with_others(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]
+) -> tuple[Args, Kwargs]:
     """Return a call's arguments with all tensors changed that gradients come to, but
     for the hidden states; also those in lists, tuples and dictionaries."""
     hidden = hidden_among(args, kwargs)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.torch_facts import Args, Kwargs
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -149,9 +150,7 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     )
     signature = inspect.signature(type(model).forward)
 
-    def announce(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def announce(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         # By name or by place; without labels or gradients, logits are an output and
         # have to be whole.
         given = signature.bind_partial(module, *args, **kwargs).arguments

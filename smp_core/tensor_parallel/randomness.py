@@ -21,16 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import transformers_model
-from smp_core.torch_facts import seed_generators
-
-_DROPOUT = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+from smp_core.torch_facts import DROPOUTS, Args, seed_generators
 
 
 def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> list[str]:
@@ -65,7 +56,7 @@ def _random_parts(model: nn.Module) -> list[str]:
     found = [
         name
         for name, module in modules.items()
-        if isinstance(module, _DROPOUT) and module.p > 0
+        if isinstance(module, DROPOUTS) and module.p > 0
     ]
     found += [
         name
@@ -182,7 +173,7 @@ def own_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_random(
-    axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    axis: TensorAxis, args: Args, kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
     """Let all ranks draw the same inside a block of :func:`own_random`, for a call that
     every rank computes alike."""
@@ -211,7 +202,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+def _device_of(args: Args, kwargs: Mapping[str, Any]) -> torch.device:
     return next(
         value.device
         for value in (*args, *kwargs.values())

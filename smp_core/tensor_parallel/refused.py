@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from smp_core.tensor_parallel.roles import Split, holds, transformers_model
-from smp_core.torch_facts import transformers_models, uncompiled
+from smp_core.torch_facts import Args, Kwargs, transformers_models, uncompiled
 
 _COLLECTING = "transformers.utils.output_capturing"
 
@@ -101,9 +99,7 @@ def refuse_whole_states(model: nn.Module) -> None:
                 f"tensor_parallel_degree: config.{option}=True: no rank has these unsplit; set config.{option} = False"
             )
 
-    def refuse(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def refuse(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         for option in _WHOLE_STATES:
             if kwargs.get(option):
                 raise ValueError(

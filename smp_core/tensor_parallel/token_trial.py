@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import SITES
+from smp_core.outside import changed
 from smp_core.plan.chain import KeptTensors, state_restored
 from smp_core.tensor_parallel.layers import (
     Forward,
@@ -44,7 +45,13 @@ from smp_core.tensor_parallel.layers import (
     with_others,
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gradient
-from smp_core.torch_facts import TrialGenerator, local_part, without_caches
+from smp_core.torch_facts import (
+    Args,
+    Kwargs,
+    TrialGenerator,
+    local_part,
+    without_caches,
+)
 
 # Tolerances of values and gradients: relative to the largest of a token or tensor, and
 # to the largest gradient of all, which covers what is zero but for roundings.
@@ -126,8 +133,8 @@ class TokenTrial:
 
     def run(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         is_own: Callable[[Tensor], bool],
         stay_whole: str,
         evaluating: bool,
@@ -159,33 +166,29 @@ class TokenTrial:
         # what they return with whole tokens.
         if not hidden.is_floating_point() or hidden.ndim < 2:
             stay_whole = stay_whole or "its first tensor is not [..., tokens, features]"
-        # The axis notes the length of the present call; the trial's is another, and is
-        # put back below.
-        length = self.axis.length
-        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
+        # The axis notes the length of the present call; the trial's is another.
+        length = hidden.shape[-2] if hidden.ndim > 1 else 0
         why = stay_whole or "it cannot be run with numbers drawn at random"
-        try:
-            self._kept = KeptTensors(self.block)
-            with self.undisturbed(hidden.device, is_wide, evaluating):
-                # Full precision first; where a forward cannot run in it (a cast to half
-                # inside), its own dtype is tried.
-                wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-                for dtype in (
-                    dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,)
-                ):
-                    with contextlib.suppress(_CannotRun):
-                        why = self._compared(args, kwargs, is_own, dtype, stay_whole)
-                        break
-        finally:
-            self.axis.length = length
+        self._kept = KeptTensors(self.block)
+        with (
+            changed(self.axis, length=length),
+            self.undisturbed(hidden.device, is_wide, evaluating),
+        ):
+            # Full precision first; where a forward cannot run in it (a cast to half
+            # inside), its own dtype is tried.
+            wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+            for dtype in dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,):
+                with contextlib.suppress(_CannotRun):
+                    why = self._compared(args, kwargs, is_own, dtype, stay_whole)
+                    break
         # From here on, the forwards inside the block do what was found.
         self.tokens.split = not why
         return Found(why, self._own_outputs)
 
     def _compared(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         is_own: Callable[[Tensor], bool],
         dtype: Any,
         failed: str,
@@ -277,7 +280,7 @@ class TokenTrial:
         return ""
 
     def _noting_calls(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+        self, args: Args, kwargs: Kwargs, own: set[int]
     ) -> tuple[_Seen, list[Any] | None]:
         """Run the block with whole tokens; return what was seen, and which layers were
         called on how much."""
@@ -288,11 +291,7 @@ class TokenTrial:
             self.tokens.calls = None
 
     def _calls_by_content(
-        self,
-        calls: list[Any] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        own: set[int],
+        self, calls: list[Any] | None, args: Args, kwargs: Kwargs, own: set[int]
     ) -> str:
         """Return why ranks with other tokens would not make the same calls, and wait
         for one another; "": they do."""
@@ -312,7 +311,7 @@ class TokenTrial:
         )
 
     def _with_own_tokens(
-        self, whole: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+        self, whole: _Seen, args: Args, kwargs: Kwargs, own: set[int]
     ) -> str:
         """Return what is not the same with a part of the tokens."""
         try:
@@ -415,9 +414,7 @@ class TokenTrial:
     def _own_tokens(self, hidden: Tensor) -> Tensor:
         return hidden.chunk(self.axis.degree, -2)[self.axis.rank]
 
-    def _played(
-        self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
-    ) -> _Seen:
+    def _played(self, split: bool, args: Args, kwargs: Kwargs, own: set[int]) -> _Seen:
         """Run the block forward and, where gradients are compared, backward.
 
         Raises:
@@ -436,7 +433,7 @@ class TokenTrial:
             self.tokens.split = False
 
     def _computed(
-        self, split: bool, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+        self, split: bool, args: Args, kwargs: Kwargs, own: set[int]
     ) -> _Seen:
         axis = self.axis
         # The same preparations that a block makes when it trains with split tokens.
@@ -521,11 +518,7 @@ class TokenTrial:
         return self._leaf("", "other", like, dtype).detach()
 
     def _drawn_inputs(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        is_own: Callable[[Tensor], bool],
-        dtype: Any,
+        self, args: Args, kwargs: Kwargs, is_own: Callable[[Tensor], bool], dtype: Any
     ) -> Any:
         """Return the arguments with the hidden states, and all else that gradients come
         to, drawn at random."""

@@ -24,6 +24,7 @@ from smp_core.checkpoint import iterate_tensors
 from smp_core.tensor_parallel.adapters import around
 from smp_core.tensor_parallel.layers import with_hidden, with_others
 from smp_core.tensor_parallel.roles import is_conv1d
+from smp_core.torch_facts import Args, Kwargs
 
 _PIECES = (1, 2, 3)
 _MOST_ATTRIBUTES = 8  # 2^8 trials
@@ -89,7 +90,7 @@ class Block:
         self.handed_on: list[int] = []
         self._returned: list[Tensor] = []
         self._seen: dict[nn.Module, list[Call]] = {}
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._arguments: tuple[Args, Kwargs] = ((), {})
 
     def watch(self) -> Iterator[Any]:
         """Register hooks that note calls; yield their handles."""
@@ -97,9 +98,7 @@ class Block:
         for module in self.inside.values():
             yield module.register_forward_hook(self._note, with_kwargs=True)
 
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _enter(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         self.calls += 1
         # Leaves of the graph, so that it ends at what enters the block.
         args, kwargs = with_hidden(
@@ -112,13 +111,7 @@ class Block:
         self.entered = _hidden_of(args, kwargs)
         return args, kwargs
 
-    def _note(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
+    def _note(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         # Modules without tensors on both sides (containers, masks) have nothing to
         # compare.
         tensors = [
@@ -176,7 +169,7 @@ class Block:
         return [returned[number] for number in (0, *self.handed_on)]
 
 
-def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _hidden_of(args: Args, kwargs: Kwargs) -> Tensor:
     found: list[Tensor] = []
 
     def take(hidden: Tensor) -> Tensor:

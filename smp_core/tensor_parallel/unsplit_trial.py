@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.fp8 import unquantized
+from smp_core.outside import changed
 from smp_core.tensor_parallel.adapters import around
 from smp_core.tensor_parallel.layers import (
     WHOLE_TOKENS,
@@ -45,7 +46,7 @@ from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.randomness import NotedDropout, require_one_state
 from smp_core.tensor_parallel.roles import Split, holds, numbers_of_heads
 from smp_core.tensor_parallel.token_trial import TokenTrial
-from smp_core.torch_facts import seed_generators, without_caches
+from smp_core.torch_facts import Args, Kwargs, seed_generators, without_caches
 
 logger = logging.getLogger("smp")
 
@@ -114,9 +115,7 @@ class UnsplitTrial:
             if each in unsplit.splits
         }
 
-    def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], own_dim: OwnDim
-    ) -> dict[int, int]:
+    def run(self, args: Args, kwargs: Kwargs, own_dim: OwnDim) -> dict[int, int]:
         """Compare the two, and leave everything that a forward changes as before.
         Collective over the axis.
 
@@ -149,11 +148,9 @@ class UnsplitTrial:
         )
         dtype = hidden.dtype if hidden.is_floating_point() else stored
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        # The present call's length of sequences, for layers that leave padding out; put
-        # back at the end.
-        length = self.axis.length
-        self.axis.length = hidden.shape[-2] if hidden.ndim > 1 else 0
-        try:
+        # The length of sequences, for layers that leave padding out.
+        length = hidden.shape[-2] if hidden.ndim > 1 else 0
+        with changed(self.axis, length=length):
             # Full precision first, then the model's own where the forward cannot run in
             # it.
             for each in dict.fromkeys((wide, dtype)) if is_wide else (None,):
@@ -169,8 +166,6 @@ class UnsplitTrial:
                     )
                     return self._judged(split, whole, again)
             self._warn(f"where it raises {whole.error} with numbers drawn at random")
-        finally:
-            self.axis.length = length
         return {}
 
     def _require_one_input(self, hidden: Tensor) -> None:
@@ -200,8 +195,8 @@ class UnsplitTrial:
 
     def _both(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         hidden: Tensor,
         own_dim: OwnDim,
         dtype: torch.dtype | None,
@@ -239,8 +234,8 @@ class UnsplitTrial:
 
     def _refuse_dropout(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         hidden: Tensor,
         own_dim: OwnDim,
         dtype: torch.dtype | None,
@@ -264,8 +259,8 @@ class UnsplitTrial:
 
     def _given(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         own_dim: OwnDim,
         drawing: TokenTrial,
         hidden: Tensor,
@@ -301,7 +296,7 @@ class UnsplitTrial:
     def _played(
         self,
         forward: Forward,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
+        given: tuple[Args, Kwargs],
         shown: Mapping[nn.Module, Mapping[str, Tensor | None]],
         stand_in: Callable[[nn.Module, Forward, _Run], Forward],
     ) -> _Run:
@@ -333,7 +328,7 @@ class UnsplitTrial:
             ]
         return run
 
-    def _note(self, run: _Run, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _note(self, run: _Run, module: nn.Module, args: Args) -> None:
         is_row = self._splits[module].role == "row"
         run.called.append(module)
         run.arrived.append(args[0] if is_row and args else None)
@@ -530,7 +525,7 @@ class ComparedForward:
         return self.original(*args, **kwargs)
 
     @torch.compiler.disable
-    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _compare(self, args: Args, kwargs: Kwargs) -> None:
         trains = torch.is_grad_enabled()
         if trains not in self.compared:
             self.compared.add(trains)
@@ -583,7 +578,7 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _hidden_of(args: Args, kwargs: Kwargs) -> Tensor | None:
     """Return the first tensor of a call; None without one."""
     try:
         return hidden_among(args, kwargs)

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     )
     from smp_core.torch_facts.modules import (
         ABSENT as ABSENT,
+        DROPOUTS as DROPOUTS,
+        Args as Args,
+        Kwargs as Kwargs,
         StepsOnHost as StepsOnHost,
         after_each_step as after_each_step,
         base_without_dict as base_without_dict,

@@ -31,6 +31,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""The arguments of a module's call, as its forward and hooks get them."""
+
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
 _COMPILED = "_orig_mod"
 _WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
 

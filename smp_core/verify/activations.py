@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smp_core.checkpoint import iterate_tensors
 from smp_core.torch_facts import clean_name, local_part
 
 STEP = "the training step"
@@ -195,14 +196,13 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _floating(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        real = as_real(values)
-        return [real] if real.is_floating_point() and real.device.type != "meta" else []
-    if isinstance(values, Mapping):
-        return [tensor for value in values.values() for tensor in _floating(value)]
-    if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in _floating(value)]
-    return []
+    found = iterate_tensors(values, mapping=Mapping)
+    tensors = [as_real(tensor) for _, tensor in found]
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.device.type != "meta"
+    ]
 
 
 def in_fewer_calls(events: Sequence[Moments], calls: int) -> list[Moments]:

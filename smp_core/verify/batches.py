@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+
+from smp_core.checkpoint import iterate_tensors, seed_random_state, set_random_state
+from smp_core.checkpoint.random_state import random_state
 
 
 class NotJoinable(ValueError):
@@ -24,15 +25,8 @@ class NotJoinable(ValueError):
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a nest of mappings, sequences and dataclass-like objects,
-    in order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        return [tensor for key in batch for tensor in tensors_of(batch[key])]
-    if isinstance(batch, (list, tuple)):
-        return [tensor for value in batch for tensor in tensors_of(value)]
-    return []
+    """Return the tensors of a nest of mappings and sequences, in order."""
+    return [tensor for _, tensor in iterate_tensors(batch, mapping=Mapping)]
 
 
 def map_batch(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -132,14 +126,14 @@ def _read_with(
     dataset, batch_sampler = loader.dataset, loader.batch_sampler
     # A stream has no indexes: its first batch is read.
     if isinstance(dataset, IterableDataset):
-        _seed(seed)
+        seed_random_state(seed)
         return _read(loader, 1, change)
     # The order is fixed by the first batch of indexes, so that only the samples
     # themselves are compared.
     indexes: Any = next(
         iter(loader.sampler if batch_sampler is None else batch_sampler)
     )
-    _seed(seed)
+    seed_random_state(seed)
     samples = (
         dataset[indexes]
         if batch_sampler is None
@@ -157,23 +151,15 @@ def _read(
     return hashes
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 @contextlib.contextmanager
 def _random_states_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Put the random states of Python, numpy, torch and generators back at the end."""
-    python, numpy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = random_state()
     states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(own)
+        set_random_state(before)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 

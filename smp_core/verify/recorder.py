@@ -29,7 +29,7 @@ from smp_core.cluster import DATA
 from smp_core.config import DEFAULTS
 from smp_core.engine import ParallelModel
 from smp_core.sharding import CpuSyncBatchNorm
-from smp_core.torch_facts import clean_name, is_absent
+from smp_core.torch_facts import DROPOUTS, clean_name, is_absent
 from smp_core.verify.activations import Activations, Moments, as_real
 from smp_core.verify.batches import NotJoinable, join, map_batch, sample_hashes
 from smp_core.verify.request import Request
@@ -78,7 +78,6 @@ class Record:
     events: list[Moments] = field(default_factory=list)
     draws: list[str] = field(default_factory=list)
     gradients: Weights | None = None
-    without_gradient: list[str] = field(default_factory=list)
     start: Weights = field(default_factory=dict)
     first: Weights = field(default_factory=dict)
     end: Weights = field(default_factory=dict)
@@ -400,9 +399,7 @@ class Recorder:
             if is_absent(parameter):
                 gradients[own] = parameter
             elif parameter.requires_grad:
-                if parameter.grad is None:
-                    # A gradient of None is compared as zeros, and noted.
-                    self.record.without_gradient.append(own)
+                # A gradient of None is compared as zeros.
                 gradients[own] = (
                     torch.zeros_like(parameter)
                     if parameter.grad is None
@@ -434,14 +431,6 @@ class Recorder:
                 self.record.buffers[clean_name(name)] = _digest(buffer)
 
 
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
 # _BatchNorm: torch has no public class over the three.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
@@ -483,7 +472,7 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
             for key, value in vars(module).items()
             if "dropout" in key.lower() and _is_share(value)
         ]
-        if isinstance(module, _DROPOUTS):
+        if isinstance(module, DROPOUTS):
             knobs.append("p")
         on = [key for key in knobs if getattr(module, key) > 0]
         for key in on:

@@ -42,17 +42,9 @@ def temporaries_of(path: str) -> list[str]:
     """List the temporaries that belong to a path."""
     parent = os.path.dirname(os.path.abspath(path))
     start = f"{TEMPORARY_PREFIX}{os.path.basename(path)}-"
-    try:
-        names = os.listdir(parent)
-    except OSError:
-        return []
     # A save's identity, "<8 hex>-<12 hex>", has 21 characters: "a-b" must not claim the
     # temporaries of "a-b-c".
-    return [
-        os.path.join(parent, name)
-        for name in names
-        if name.startswith(start) and len(name) == len(start) + 21
-    ]
+    return _entries(parent, re.compile(re.escape(start) + ".{21}", re.DOTALL))
 
 
 def sweep(path: str) -> list[str]:
@@ -64,7 +56,7 @@ def sweep(path: str) -> list[str]:
     """
     removed: list[str] = []
     parent = os.path.dirname(os.path.abspath(path))
-    left_behind = _left_behind(parent)
+    left_behind = _entries(parent, _OWN_ENTRY)
     try:
         if left_behind:
             # A temporary may be the checkpoint that a rename has just replaced: the
@@ -105,13 +97,8 @@ def _scratch_left_behind(parent: str) -> list[str]:
     They are never locked, but the process that makes them writes all the time, or takes
     no time at all.
     """
-    now = time.time()
+    now, found = time.time(), _entries(parent, _SCRATCH_ENTRY)
     try:
-        found = [
-            os.path.join(parent, name)
-            for name in os.listdir(parent)
-            if _SCRATCH_ENTRY.fullmatch(name)
-        ]
         return [
             entry for entry in found if now - _newest_change(entry) > _STALE_SECONDS
         ]
@@ -119,16 +106,14 @@ def _scratch_left_behind(parent: str) -> list[str]:
         return []
 
 
-def _left_behind(parent: str) -> list[str]:
-    """List the temporaries in a directory."""
+def _entries(parent: str, names: re.Pattern[str]) -> list[str]:
+    """List the entries of a directory with such names; none of one that cannot be
+    listed."""
     try:
-        return [
-            os.path.join(parent, name)
-            for name in os.listdir(parent)
-            if _OWN_ENTRY.fullmatch(name)
-        ]
+        found = os.listdir(parent)
     except OSError:
         return []
+    return [os.path.join(parent, name) for name in found if names.fullmatch(name)]
 
 
 def _newest_change(directory: str) -> float:

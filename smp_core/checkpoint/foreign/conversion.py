@@ -140,7 +140,7 @@ def import_checkpoint(
     # A conversion is one process, whatever torch.distributed runs around it.
     options = SaveOptions(metadata, extra_files, overwrite, "xxh3")
     write_staged(
-        out, lambda: stage(state, None, 0, allow_pickle), options, Ranks.alone()
+        out, lambda: stage(state, None, 0, allow_pickle), options, Ranks(alone=True)
     )
     return kind
 

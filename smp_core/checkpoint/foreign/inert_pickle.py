@@ -165,27 +165,26 @@ def _key(key: Any, depth: int = _KEY_DEPTH) -> Any:
 _IGNORED = {"PROTO", "FRAME"}
 # Operations whose argument is the value itself.
 _PUSHES_ARGUMENT = {
-    *(
-        "INT",
-        "LONG",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-    ),
-    *(
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "UNICODE",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-    ),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    "INT",
+    "LONG",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "FLOAT",
+    "BINFLOAT",
+    "STRING",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "UNICODE",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "BINBYTES8",
+    "BYTEARRAY8",
 }
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
@@ -220,13 +219,15 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     "NEWOBJ_EX": lambda m, _: m.make(2),
     "BUILD": _Machine.build,
     "BINPERSID": lambda m, _: m.stack.append(Persistent(m.stack.pop())),
-    "PUT": lambda m, number: m.memo.__setitem__(number, m.stack[-1]),
-    "BINPUT": lambda m, number: m.memo.__setitem__(number, m.stack[-1]),
-    "LONG_BINPUT": lambda m, number: m.memo.__setitem__(number, m.stack[-1]),
+    **dict.fromkeys(
+        ("PUT", "BINPUT", "LONG_BINPUT"),
+        lambda m, number: m.memo.__setitem__(number, m.stack[-1]),
+    ),
     "MEMOIZE": lambda m, _: m.memo.__setitem__(len(m.memo), m.stack[-1]),
-    "GET": lambda m, number: m.stack.append(m.memo[number]),
-    "BINGET": lambda m, number: m.stack.append(m.memo[number]),
-    "LONG_BINGET": lambda m, number: m.stack.append(m.memo[number]),
+    **dict.fromkeys(
+        ("GET", "BINGET", "LONG_BINGET"),
+        lambda m, number: m.stack.append(m.memo[number]),
+    ),
 }
 
 

@@ -95,7 +95,7 @@ def save_alone(path: str, value: float) -> None:
         path,
         lambda: stage({"w": torch.full((4,), value)}, None, 0, False),
         options,
-        Ranks.alone(),
+        Ranks(alone=True),
     )
 
 

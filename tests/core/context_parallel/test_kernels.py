@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.attention_work import count_attention_work
 from smp_core.context_parallel import flash, kernels, start_aligned
 from smp_core.context_parallel.fastest import FastestKernel, Kernel, Masks
 
@@ -455,7 +456,7 @@ class Choice:
     def call(self, queries: int = 6) -> str:
         """Name of the kernel whose numbers a forward gave."""
         q, k, v = (torch.randn(2, queries, 4, 16) for _ in range(3))
-        with kernels.count_attention_work() as work:
+        with count_attention_work() as work:
             kernels.forward(q, k, v, Masks(((queries, queries),), 0.3, True, None))
         return [*work.calls][-1]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp_core.context_parallel.kernels import visible_pairs
+from benchmarks.attention_work import visible_pairs
 from smp_core.context_parallel.sequence_plan import (
     SequencePlan,
     decode,

@@ -1,0 +1,21 @@
+"""Attributes that have another value for the time of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object, a class or a module other values inside the block;
+    behind it they have those of before."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
