@@ -15,6 +15,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from smp_core.checkpoint import SaveSchedule
 from smp_core.checkpoint.folders import is_address
 
+_STEPS = "write checkpoint_interval=..., in optimizer steps"
+_BEST = "add ModelCheckpoint(monitor=...) beside it, which keeps the best"
+# ModelCheckpoint's options that say when to save and what stays, and what to write.
+_INSTEAD = {
+    "every_n_train_steps": _STEPS,
+    "every_n_epochs": _STEPS,
+    "train_time_interval": _STEPS,
+    "save_on_train_epoch_end": _STEPS,
+    "monitor": _BEST,
+    "mode": _BEST,
+    "save_top_k": "write keep_last=...",
+    "save_last": "leave it out: last.ckpt is always a link to the newest",
+}
+
 
 class SmpCheckpoint(ModelCheckpoint):
     """A callback that saves ``dirpath/step-00001000.ckpt`` every so many optimizer
@@ -36,7 +50,8 @@ class SmpCheckpoint(ModelCheckpoint):
 
     Raises:
         CheckpointError: a bad interval, or ``"auto"`` without a time between failures.
-        ValueError: ``keep_last`` below 1.
+        ValueError: ``keep_last`` below 1; an option of ModelCheckpoint that would decide
+            what is decided here.
     """
 
     def __init__(
@@ -52,6 +67,10 @@ class SmpCheckpoint(ModelCheckpoint):
         if keep_last is not None and keep_last < 1:
             raise ValueError(
                 f"keep_last={keep_last} must be 1 or more, or None to keep all"
+            )
+        for name in options.keys() & _INSTEAD.keys():
+            raise ValueError(
+                f"{name} is an option of ModelCheckpoint, not of SmpCheckpoint; {_INSTEAD[name]}"
             )
         # ModelCheckpoint names, links and writes; when to save and what stays is
         # decided here.

@@ -1,7 +1,12 @@
 """The sharded checkpoints: they survive crashes, load on any number of ranks and never
 run code from a file.
 
-The format is described in docs/checkpoint-format.md.
+The format is described in docs/checkpoint-format.md; its fields stand in layout, what
+is believed of a file in untrusted. A save deals out slices (save_plan), stages them
+(staging) and writes them (writer); async_save does the same behind training, and has
+the seconds for which training waited. reader loads onto any ranks, root finds the
+newest whole one in a folder. folders/ are disks and object stores, memory/ is the
+newest state in shared memory, foreign/ other programs' files.
 """
 
 from __future__ import annotations

@@ -55,10 +55,20 @@ def checkpoint_tables(path: StrPath, all_tensors: bool = False) -> list[Table]:
         return [_facts(opened), _files(opened), _tensors(opened, all_tensors)]
 
 
+def _state(address: str) -> Text:
+    """Return whether a checkpoint is whole, by sizes and headers of every file: a table
+    should not read all bytes."""
+    problems = verify_checkpoint(address)
+    if problems:
+        return Text("broken: ", style="red") + _text(problems[0])
+    return Text("whole")
+
+
 def _facts(opened: OpenCheckpoint) -> Table:
     manifest, index = opened.manifest, opened.index
     # Every text that comes from the file goes through _text: it may be a stranger's.
     table = Table("fact", "value", title=opened.address, title_justify="left")
+    table.add_row("state", _state(opened.address))
     table.add_row("step", "-" if manifest.step is None else str(manifest.step))
     table.add_row("created", _text(manifest.created))
     table.add_row("saved by", f"{manifest.world_size} ranks")
@@ -154,13 +164,7 @@ def list_table(root: StrPath) -> Table:
     )
     for name in find_checkpoints(root, broken_too=True):
         address = join(root, name)
-        # Sizes and headers of every file: a list should not read all bytes.
-        problems = verify_checkpoint(address)
-        state = (
-            Text("broken: ", style="red") + _text(problems[0])
-            if problems
-            else Text("whole")
-        )
+        state = _state(address)
         state += " (LATEST)" if name == latest else ""
         try:
             # A broken manifest gives no more than its problem.

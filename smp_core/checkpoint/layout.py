@@ -375,9 +375,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file's content, with the digest of the other entries as its last
+        entry."""
         # The digest is computed over the sorted compact form, so indentation and the
         # order of keys do not matter to it.
-        entry."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["manifest_digest"] = digest_of(_canonical(content), "xxh3")
         return json.dumps(content, indent=1).encode()

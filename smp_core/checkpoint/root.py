@@ -104,10 +104,10 @@ def _looks_like_one(address: str, name: str) -> bool:
 def list_entries(root: StrPath) -> list[str]:
     """List the names of the directories in a folder.
 
-    # fsspec is only imported where an address is used.
     Raises:
         CheckpointError: no such folder (``NoSuchFolder``), or it cannot be listed.
     """
+    # fsspec is only imported where an address is used.
     if is_address(root):
         from smp_core.checkpoint.folders.object_folder import list_objects
 

@@ -23,6 +23,7 @@ device or the group's communication objects cannot do is refused by name.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import statistics
@@ -143,6 +144,15 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
         elif not gathers_cross and not asked.gather_inside_nodes:
             why = "the partition group lies inside one node; gather_inside_nodes=true encodes there too"
             draft.drop("compression.gather", None, why)
+    if draft.knobs.compression.gather is not None:
+        # A typo would send in codes what was to stay exact.
+        names = [each.name for each in draft.shapes.parameters]
+        for glob in asked.gather_exclude:
+            if not fnmatch.filter(names, glob):
+                draft.warnings.append(
+                    f"compression.gather_exclude has {glob!r}, which matches no parameter; there are for "
+                    f"example {', '.join(names[:3])}"
+                )
     # Sums of gradients.
     if asked.reduce == "bf16" and not sums_cross:
         several = layout.replicate > 1

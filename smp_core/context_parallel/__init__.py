@@ -2,8 +2,10 @@
 (docs/context-parallelism.md).
 
 ``share_sequences`` is the one call of a conversion; it gives a ContextParallel (batch),
-which splits batches and gathers outputs. Attention exchanges keys and values
-(attention, key_value_exchange, kernels), and a trial on the first call shows whether a
+which splits batches and gathers outputs. Where a model calls attention, ours takes its
+place: Transformers' interface (transformers_models) or torch's operator
+(replaced_attention). It exchanges keys and values (attention, key_value_exchange,
+kernels), and a trial on the first call shows whether a
 model computes over parts of the tokens what it does over all of them (trial).
 """
 

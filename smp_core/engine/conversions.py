@@ -696,5 +696,10 @@ def compile_blocks(model: nn.Module, plan: Plan) -> None:
     assert asked is not None
     for name in plan.shapes.units.blocks:
         block = model.get_submodule(name)
-        if not is_compiled(block):
+        if is_compiled(block):
+            continue
+        try:
             block.compile(**asked.items())
+        except RuntimeError as error:
+            # torch names the mode, backend or option, and those that there are.
+            raise ValueError(f"compile: torch.compile refuses it: {error}") from error

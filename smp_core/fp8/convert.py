@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import of_all_ranks
 from smp_core.config import Fp8Recipe
+from smp_core.config.fp8_recipe import HEADS
 from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
 from smp_core.fp8.scaling import Fp8State
-from smp_core.torch_facts import after_each_step, is_absent, local_part
+from smp_core.torch_facts import after_each_step, is_absent, is_rank_0, local_part
 
 logger = logging.getLogger("smp")
 
@@ -262,7 +263,8 @@ def choose(
     for name, module in model.named_modules():
         if not _has_product(module):
             continue
-        matched |= {glob for glob in recipe.include if fnmatch.fnmatchcase(name, glob)}
+        globs = (*recipe.include, *recipe.exclude)
+        matched |= {glob for glob in globs if fnmatch.fnmatchcase(name, glob)}
         reason = _why_not(name, module, recipe, holders, parts)
         if reason is None:
             chosen.append((name, module, _weights(module)))
@@ -283,6 +285,14 @@ def choose(
         raise ValueError(
             f"fp8: no layer of {type(model).__name__} can be converted ({why or 'it has no linear layer'})"
         )
+    # And so are those that leave nothing out, but for the usual names of heads.
+    for glob in recipe.exclude:
+        if glob not in (*matched, *HEADS) and is_rank_0():
+            logger.warning(
+                "fp8: exclude has %r, which matches no linear layer; in FP8 are for example %s",
+                glob,
+                ", ".join(name for name, *_ in chosen[:3]),
+            )
     return chosen, left_out
 
 

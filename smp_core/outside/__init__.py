@@ -1,5 +1,5 @@
 """What comes from outside and goes there: files that others may have made, the
-terminal, other packages."""
+terminal, other packages and the oldest versions of them and of torch."""
 
 from __future__ import annotations
 

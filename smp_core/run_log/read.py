@@ -73,8 +73,8 @@ class Run:
 
         Raises:
             ValueError: no such file, or no run in it; says what to do.
-        # A folder of a run has its log under the usual name.
         """
+        # A folder of a run has its log under the usual name.
         file = path / FILE if path.is_dir() else path
         run = cls(name=path.name or str(path.resolve().name))
         writers = "SmpMonitor and SmpMonitorCallback write such a log where the Trainer logs, or where run_log= says"

@@ -79,10 +79,11 @@ class TrialGenerator(torch.Generator):
 
 def transformers_models(model: nn.Module) -> list[Any]:
     """List every Transformers model in ``model``, outer ones first."""
-    # A model of a library that was never imported is none of its models.
-    if "transformers" not in sys.modules:
+    # The class is in a file that Transformers, which torchmetrics imports too, reads
+    # late: importing it takes seconds, and it has no instances before.
+    if "transformers.modeling_utils" not in sys.modules:
         return []
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 

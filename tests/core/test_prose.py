@@ -102,6 +102,18 @@ def test_docstrings_begin_with_a_verb_or_a_noun(room: str) -> None:
     assert headless == []
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_hold_no_comments(room: str) -> None:
+    """A comment that slipped into the text above it is printed by help()."""
+    mixed = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for name, line, text in docstrings(path.read_text(encoding="utf-8"))
+        if "\n# " in text
+    ]
+    assert mixed == []
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -142,6 +142,22 @@ def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     assert results == [([10, 11, 12], [10, 12])] * 2
 
 
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ({"every_n_train_steps": 2}, "checkpoint_interval"),
+        ({"monitor": "val_loss"}, "ModelCheckpoint"),
+        ({"save_top_k": 2}, "keep_last"),
+    ],
+)
+def test_options_that_would_decide_what_it_decides_are_refused(
+    tmp_path: Path, option: dict[str, Any], instead: str
+) -> None:
+    """By a monitored metric the newest would not be what it keeps."""
+    with pytest.raises(ValueError, match=f"not of SmpCheckpoint; .*{instead}"):
+        SmpCheckpoint(tmp_path, checkpoint_interval=1, **option)
+
+
 def test_only_what_lies_in_the_folder_is_kept_and_removed(tmp_path: Path) -> None:
     """A run that was preempted before its first regular save had none, and a state from
     elsewhere may name any path."""

@@ -1,7 +1,8 @@
 """Gradients from the first micro-batch of a window to the optimizer step.
 
 An AccumulationWindow holds a UnitWindow for each unit: gradients are added up, summed
-across replicas, divided once, and become ``.grad``. Before that, ranks compare what
+across replicas, divided once (unit_window; by how much: Route in comm/traffic.py), and
+become ``.grad``. Before that, ranks compare what
 they received and issued; where they differ, all of them raise RanksDiverged. Replicated
 parameters and hooks of parameters have their own files.
 """

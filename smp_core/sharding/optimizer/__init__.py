@@ -2,7 +2,8 @@
 
 Lists, and a trial on small parameters, decide whether an optimizer may step shards
 (kinds). ``prepare_optimizer`` (prepared) replaces its parameters by shards over all
-replicas (shards) or on the host (host). Norms and loss scaling see every mesh axis.
+replicas (shards) or on the host (host). Norms and loss scaling see every mesh axis, and what is inf or nan
+(grad_norm, grad_scaler; all places in docs/what-happens.md).
 """
 
 from __future__ import annotations

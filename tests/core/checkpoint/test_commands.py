@@ -47,6 +47,12 @@ def test_inspect_shows_what_is_in_it_and_plots(root: Path) -> None:
     assert (root / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_inspect_says_when_a_file_is_missing(root: Path) -> None:
+    assert "whole" in smp("inspect", root / "step-00000001").output
+    (root / "step-00000001" / "tensors-00000-of-00001.safetensors").unlink()
+    assert "broken: " in smp("inspect", root / "step-00000001").output
+
+
 def test_verify_tells_whole_from_broken_by_its_exit_status(root: Path) -> None:
     path = root / "step-00000001"
     assert smp("verify", path, "--deep").exit_code == 0

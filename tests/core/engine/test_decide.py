@@ -20,6 +20,7 @@ from smp_core.config import SmpConfig
 from smp_core.config.recipe import nested
 from smp_core.engine import knobs_of_next_run
 from smp_core.engine.auto_degree import decide_with_smallest_degree
+from smp_core.engine.conversions import compile_blocks
 from smp_core.engine.decide import decide
 from smp_core.plan.plan import GivenSharding, Plan, Precision
 from smp_core.plan.shapes import GIB, Cluster, Shapes
@@ -274,6 +275,32 @@ def test_what_is_recomputed_around_split_layers_is_not_compiled_and_that_is_said
         and "leave activations or compile out" in plan.knobs.why("compile")
     )
     assert any(line.startswith("compile=") for line in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ("maybe", "maybe"),
+        ({"backend": "inducter"}, "inducter"),
+        ({"options": {"epilog_fusion": True}}, "epilog_fusion"),
+    ],
+)
+def test_what_torch_compile_does_not_know_is_refused_with_the_knob(
+    asked: Any, named: str
+) -> None:
+    model = Tower()
+    with pytest.raises(ValueError, match=f"compile: .*{named}"):
+        compile_blocks(model, plan_of(model, compile=asked))
+
+
+def test_an_excluded_parameter_has_to_be_there() -> None:
+    form = {"gather": "int8", "gather_exclude": ["*.upp", "*bias*"]}
+    plan = plan_of(shard_degree=8, compression=form)
+    [said] = [line for line in plan.warnings if "gather_exclude" in line]
+    assert "'*.upp', which matches no parameter" in said
+    # Where nothing is sent in codes, one line says that.
+    plan = plan_of(shard_degree=4, compression=form)
+    assert not [line for line in plan.warnings if "gather_exclude" in line]
 
 
 def test_there_has_to_be_something_to_compile() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from smp_core.config.fp8_recipe import HEADS
 from smp_core.fp8 import Float8Linear, Fp8Recipe, convert_to_fp8
 from smp_core.fp8.gathered import GatheredWeight
 from smp_core.fp8.scaling import GRADIENT, INPUT, state_numbered
@@ -62,6 +63,14 @@ def test_include_and_exclude_choose_by_name() -> None:
         ValueError, match=r"no layer of Sequential can be converted \(0: its size 8 x 8"
     ):
         convert_to_fp8(nn.Sequential(nn.Linear(8, 8)))
+
+
+def test_a_glob_that_leaves_nothing_out_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    convert_to_fp8(Mixed(), Fp8Recipe(exclude=(*HEADS, "dwn", "odd")))
+    [said] = caplog.messages
+    assert said.startswith("fp8: exclude has 'dwn', which matches no linear layer")
 
 
 def test_a_converted_model_keeps_parameters_names_and_classes() -> None:
