@@ -103,6 +103,11 @@ def parallelize(
         RuntimeError: this torch lacks something of FSDP2 that is needed
             (:func:`require_internals`).
     """
+    if not isinstance(asked, SmpConfig):
+        raise ValueError(
+            f"parallelize(model, {asked!r}): the knobs are given as an SmpConfig; write SmpConfig(shard_degree=2), "
+            "SmpConfig.from_dict(knobs) or SmpConfig.from_yaml(path)"
+        )
     # Phase 1, look: which torch, machine and model this is. Names that are missing are
     # found before anything changes.
     device = torch.device(device) if mesh is None else mesh.device

@@ -71,6 +71,10 @@ _CAST = (
     "model.to(torch.bfloat16), or from_pretrained(..., dtype=torch.bfloat16); to compute in another dtype than weights "
     "are kept in write mixed_precision='bf16' (Trainer: bf16=True; Lightning: precision='bf16-mixed')."
 )
+_LAYOUT = (
+    "shards are stretches of a parameter's rows, and stay contiguous: leave model.to(memory_format=...) of a prepared "
+    "model out. Batches may be in another format: batch.to(memory_format=torch.channels_last)."
+)
 _NO_STRATEGY = (
     "torch has no such operation on a sharded parameter. Compute with the whole one, on all ranks alike, and write it "
     "back, with torch.no_grad(): value = parameter.full_tensor(); torch.manual_seed(0); nn.init.orthogonal_(value); "
@@ -103,6 +107,9 @@ def explain(error: BaseException) -> None:
     # Of all errors about None only those where a model has left its logits out.
     if "'NoneType' object" in text and _has_loss_without_logits(error.__traceback__):
         note = _NO_LOGITS
+    # Of all views only the one that FSDP2 makes of a shard with another layout.
+    if "view size is not compatible" in text and _is_of_shard(error.__traceback__):
+        note = _LAYOUT
     said = f"torch-smp: {note}"
     # A note is added once, although an error may be explained in several places.
     add_note = getattr(error, "add_note", None)  # Python >= 3.11
@@ -112,6 +119,12 @@ def explain(error: BaseException) -> None:
         and said not in getattr(error, "__notes__", [])
     ):
         add_note(said)
+
+
+def _is_of_shard(trace: TracebackType | None) -> bool:
+    """Return whether an error comes from where FSDP2 looks at a shard again."""
+    frames = traceback.extract_tb(trace)
+    return bool(frames) and frames[-1].name == "reset_sharded_param"
 
 
 def _has_loss_without_logits(trace: TracebackType | None) -> bool:

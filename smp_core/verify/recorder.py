@@ -460,21 +460,22 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
     """Set the probability of all dropout in a model to 0.
 
     Returns:
-        the modules that had one above 0: dropout layers, and modules with a number
-            under a name with "dropout" in it,
-        which they hand to a function.
+        the modules that had one above 0: dropout layers, also of others' classes, and
+            modules with a number under a name with "drop" in it (``attn_drop``,
+            ``drop_prob``, ``layerdrop``), which they hand to a function.
     """
     found = []
     for name, module in model.named_modules():
-        # Modules that call a dropout function keep its probability as a number.
-        knobs = [
+        # Layers, and those of stochastic depth, call their probability `p`.
+        kind = type(module).__name__.lower()
+        is_layer = (
+            isinstance(module, DROPOUTS) or "drop" in kind or kind == "stochasticdepth"
+        )
+        on = [
             key
             for key, value in vars(module).items()
-            if "dropout" in key.lower() and _is_share(value)
+            if ("drop" in key.lower() or (is_layer and key == "p")) and _is_on(value)
         ]
-        if isinstance(module, DROPOUTS):
-            knobs.append("p")
-        on = [key for key in knobs if getattr(module, key) > 0]
         for key in on:
             setattr(module, key, 0.0)
         if on:
@@ -482,8 +483,8 @@ def turn_off_dropout(model: nn.Module) -> list[str]:
     return found
 
 
-def _is_share(value: Any) -> bool:
-    return isinstance(value, float) and 0.0 <= value < 1.0
+def _is_on(value: Any) -> bool:
+    return isinstance(value, float) and 0.0 < value < 1.0
 
 
 def joined_batches(folder: Path, one_by_one: bool) -> dict[str, list[Any]]:

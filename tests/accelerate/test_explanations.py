@@ -65,6 +65,10 @@ def explained() -> dict[str, str]:
             "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49052."
         )
 
+    def channels_last() -> None:
+        images = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3), torch.nn.Conv2d(4, 4, 3))
+        accelerator.prepare(images).to(memory_format=torch.channels_last)
+
     cases = {
         "peer": peer_gone,
         "mixed": masked,
@@ -73,6 +77,8 @@ def explained() -> dict[str, str]:
         "LocalSGD": local_sgd,
         "gradients": gradients,
         "cast": cast,
+        "layout": channels_last,
+        "other views": lambda: torch.ones(2, 3).T.view(-1),
     }
     return {name: message_with_notes(case) for name, case in cases.items()}
 
@@ -130,6 +136,8 @@ def test_errors_that_are_not_ours_say_what_to_type() -> None:
         assert "before it is prepared" in said["copy"]
         assert "read parameter.grad" in said["gradients"]
         assert "Cast it before it is prepared" in said["cast"]
+        assert "leave model.to(memory_format=...)" in said["layout"]
+        assert "memory_format" not in said["other views"]
         assert (
             "accelerator.no_sync(model)" in said["LocalSGD"]
             and "LocalSGD" in said["LocalSGD"]

@@ -77,3 +77,8 @@ def test_a_model_that_came_sharded_is_compared_too() -> None:
     for said in run_ranks(refused, 2, cases, True):
         for text, case in zip(said, cases, strict=True):
             assert DIFFERENT[case] in text, text
+
+
+def test_knobs_in_a_dict_are_refused_with_what_to_write() -> None:
+    with pytest.raises(ValueError, match=r"SmpConfig\.from_dict\(knobs\)"):
+        parallelize(nn.Linear(2, 2), {"shard_degree": 1})  # type: ignore[arg-type]

@@ -286,6 +286,35 @@ class Net(nn.Module):
         return self.second(x)
 
 
+class DropPath(nn.Module):
+    """As of timm and Transformers, with a layer of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_prob, self.attn_drop, self.p, self.rate = 0.1, 0.2, 0.3, 0.4
+        self.dropped = DropBlock2d()
+
+
+class DropBlock2d(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.9
+
+
+class Powers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.5
+
+
+def test_dropout_is_turned_off_in_layers_of_any_class_and_under_any_name() -> None:
+    model = nn.Sequential(DropPath(), Powers(), nn.Dropout1d(0.5), nn.LSTM(2, 2))
+    assert turn_off_dropout(model) == ["0", "0.dropped", "2"]
+    off = model[0]
+    assert (off.drop_prob, off.attn_drop, off.p, off.dropped.p) == (0, 0, 0, 0)
+    assert (off.rate, model[1].p) == (0.4, 0.5)
+
+
 @pytest.mark.parametrize("centred", [False, True])
 def test_moments_of_ranks_are_those_of_one_process_unless_samples_mix(
     centred: bool,
