@@ -41,6 +41,11 @@ from accelerate_smp.full_weights import full_state
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.loss_counts import seeing_use
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
+from accelerate_smp.trainer_generation import (
+    count_readers,
+    gathering_once,
+    seed_readers,
+)
 from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.checkpoint import Ranks
@@ -90,6 +95,7 @@ class SmpTrainerMixin(
         # gives once already.
         if hasattr(self, "_tp_size"):
             self._tp_size = 1
+        seed_readers(self.args, self.accelerator)
         if self.accelerator.sharding:
             _refuse_trackers_of_weights(self.callback_handler.callbacks)
         # Trainer decides by the class's name, which sharding changes, where labels
@@ -156,6 +162,7 @@ class SmpTrainerMixin(
         # Targets are counted in whole batches first.
         self.accelerator.split_in_loader = False
         _refuse_arguments(self.args, self.accelerator.sharding)
+        count_readers(self.args, self.accelerator)
 
     def _see_the_other_cpus(self) -> None:
         """Set ``use_cpu=True``: TrainingArguments take a CPU process under torchrun for
@@ -297,7 +304,8 @@ class SmpTrainerMixin(
             parts = 1 if layout is None else layout.size(Axis.CONTEXT)
             self.neftune_noise_alpha = alpha / math.sqrt(parts)
         try:
-            output = super().train(resume_from_checkpoint, *arguments, **keywords)
+            with gathering_once(self):
+                output = super().train(resume_from_checkpoint, *arguments, **keywords)
         except BaseException as error:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, SmpMonitorCallback):
@@ -350,6 +358,7 @@ class SmpTrainerMixin(
         handle.broadcast_buffers()
         with (
             handle.meter.outside_steps(),
+            gathering_once(self),
             self._evaluation_that_may_end(*args, **kwargs),
             self._counting_samples_of_a_rank(),
         ):

@@ -361,3 +361,116 @@ def test_adapters_train_alike_whenever_peft_attaches_them() -> None:
             assert seen.keys() == expected.keys() and seen
             for name, value in expected.items():
                 assert (seen[name] - value).abs().max() <= 1e-5, name
+
+
+def words() -> Any:
+    """`tokenizer`, of texts of numbers."""
+    from tokenizers import pre_tokenizers
+
+    found = tokenizer()
+    found.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found.model_input_names = ["input_ids", "attention_mask"]
+    return found
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [sum(map(int, completion.split())) % 7 / 7 for completion in completions]
+
+
+def generating(
+    kind: str, folder: str, knobs: dict[str, Any], prompts: int
+) -> list[dict[str, float]]:
+    """What a trainer that samples logs, of as many prompts in each batch."""
+    import trl
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tensor = knobs.get("tensor_parallel_degree", 1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=61, num_attention_heads=4, eos_token_id=0, **sizes)
+    )
+    arguments = getattr(trl, f"{kind}Config")(
+        **common(folder, 1)
+        | {
+            "per_device_train_batch_size": 4 * prompts * tensor // dist.get_world_size()
+        },
+        max_steps=5,
+        bf16=False,
+        gradient_checkpointing=False,
+        num_generations=4,
+        max_completion_length=5,
+        num_iterations=2,
+        steps_per_generation=2,
+        beta=0.0,
+    )
+    base = getattr(trl, f"{kind}Trainer")
+    rows = [{"prompt": f"{number} {number + 9}"} for number in range(32)]
+    trainer = type("Generating", (SmpTrainerMixin, base), {})(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=words(),
+        reward_funcs=reward,
+        smp_config=knobs,
+    )
+    trainer.train()
+    names = ("loss", "grad_norm", "reward_std", "num_tokens", "entropy")
+    return [
+        {name: entry[name] for name in names if name in entry}
+        for entry in trainer.state.log_history
+        if "grad_norm" in entry
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_ranks_of_one_batch_generate_and_are_rewarded_once(
+    tmp_path: Path, kind: str
+) -> None:
+    """Other ranks' completions had their advantages, prompts were skipped, and tensor
+    ranks sampled other tokens: what shards of as many batches log."""
+    pytest.importorskip("trl")
+    split = {
+        "shard_degree": 2,
+        "tensor_parallel_degree": 2,
+        "tensor_parallel": {"sequence_parallel": False},
+    }
+    options: dict[str, Any] = {"ranks_per_node": 2}
+    whole = {"shard_degree": 2}
+    expected = run_ranks(generating, 2, kind, str(tmp_path), whole, 2, **options)[0]
+    assert len(expected) == 5 and "reward_std" in expected[0]
+    for seen in run_ranks(generating, 4, kind, str(tmp_path), split, 2, **options):
+        for ours, theirs in zip(seen, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_groups_of_completions_that_ranks_of_one_batch_break_are_refused(
+    tmp_path: Path,
+) -> None:
+    """TRL counts four ranks, of which two read prompts."""
+    pytest.importorskip("trl")
+    split = {"tensor_parallel_degree": 2}
+    with pytest.raises(RanksFailed, match="generate 6 completions at once"):
+        run_ranks(broken_groups, 4, str(tmp_path), split)
+
+
+def broken_groups(folder: str, knobs: dict[str, Any]) -> None:
+    import trl
+    from datasets import Dataset
+
+    arguments = trl.GRPOConfig(
+        **common(folder, 1) | {"per_device_train_batch_size": 3},
+        bf16=False,
+        num_generations=4,
+    )
+    type("Generating", (SmpTrainerMixin, trl.GRPOTrainer), {})(
+        model=make_model(),
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "1 2"}] * 8),
+        processing_class=words(),
+        reward_funcs=reward,
+        smp_config=knobs,
+    )
