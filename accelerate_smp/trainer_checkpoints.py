@@ -49,6 +49,7 @@ from smp_core.checkpoint import (
     surplus,
 )
 from smp_core.outside import changed
+from smp_core.torch_facts import is_rank_0
 
 logger = logging.getLogger("smp")
 
@@ -370,7 +371,9 @@ class CheckpointingTrainerMixin(_Base):
                 "checkpoint={'allow_batch_change': True} in smp_config to go on with another global batch"
             )
         self.args.gradient_accumulation_steps = saved // (now // steps)
-        logger.warning(
+        # All ranks find the same; rank 0 says it.
+        say = logger.warning if is_rank_0() else logger.debug
+        say(
             "%s: gradient_accumulation_steps is %d instead of %d, which keeps it at %d",
             change,
             self.args.gradient_accumulation_steps,

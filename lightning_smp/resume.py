@@ -402,6 +402,8 @@ class Resume:
         saved = self.place["samples_per_batch"]
         steps = self.place["accumulate_grad_batches"]
         here = accumulation(trainer)
+        # All ranks find the same; rank 0 says it.
+        say = logger.warning if trainer.is_global_zero else logger.debug
         # Each loader's place is by its number.
         if len(saved) != len(sizes):
             raise ValueError(
@@ -411,7 +413,7 @@ class Resume:
         # Without sizes there is nothing to compare.
         if None in saved or None in sizes:
             if saved != sizes:
-                logger.warning(
+                say(
                     "data loaders without a batch_size: whether the global batch is the same is not known"
                 )
             return
@@ -423,13 +425,13 @@ class Resume:
             return
         change = f"an optimizer step had {_listed(before)} samples when the checkpoint was saved and has {_listed(now)}"
         if self.allow_batch_change:
-            logger.warning("%s now (checkpoint.allow_batch_change=True)", change)
+            say("%s now (checkpoint.allow_batch_change=True)", change)
             return
 
         # Another accumulation that keeps them.
         adapted = before[0] // sizes[0] if sizes[0] else 0
         if steps and here and [size * adapted for size in sizes] == before:  # type: ignore[operator]
-            logger.warning(
+            say(
                 "%s here: accumulate_grad_batches is %d instead of %d, which keeps it at %s",
                 change,
                 adapted,

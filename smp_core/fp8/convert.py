@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.cluster import of_all_ranks
 from smp_core.config import Fp8Recipe
-from smp_core.config.fp8_recipe import HEADS
 from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
 from smp_core.fp8.scaling import Fp8State
@@ -286,8 +285,9 @@ def choose(
             f"fp8: no layer of {type(model).__name__} can be converted ({why or 'it has no linear layer'})"
         )
     # And so are those that leave nothing out, but for the usual names of heads.
+    usual = Fp8Recipe().exclude
     for glob in recipe.exclude:
-        if glob not in (*matched, *HEADS) and is_rank_0():
+        if glob not in (*matched, *usual) and is_rank_0():
             logger.warning(
                 "fp8: exclude has %r, which matches no linear layer; in FP8 are for example %s",
                 glob,

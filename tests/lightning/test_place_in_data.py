@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
+from lightning_smp import resume
 from smp_core.checkpoint import CheckpointError, read_per_rank, read_rest
 from tests.core.models import VOCABULARY
 from tests.harness import run_ranks
@@ -276,12 +278,14 @@ def test_on_fewer_ranks_accumulation_keeps_the_global_batch(
         assert_same(run, Run(run.losses, expected.weights, expected.metrics))
 
 
-def resume_with_other_batches(path: str) -> tuple[str, int]:
+def resume_with_other_batches(path: str) -> tuple[str, int, int]:
     with pytest.raises(ValueError) as refused:
         run_plain({"shard_degree": 2}, 3, 1, load=path)
-    return str(refused.value), run_plain(
-        {"shard_degree": 2, "checkpoint": {"allow_batch_change": True}}, 3, 1, load=path
-    ).extra["batches"]
+    knobs = {"shard_degree": 2, "checkpoint": {"allow_batch_change": True}}
+    with mock.patch.object(resume.logger, "warning") as warned:
+        run = run_plain(knobs, 3, 1, load=path)
+    said = sum("allow_batch_change" in call.args[0] for call in warned.mock_calls)
+    return str(refused.value), run.extra["batches"], said
 
 
 def test_another_global_batch_is_refused_unless_it_is_allowed(
@@ -289,9 +293,9 @@ def test_another_global_batch_is_refused_unless_it_is_allowed(
 ) -> None:
     """3 samples on each of 4 ranks: 12 are no part of 8. Allowed, it goes on with the
     25th sample."""
-    for said, batches in run_ranks(
-        resume_with_other_batches, 4, saved[0], ranks_per_node=2
-    ):
+    found = run_ranks(resume_with_other_batches, 4, saved[0], ranks_per_node=2)
+    assert [lines for *_, lines in found] == [1, 0, 0, 0]
+    for said, batches, _ in found:
         assert (
             "had 8 samples" in said
             and "has 12 here" in said
