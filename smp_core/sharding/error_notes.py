@@ -42,8 +42,9 @@ _NO_SYNC = (
 )
 _NOT_TOGETHER = (
     "another rank did not come to this collective, or has ended. Every rank has to make each call into a sharded "
-    "model, equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
-    "own error or a line of torch-smp names it."
+    "model, equally often: take it out of `if rank == 0:`, give all ranks as many batches; a batch whose error one "
+    "rank catches (out of memory) has to be left by all. Where a rank failed, its own error or a line of torch-smp "
+    "names it."
 )
 _FREED = (
     "backward came to a unit whose parameters were freed behind its forward and not gathered again: FSDP2 gathers when "
@@ -94,7 +95,7 @@ _NOTES = {
     "does not have a sharding strategy registered": _NO_STRATEGY,
     "Sharding propagation failed": _NO_STRATEGY,
     "Expected out tensor to have dtype": _CAST,
-    "Connection closed by peer": _NOT_TOGETHER,
+    "gloo/.*(closed by peer|reset by peer|Broken pipe)": _NOT_TOGETHER,
     "Timed out waiting": _NOT_TOGETHER,
 }
 

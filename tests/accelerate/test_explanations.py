@@ -69,8 +69,18 @@ def explained() -> dict[str, str]:
         images = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3), torch.nn.Conv2d(4, 4, 3))
         accelerator.prepare(images).to(memory_format=torch.channels_last)
 
+    def peer_aborted() -> None:
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:48512: Connection reset by peer."
+        )
+
+    def server_gone() -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
     cases = {
         "peer": peer_gone,
+        "aborted": peer_aborted,
+        "server": server_gone,
         "mixed": masked,
         "norms": norms,
         "copy": lambda: copy.deepcopy(model),
@@ -128,6 +138,8 @@ def test_logits_that_are_not_there_beside_a_loss_are_said(
 def test_errors_that_are_not_ours_say_what_to_type() -> None:
     for said in run_ranks(explained, 2):
         assert "Every rank has to make each call" in said["peer"]
+        assert "has to be left by all" in said["aborted"]
+        assert "Every rank" not in said["server"]
         # From 2.15 on torch writes into shards through a mask.
         assert (
             said["mixed"] == "nothing was raised" or "parallel.call(" in said["mixed"]
