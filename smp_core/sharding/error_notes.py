@@ -18,7 +18,8 @@ _MIXED = (
     "parameters are shards outside of the model's forward, and this operation was given one with a plain tensor. Write "
     "parameter.full_tensor(), on all ranks, to compute with a whole weight. Where it happened in a method of the model "
     "name that, forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x), on "
-    "all ranks."
+    "all ranks. Copies of submodules that were made since stay shards (PEFT's modules_to_save): load_adapter and "
+    "add_adapter them before prepare."
 )
 NOT_IN_GRAPH = (
     "parameters of a sharded model are shards outside of its forward, and a graph holds what was gathered for it. For "

@@ -51,7 +51,7 @@ logger = logging.getLogger("smp")
 _NAMES = (
     "add sub rsub mul div pow lerp addcmul addcdiv copy maximum minimum fmax fmin fmod remainder floor_divide atan2 "
     "hypot copysign xlogy logaddexp where masked_fill clamp clamp_min clamp_max eq ne lt le gt ge equal isclose "
-    "allclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor dist cat stack "
+    "allclose index_copy logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor dist cat stack "
     "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward"
 )
 _VARIANTS = ("{}", "{}_", "_foreach_{}", "_foreach_{}_")

@@ -363,6 +363,47 @@ def test_adapters_train_alike_whenever_peft_attaches_them() -> None:
                 assert (seen[name] - value).abs().max() <= 1e-5, name
 
 
+def after_prepare(folder: str) -> list[str]:
+    """What is said to adapters with parts of the base that are changed, or copied, in a
+    sharded model."""
+    from peft import LoraConfig, get_peft_model
+
+    from smp_core.sharding import explain
+
+    said = []
+    for case in (
+        {"trainable_token_indices": {"wte": [3]}},
+        {"modules_to_save": ["ln_f"]},
+    ):
+        options = LoraConfig(
+            r=2, target_modules=["c_attn"], fan_in_fan_out=True, **case
+        )
+        model = get_peft_model(make_model(), options)
+        own = Path(folder) / str(dist.get_rank())
+        model.save_pretrained(own)
+        model = fresh_accelerator(smp_config={"shard_degree": 2}).prepare(model)
+        try:
+            if "modules_to_save" in case:
+                model.load_adapter(own, "second")
+                model.set_adapter("second")
+                model(input_ids=torch.ones(1, 4, dtype=torch.long))
+            else:
+                model.merge_adapter()
+        except (RuntimeError, ValueError) as error:
+            explain(error)
+            said.append("".join((str(error), *getattr(error, "__notes__", []))))
+    return said
+
+
+@pytest.mark.slow
+def test_adapters_that_copy_or_replace_shards_are_told_what_to_write(
+    tmp_path: Path,
+) -> None:
+    for merged, copied in run_ranks(after_prepare, 2, str(tmp_path), ranks_per_node=2):
+        assert ".data was assigned to" in merged and "parameter.copy_(value)" in merged
+        assert "PEFT's modules_to_save" in copied and "before prepare" in copied
+
+
 def words() -> Any:
     """`tokenizer`, of texts of numbers."""
     from tokenizers import pre_tokenizers
