@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from smp_core.cluster import LINKS_VARIABLE, Links, of_all_ranks
 from smp_core.config import SmpConfig
@@ -29,7 +28,7 @@ from smp_core.plan.checkpointed import (
 from smp_core.plan.experts import ExpertShape, experts_of
 from smp_core.plan.units import Entry, PlannedUnit, WrapPlan, plan_units
 from smp_core.topology import Topology
-from smp_core.torch_facts import FSDP_METHODS
+from smp_core.torch_facts import FSDP_METHODS, fsdp_has
 
 GIB = 2**30
 
@@ -377,9 +376,7 @@ class Cluster:
                 smallest,
                 available_host_bytes(),
                 Links.stored(topology) if LINKS_VARIABLE in os.environ else None,
-                frozenset(
-                    each for each in FSDP_METHODS.values() if hasattr(FSDPModule, each)
-                ),
+                frozenset(filter(fsdp_has, FSDP_METHODS.values())),
             )
 
         return observe

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         base_without_dict as base_without_dict,
         clean_name as clean_name,
         first_names as first_names,
+        fsdp_has as fsdp_has,
         is_absent as is_absent,
         is_compiled as is_compiled,
         is_outermost as is_outermost,

@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -77,6 +78,11 @@ def lies_in(name: str, module: str) -> bool:
     """Return whether a module or parameter is ``module`` or in it, by their names; ""
     is the whole model."""
     return not module or f"{name}.".startswith(f"{module}.")
+
+
+def fsdp_has(method: str) -> bool:
+    """Return whether this torch's FSDP2 has a method of its modules."""
+    return hasattr(FSDPModule, method)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
