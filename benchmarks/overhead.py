@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_smp import SmpShardedStrategy
-from smp_core.cluster.layout import PARTITION
+from smp_core.cluster.layout import PARTITION, Axis
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
@@ -135,7 +135,7 @@ def bare_loop(args: argparse.Namespace) -> float:
     )
     model = gpt2()
     for unit in [*model.transformer.h, model]:
-        fully_shard(unit, mesh=mesh.shard_mesh)
+        fully_shard(unit, mesh=mesh.device_mesh[Axis.SHARD.value])
         unit.set_custom_all_gather(comm[0])
         unit.set_custom_reduce_scatter(comm[1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

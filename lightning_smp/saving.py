@@ -68,7 +68,7 @@ class SmpCheckpoint(ModelCheckpoint):
             raise ValueError(
                 f"keep_last={keep_last} must be 1 or more, or None to keep all"
             )
-        for name in options.keys() & _INSTEAD.keys():
+        for name in filter(_INSTEAD.__contains__, options):
             raise ValueError(
                 f"{name} is an option of ModelCheckpoint, not of SmpCheckpoint; {_INSTEAD[name]}"
             )

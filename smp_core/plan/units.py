@@ -247,9 +247,10 @@ def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
             found += _matching(model, "units", pattern)
     # A block that torch.compile wraps gives way to its wrapper: FSDP2's hooks inside
     # would break its graph.
-    # From the inside out: a module by itself, unless a wrapper around it comes behind.
-    inside = reversed(list(model.modules())[1:])
-    wrapper = {uncompiled(module): module for module in inside}
+    wrapper: dict[nn.Module, nn.Module] = {}
+    for module in list(model.modules())[1:]:
+        if uncompiled(module) is not module:
+            wrapper[uncompiled(module)] = module
     return [wrapper.get(block, block) for block in found], why
 
 

@@ -51,11 +51,12 @@ logger = logging.getLogger("smp")
 _NAMES = (
     "add sub rsub mul div pow lerp addcmul addcdiv copy maximum minimum fmax fmin fmod remainder floor_divide atan2 "
     "hypot copysign xlogy logaddexp where masked_fill clamp clamp_min clamp_max eq ne lt le gt ge equal isclose "
-    "allclose index_copy logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor dist cat stack "
+    "allclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor dist cat stack "
     "mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward"
 )
 _VARIANTS = ("{}", "{}_", "_foreach_{}", "_foreach_{}_")
-ELEMENTWISE = " ".join(
+# Of index_copy that in place is left out: its index is of the whole tensor.
+ELEMENTWISE = "index_copy " + " ".join(
     kind.format(name) for name in _NAMES.split() for kind in _VARIANTS
 )
 """In torch.ops.aten; of each that has one, the variant in place ("add_") and that of

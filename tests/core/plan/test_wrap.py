@@ -322,3 +322,10 @@ def test_a_tie_that_units_of_another_dtype_cut_is_found() -> None:
         for unit in made.units
         for name in unit.parameters
     )
+
+
+def test_a_compiled_block_gives_way_to_its_wrapper_wherever_that_stands() -> None:
+    model = nn.Module()
+    model.block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.compiled = torch.compile(model.block)
+    assert plan_units(model, SmpConfig(units=["block"])).blocks == ("compiled",)

@@ -386,9 +386,16 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
     """Shards that are assigned to, as prune.remove, vector_to_parameters and merged
     adapters do: weights may be saved, and no call follow that could find it. And a row
     into which a tensor is written that is split along columns, as torch's results of
-    rows are."""
+    rows are. And rows that are copied to places of the whole weight."""
     weight: Any = sharded(shard_degree=2).module.enter.weight
     said = ""
+    rows, whole = torch.arange(len(weight)).flip(0), weight.full_tensor()
+    with torch.no_grad():
+        assert torch.equal(weight.index_copy(0, rows, whole), whole.flip(0))
+        column = weight[:, 0]
+        with pytest.raises(RuntimeError, match="index_copy_"):
+            column.index_copy_(0, rows, whole[:, 0])
+    assert torch.equal(column.full_tensor(), whole[:, 0])
     try:
         weight.data = weight.data * 2
     except ValueError as error:
