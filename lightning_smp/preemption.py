@@ -38,7 +38,7 @@ class LeavesWhenTold(Callback):
     def __init__(self, grace: float) -> None:
         self.preemption = Preemption(grace)
         self._users: dict[int, Any] = {}
-        self._in_validation = False
+        self._in_validation = self._requeued = False
 
     # Between these two, Lightning installs handlers of its own, which start collectives
     # at any instant.
@@ -47,7 +47,10 @@ class LeavesWhenTold(Callback):
         # The usual signals, and the one that SLURM was told to send.
         environment: Any = cast(Any, trainer.strategy).cluster_environment
         numbers = list(SIGNALS)
-        if _requeued_by_lightning(environment):
+        self._requeued = (
+            isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        )
+        if self._requeued:
             requeue = getattr(environment, "requeue_signal", None)
             numbers += [] if requeue in (None, *SIGNALS) else [requeue]
         self._users = {number: signal.getsignal(number) for number in numbers}
@@ -106,11 +109,7 @@ class LeavesWhenTold(Callback):
         environment = strategy.cluster_environment
         # SLURM's requeued job looks for Lightning's own name, which leads to the
         # checkpoint.
-        if (
-            _requeued_by_lightning(environment)
-            and trainer.is_global_zero
-            and not is_address(path)
-        ):
+        if self._requeued and trainer.is_global_zero and not is_address(path):
             _link(
                 os.path.abspath(path),
                 os.path.join(trainer.default_root_dir, "hpc_ckpt_1.ckpt"),
@@ -125,10 +124,6 @@ class LeavesWhenTold(Callback):
             status=0 if its_child else None,
             requeue=getattr(environment, "auto_requeue", True),
         )
-
-
-def _requeued_by_lightning(environment: Any) -> bool:
-    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 
 def _path(trainer: Trainer) -> str:

@@ -144,7 +144,11 @@ def parallelize(
     elif given is None:
         _require_layout(mesh, plan)
     if mesh.rank == 0:
-        _warn(plan, changed)
+        for line in plan.warnings:
+            logger.warning("%s", line)
+        microbatches = plan.knobs.pipeline.microbatches
+        if changed and microbatches != 1:
+            _warn_of_changes(microbatches, changed)
     with long_wait("sharding the model", here=mesh.rank == 0):
         if given is not None:
             return adopt_sharded_model(model, mesh, plan, given)
@@ -244,18 +248,14 @@ def _settled(
     return plan, [] if plan.stages is None else rehearse(model, plan.stages)
 
 
-def _warn(plan: Plan, changed: list[str]) -> None:
-    """Log what was decided with a warning, and what micro-batches change that each
-    forward changes."""
-    for line in plan.warnings:
-        logger.warning("%s", line)
-    if changed and plan.knobs.pipeline.microbatches != 1:
-        logger.warning(
-            "pipeline.microbatches=%s: forward changes what modules keep (%s), here once for each micro-batch; numbers "
-            "are not those of one process, but those of accumulated batches; write pipeline={'microbatches': 1}",
-            plan.knobs.pipeline.microbatches,
-            ", ".join(changed[:2]),
-        )
+def _warn_of_changes(microbatches: int | str, changed: list[str]) -> None:
+    """Log what micro-batches change that each forward changes."""
+    logger.warning(
+        "pipeline.microbatches=%s: forward changes what modules keep (%s), here once for each micro-batch; numbers "
+        "are not those of one process, but those of accumulated batches; write pipeline={'microbatches': 1}",
+        microbatches,
+        ", ".join(changed[:2]),
+    )
 
 
 def _planned(

@@ -81,14 +81,21 @@ class Communication(Subject):
                 have.
         """
         # First what is sent, because the size of messages decides what comes after.
-        draft.replica_payload = _settle_compression(draft)
+        asked = draft.knobs.compression
+        if asked.gather or asked.reduce:
+            draft.replica_payload = _settle_compression(draft)
+        # Off: everything is sent as it is, and there is no error to feed back.
+        elif asked.error_feedback:
+            draft.settle(
+                "compression.error_feedback", False, "no gradients travel in codes"
+            )
         if draft.cluster.links is not None:
             settle_stages(draft)
         settle_prefetch(draft)
         # Options of axes that this layout does not have take no effect.
         if draft.layout.context == 1:
-            asked = draft.knobs.collectives.context_head_groups
-            set_to = draft.settle if asked in ("auto", 1) else draft.drop
+            head_groups = draft.knobs.collectives.context_head_groups
+            set_to = draft.settle if head_groups in ("auto", 1) else draft.drop
             set_to("collectives.context_head_groups", 1, "context_parallel_degree=1")
         if (
             draft.knobs.expert_parallel_degree == 1
@@ -123,12 +130,6 @@ def _settle_compression(draft: ModelDraft) -> CodeName | None:
         the payload of sums across replicas, None where they are sent as they are.
     """
     asked = draft.knobs.compression
-    # Off: everything is sent as it is, and there is no error to feed back.
-    if asked.gather is None and asked.reduce is None:
-        if asked.error_feedback:
-            why = "no gradients travel in codes"
-            draft.settle("compression.error_feedback", False, why)
-        return None
     # The partition and replicas are counted in groups of ranks that count as one.
     layout = draft.of_groups
     topology = draft.groups.topology

@@ -182,7 +182,17 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
     # The layout, and what else follows from the degree.
     layout = Layout.of_world(world, degree, degrees_of(draft.knobs))
     _settle_hierarchical(draft, degree, groups)
-    _settle_secondary_degree(draft, degree, groups)
+    knobs = draft.knobs
+    if knobs.reshard_after_forward == "auto":
+        kept = knobs.keep_between_micro_batches
+        draft.settle(
+            "reshard_after_forward",
+            kept == "shards",
+            f"keep_between_micro_batches={kept!r}",
+        )
+    # True and False need no number.
+    elif not isinstance(knobs.reshard_after_forward, bool):
+        _settle_secondary_degree(draft, degree, groups)
     return layout
 
 
@@ -211,20 +221,9 @@ def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
 
 
 def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> None:
-    """Resolve how many ranks hold a copy after forward: an integer below the shard
-    degree, True or False."""
+    """Resolve how many ranks, given as "node" or a number, hold a copy after forward:
+    an integer below the shard degree, True or False."""
     asked, k = draft.knobs.reshard_after_forward, topology.ranks_per_node
-    # True and False need no number.
-    if isinstance(asked, bool):
-        return
-    if asked == "auto":
-        kept = draft.knobs.keep_between_micro_batches
-        draft.settle(
-            "reshard_after_forward",
-            kept == "shards",
-            f"keep_between_micro_batches={kept!r}",
-        )
-        return
     # A node's ranks hold the copy together.
     if asked == "node":
         if degree <= k:
