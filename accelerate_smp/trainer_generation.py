@@ -31,18 +31,24 @@ def count_readers(args: Any, accelerator: SmpAccelerator) -> None:
     different samples.
 
     Raises:
-        ValueError: they are no whole groups of completions.
+        ValueError: they are no whole groups of completions; ranks share sequences,
+            which TRL's batches of prompts and completions do not allow.
     """
     steps = getattr(args, "steps_per_generation", None)
     if steps is None or accelerator.batch_degree == 1:
         return
+    if accelerator.context_degree > 1:
+        raise ValueError(
+            f"context_parallel_degree={accelerator.context_degree}: a trainer that generates reads whole sequences; "
+            "write context_parallel_degree=1, and tensor_parallel_degree where a rank needs less memory"
+        )
     per_rank, readers = args.per_device_train_batch_size, accelerator.data_size
     generated = per_rank * readers * steps
     if generated % args.num_generations:
         raise ValueError(
             f"per_device_train_batch_size={per_rank}: {readers} of {args.world_size} ranks read different samples and "
             f"generate {generated} completions at once, no whole groups of num_generations={args.num_generations}; "
-            "write a multiple of it"
+            "write a per_device_train_batch_size or steps_per_generation that makes it a multiple"
         )
     if generated != args.generation_batch_size and is_rank_0():
         logger.warning(

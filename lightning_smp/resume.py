@@ -704,7 +704,6 @@ class _PlaceOfTraining:
 
 def places_of_loaders(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the states of the training data loaders, as Lightning puts them into a
-    checkpoint."""
-    return (
-        checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
-    )
+    checkpoint; none are in one that Accelerate wrote, which has no loops."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    return loop.get("state_dict", {}).get("combined_loader", [])

@@ -3,6 +3,7 @@ own interval."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from datetime import timedelta
@@ -27,6 +28,7 @@ _INSTEAD = {
     "mode": _BEST,
     "save_top_k": "write keep_last=...",
     "save_last": "leave it out: last.ckpt is always a link to the newest",
+    "auto_insert_metric_name": "leave it out: filename=... is written as it stands",
 }
 
 
@@ -68,10 +70,13 @@ class SmpCheckpoint(ModelCheckpoint):
             raise ValueError(
                 f"keep_last={keep_last} must be 1 or more, or None to keep all"
             )
-        for name in filter(_INSTEAD.__contains__, options):
-            raise ValueError(
-                f"{name} is an option of ModelCheckpoint, not of SmpCheckpoint; {_INSTEAD[name]}"
-            )
+        # LightningCLI hands over ModelCheckpoint's defaults, which are no wishes.
+        own = inspect.signature(ModelCheckpoint).parameters
+        for name, instead in _INSTEAD.items():
+            if options.pop(name, own[name].default) != own[name].default:
+                raise ValueError(
+                    f"{name} is an option of ModelCheckpoint, not of SmpCheckpoint; {instead}"
+                )
         # ModelCheckpoint names, links and writes; when to save and what stays is
         # decided here.
         super().__init__(

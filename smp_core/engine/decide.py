@@ -246,6 +246,7 @@ def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> N
             )
         return
     # A number of ranks, as it was asked for.
+    assert asked != "auto"
     if degree % asked:
         allowed = listed(["true", "false", *divisors(degree)[1:]])
         raise ValueError(

@@ -290,11 +290,10 @@ def expected_weights(steps: int) -> dict[str, torch.Tensor]:
     return full_weights(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
-        "Lightning to Accelerate",
+        pytest.param("Lightning to Accelerate", marks=pytest.mark.slow),
         "Accelerate to Lightning",
     ],
 )

@@ -495,10 +495,18 @@ def test_groups_of_completions_that_ranks_of_one_batch_break_are_refused(
     pytest.importorskip("trl")
     split = {"tensor_parallel_degree": 2}
     with pytest.raises(RanksFailed, match="generate 6 completions at once"):
-        run_ranks(broken_groups, 4, str(tmp_path), split)
+        run_ranks(begin_to_generate, 4, str(tmp_path), split)
 
 
-def broken_groups(folder: str, knobs: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_ranks_that_share_sequences_are_refused_before_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    shared = {"context_parallel_degree": 2}
+    with pytest.raises(RanksFailed, match="write context_parallel_degree=1, and"):
+        run_ranks(begin_to_generate, 4, str(tmp_path), shared)
+
+
+def begin_to_generate(folder: str, knobs: dict[str, Any]) -> None:
     import trl
     from datasets import Dataset
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import pytest
 import torch.distributed as dist
 
@@ -167,3 +168,16 @@ def test_only_what_lies_in_the_folder_is_kept_and_removed(tmp_path: Path) -> Non
     state = {**saver.state_dict(), "kept": [*own, *others]}
     saver.load_state_dict({**state, "best_model_path": ""})
     assert saver._kept == own
+
+
+def test_defaults_that_lightnings_cli_hands_over_are_no_wishes(tmp_path: Path) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(SmpCheckpoint, "saving")
+    arguments = parser.parse_args(
+        [f"--saving.dirpath={tmp_path}", "--saving.checkpoint_interval=10"]
+    )
+    handed = vars(arguments.saving)
+    assert handed.keys() >= {"monitor", "mode", "save_top_k", "every_n_epochs"}
+    assert SmpCheckpoint(**handed).keep_last == 3
+    with pytest.raises(ValueError, match="mode is an option of ModelCheckpoint"):
+        SmpCheckpoint(**handed | {"mode": "max"})
