@@ -9,6 +9,9 @@ into a sharded tensor is this rank's part of an unsharded one, without messages.
 ranks have to take part, as in every use of a DTensor. Each operation costs a gather: a
 copy that is made after sharding needs none.
 
+A row or a slice of a sharded tensor is a copy where torch gathers it, and one that is
+written into (``weight[padding].zero_()``) would leave the tensor as it was: refused.
+
 A gradient comes back to the sharded operand as the mean over the ranks whose gradients
 are averaged, because a rank has that of its own part of the batch.
 
@@ -40,7 +43,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_core.checkpoint import map_tensors, shard_like
 from smp_core.cluster import SmpMesh, mesh_on
-from smp_core.sharding.fsdp import backward_pass, in_a_call
+from smp_core.sharding.fsdp import backward_pass, in_a_call, name_of_shard
 from smp_core.sharding.gradients.parameter_hooks import hooks_of, unsharded_value
 from smp_core.sharding.optimizer.shards import local_of
 from smp_core.torch_facts import ABSENT, is_absent
@@ -74,10 +77,17 @@ LARGEST = (
     "max min amax amin aminmax argmax argmin median linalg_vector_norm norm "
     "_foreach_norm"
 )
+SLICES = "select.int slice.Tensor split.Tensor split_with_sizes"
+"""In one process parts of the tensor itself; of a sharded one mostly copies."""
+INTO_ITSELF = "fill_ zero_ index_copy_ index_add_ index_fill_"
+"""In place, beside those above. An index of one element is none that torch refuses."""
 _LOOKED_AT = 64
 _looks = itertools.count()  # unsharded tensors of a parameter's shape
 # Sharded operands whose gradients are brought into their layout.
 _followed = WeakIdKeyDictionary()
+# Sources that slice_of() hands to torch, and what was sliced, in words, by the copies that were made of it.
+_sliced = WeakIdKeyDictionary()
+_copies = WeakIdKeyDictionary()
 
 
 def compute_outside_of_forward(
@@ -110,6 +120,50 @@ def compute_with_empty_parts(
         return function(*map_tensors(args, _whole), **(kwargs or {}))
 
 
+def slice_of(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    """Return slices as torch makes them, noting those that are copies: a tensor of which
+    they were parts would not see what is written into them."""
+    source = args[0]
+    # A copy of which autograd knows the source cannot be written into unseen.
+    is_recorded = torch.is_grad_enabled() and source.requires_grad
+    known = _copies.get(source)
+    is_ours = known or mesh_on(source.device_mesh) is not None
+    if is_recorded or is_absent(source) or not is_ours or source in _sliced:
+        return NotImplemented
+    whole = source.detach()
+    _sliced[whole] = True
+    made = function(whole, *args[1:], **(kwargs or {}))
+    storage = local_of(source).untyped_storage()
+    for part in _tensors(made if isinstance(made, (list, tuple)) else [made]):
+        if known or local_of(part).untyped_storage() is not storage:
+            _copies[part] = known or name_of_shard(source) or "a tensor"
+    return made
+
+
+def write_into(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    """Refuse what torch would do to a copy, or to a shard by an index of the whole."""
+    _refuse_copy(function, args[0])
+    if function.overloadpacket.__name__.startswith("index_") and _has_plain(args):
+        raise RuntimeError(
+            f"{function} got mixed torch.Tensor and DTensor: the index is of the whole tensor"
+        )
+    return NotImplemented
+
+
+def _refuse_copy(function: Any, written: Any) -> None:
+    source = _copies.get(written) if isinstance(written, DTensor) else None
+    if source is not None:
+        raise ValueError(
+            f"{function.overloadpacket.__name__} into a row or slice of {source}, which is sharded: the slice is a "
+            "copy, and the tensor would stay as it is; write whole values on all ranks: values = tensor.full_tensor(), "
+            "edit them, and tensor.copy_(values) under torch.no_grad()"
+        )
+
+
 def _leaves_out_ranks(tensor: Tensor) -> bool:
     """Return whether some rank has no element of a tensor: the same on all ranks."""
     if not isinstance(tensor, DTensor) or is_absent(tensor) or not tensor.numel():
@@ -135,10 +189,13 @@ def compute(
     """Return the result of an operation with sharded and plain operands, or sharded
     ones of which some are split over tensor ranks and others are not; NotImplemented:
     torch computes it."""
-    # Nearly all operations end here: shards with shards, or inside
-    # implicit_replication().
     values = (*args, *(kwargs or {}).values())
     name = function.overloadpacket.__name__
+    if _copies and name.endswith("_"):
+        for target in args[0] if name.startswith("_foreach_") else args[:1]:
+            _refuse_copy(function, target)
+    # Nearly all operations end here: shards with shards, or inside
+    # implicit_replication().
     is_mixed = _has_plain(values) or (
         not name.startswith("_foreach_")
         and _is_on_several_meshes(values, by_dims=name == "equal")

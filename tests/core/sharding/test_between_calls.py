@@ -393,9 +393,23 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
     with torch.no_grad():
         assert torch.equal(weight.index_copy(0, rows, whole), whole.flip(0))
         column = weight[:, 0]
-        with pytest.raises(RuntimeError, match="index_copy_"):
-            column.index_copy_(0, rows, whole[:, 0])
-    assert torch.equal(column.full_tensor(), whole[:, 0])
+        for some in (rows, rows[:1]):
+            with pytest.raises(RuntimeError, match="index_copy_"):
+                column.index_copy_(0, some, whole[some, 0])
+        assert torch.equal(column.full_tensor(), whole[:, 0])
+        # A row is a copy here, a column is this rank's part of the weight itself.
+        refused = "into a row or slice of enter.weight"
+        with pytest.raises(ValueError, match=f"zero_ {refused}"):
+            weight[1].zero_()
+        with pytest.raises(ValueError, match=f"copy_ {refused}"):
+            weight[1] = whole[0]
+        with pytest.raises(ValueError, match=f"add_ {refused}"):
+            weight[1:3][0] += 1.0
+        with pytest.raises(ValueError, match="into a row or slice of a tensor"):
+            torch.zeros_like(weight).split(1)[0].fill_(1.0)
+        assert torch.equal(weight.full_tensor(), whole)
+        column.mul_(2.0)
+        assert torch.equal(weight.full_tensor()[:, 0], 2 * whole[:, 0])
     try:
         weight.data = weight.data * 2
     except ValueError as error:
