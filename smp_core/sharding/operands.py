@@ -22,6 +22,9 @@ its own (:mod:`smp_core.sharding.fsdp.units`).
 torch has no public name for whether its ``implicit_replication()`` is on
 (``_allow_implicit_replication`` of ``_op_dispatcher``): inside it a plain tensor is a
 replicated DTensor, and results are DTensors.
+
+Nor for the tensor that another one is a view of (``_base``), which torch keeps whether
+or not the memory is the same.
 """
 
 from __future__ import annotations
@@ -77,17 +80,12 @@ LARGEST = (
     "max min amax amin aminmax argmax argmin median linalg_vector_norm norm "
     "_foreach_norm"
 )
-SLICES = "select.int slice.Tensor split.Tensor split_with_sizes"
-"""In one process parts of the tensor itself; of a sharded one mostly copies."""
 INTO_ITSELF = "fill_ zero_ index_copy_ index_add_ index_fill_"
 """In place, beside those above. An index of one element is none that torch refuses."""
 _LOOKED_AT = 64
 _looks = itertools.count()  # unsharded tensors of a parameter's shape
 # Sharded operands whose gradients are brought into their layout.
 _followed = WeakIdKeyDictionary()
-# Sources that slice_of() hands to torch, and what was sliced, in words, by the copies that were made of it.
-_sliced = WeakIdKeyDictionary()
-_copies = WeakIdKeyDictionary()
 
 
 def compute_outside_of_forward(
@@ -120,28 +118,6 @@ def compute_with_empty_parts(
         return function(*map_tensors(args, _whole), **(kwargs or {}))
 
 
-def slice_of(
-    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
-) -> Any:
-    """Return slices as torch makes them, noting those that are copies: a tensor of which
-    they were parts would not see what is written into them."""
-    source = args[0]
-    # A copy of which autograd knows the source cannot be written into unseen.
-    is_recorded = torch.is_grad_enabled() and source.requires_grad
-    known = _copies.get(source)
-    is_ours = known or mesh_on(source.device_mesh) is not None
-    if is_recorded or is_absent(source) or not is_ours or source in _sliced:
-        return NotImplemented
-    whole = source.detach()
-    _sliced[whole] = True
-    made = function(whole, *args[1:], **(kwargs or {}))
-    storage = local_of(source).untyped_storage()
-    for part in _tensors(made if isinstance(made, (list, tuple)) else [made]):
-        if known or local_of(part).untyped_storage() is not storage:
-            _copies[part] = known or name_of_shard(source) or "a tensor"
-    return made
-
-
 def write_into(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:
@@ -155,12 +131,17 @@ def write_into(
 
 
 def _refuse_copy(function: Any, written: Any) -> None:
-    source = _copies.get(written) if isinstance(written, DTensor) else None
-    if source is not None:
+    """Refuse to write into a view of a tensor that torch had to copy for it. Not in a
+    model's call: what a forward makes of its activations is its own."""
+    source = written._base if isinstance(written, DTensor) else None
+    if not isinstance(source, DTensor) or in_a_call():
+        return
+    if local_of(written).untyped_storage() is not local_of(source).untyped_storage():
+        name = name_of_shard(source) or "a tensor"
         raise ValueError(
-            f"{function.overloadpacket.__name__} into a row or slice of {source}, which is sharded: the slice is a "
-            "copy, and the tensor would stay as it is; write whole values on all ranks: values = tensor.full_tensor(), "
-            "edit them, and tensor.copy_(values) under torch.no_grad()"
+            f"{function.overloadpacket.__name__} into a row or slice of {name}, which is sharded: the slice is a copy, "
+            "and the tensor would stay as it is; write whole values on all ranks: values = tensor.full_tensor(), edit "
+            "them, and tensor.copy_(values) under torch.no_grad()"
         )
 
 
@@ -191,7 +172,7 @@ def compute(
     torch computes it."""
     values = (*args, *(kwargs or {}).values())
     name = function.overloadpacket.__name__
-    if _copies and name.endswith("_"):
+    if name.endswith("_"):
         for target in args[0] if name.startswith("_foreach_") else args[:1]:
             _refuse_copy(function, target)
     # Nearly all operations end here: shards with shards, or inside

@@ -194,7 +194,6 @@ OPERATIONS: tuple[tuple[Callable[..., Any], str], ...] = (
     (operands.compute, operands.ELEMENTWISE),
     (operands.compute_with_empty_parts, operands.LARGEST),
     (operands.compute_outside_of_forward, operands.PRODUCTS),
-    (operands.slice_of, operands.SLICES),
     (operands.write_into, operands.INTO_ITSELF),
     (random_values.draw, random_values.DRAWN),
     # What calls item() follows it: float, bool, int; lists of numbers are read

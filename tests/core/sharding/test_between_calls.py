@@ -407,6 +407,12 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
             weight[1:3][0] += 1.0
         with pytest.raises(ValueError, match="into a row or slice of a tensor"):
             torch.zeros_like(weight).split(1)[0].fill_(1.0)
+        with pytest.raises(ValueError, match=f"zero_ {refused}"):
+            weight.view(-1)[1:3].zero_()
+        with torch.enable_grad():
+            recorded = weight * 1.0
+            with pytest.raises(ValueError, match="into a row or slice of a tensor"):
+                recorded[1] *= 2.0
         assert torch.equal(weight.full_tensor(), whole)
         column.mul_(2.0)
         assert torch.equal(weight.full_tensor()[:, 0], 2 * whole[:, 0])
