@@ -352,6 +352,9 @@ def torchs_on_shards() -> list[str]:
     return [text for text in said if "Muon" in text]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 steps matrices of few rows, too"
+)
 def test_torchs_own_is_accepted_with_what_it_sends_and_refused_where_it_fails() -> None:
     (warning, refused), *others = run_ranks(torchs_on_shards, 4)
     # three wide matrices [12, 32] and [4, 12], three tall ones [32, 12]; one [4, 12] is
