@@ -122,29 +122,13 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        self._require_a_device_for_each_process()
         # Started by hand: Lightning's launcher runs the script once for each further
         # device.
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
-
-    @override
-    def setup_environment(self) -> None:
-        self._failed = False
-        self._require_a_device_for_each_process()
-        super().setup_environment()
-        # Processes that Lightning launched take the seed of the one that launched them.
-        reset_seed()
-        self.set_world_ranks()
-        self._init_process_group()
-        # Once a process: a second run of it has the same nodes.
-        if self._topology is None:
-            self._topology = Topology.discover()
-        self._watch = watch_ranks(self._timeout)
-        if self._watch is not None:
-            assert self._trainer.state.fn is not None
-            self._watch.begin_run(f"trainer.{self._trainer.state.fn.value}(...)")
 
     def _require_a_device_for_each_process(self) -> None:
         """Refuse other numbers of devices than torchrun has started processes on a
@@ -170,6 +154,22 @@ class ProcessGroupStrategy(ParallelStrategy):
             f"num_nodes={nodes}), or start {self.num_processes} a node (torchrun --nproc-per-node "
             f"{self.num_processes}). Processes of one machine pose as several nodes with SMP_RANKS_PER_NODE"
         )
+
+    @override
+    def setup_environment(self) -> None:
+        self._failed = False
+        super().setup_environment()
+        # Processes that Lightning launched take the seed of the one that launched them.
+        reset_seed()
+        self.set_world_ranks()
+        self._init_process_group()
+        # Once a process: a second run of it has the same nodes.
+        if self._topology is None:
+            self._topology = Topology.discover()
+        self._watch = watch_ranks(self._timeout)
+        if self._watch is not None:
+            assert self._trainer.state.fn is not None
+            self._watch.begin_run(f"trainer.{self._trainer.state.fn.value}(...)")
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from smp_core.torch_facts import modules_that_look_up
+
 # Transformers' mark. It has no public name; the class decorator leaves nothing else
 # that other modules do not have.
 _MARK = "_is_expert_parallel"
@@ -220,15 +222,11 @@ def router_losses(model: nn.Module) -> list[RouterLoss]:
     """Return the auxiliary losses in a model, also those that are off."""
     found = []
     # By the global name that the forward's code looks up: it is the one to exchange.
-    for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
-        names = getattr(forward, "__globals__", {})
-        if LOSS in names and LOSS in forward.__code__.co_names:
-            is_on = bool(
-                getattr(getattr(module, "config", None), "output_router_logits", False)
-            )
-            is_known = list(inspect.signature(names[LOSS]).parameters) == _PARAMETERS
-            found.append(RouterLoss(module, names, is_on, is_known))
+    for module, names in modules_that_look_up(model, LOSS):
+        config = getattr(module, "config", None)
+        is_on = bool(getattr(config, "output_router_logits", False))
+        is_known = list(inspect.signature(names[LOSS]).parameters) == _PARAMETERS
+        found.append(RouterLoss(module, names, is_on, is_known))
     return found
 
 
