@@ -12,14 +12,14 @@ in a model's module, and ``_can_record_outputs`` says which modules' outputs are
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from smp_core.outside import changed
 from smp_core.torch_facts import modules_that_look_up
 
 # Transformers' mark. It has no public name; the class decorator leaves nothing else
@@ -243,16 +243,10 @@ def loss_over_stages(model: nn.Module) -> RouterLoss | None:
     )
 
 
-@contextlib.contextmanager
-def without_router_loss(model: nn.Module) -> Iterator[None]:
+def without_router_loss(model: nn.Module) -> AbstractContextManager[None]:
     """Switch off inside what :func:`loss_over_stages` finds: what goes through blocks
     is seen without it."""
     loss = loss_over_stages(model)
     if loss is None:
-        yield
-        return
-    loss.model.config.output_router_logits = False
-    try:
-        yield
-    finally:
-        loss.model.config.output_router_logits = True
+        return nullcontext()
+    return changed(loss.model.config, output_router_logits=False)
