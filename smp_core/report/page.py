@@ -116,13 +116,15 @@ def page(runs: Sequence[Run]) -> str:
                 of_run = "" if len(runs) == 1 else f" ({run.name})"
                 yield replace(section, heading=f"{section.heading}{of_run}")
 
-    sections = [
+    made = (
         _differing(runs),
         *of_each(_asked, _groups),
         _progress(runs, charts),
         _logged(runs, charts),
         *of_each(_parts, _bytes, _memory, _saves, _fp8, _routers, _events),
-    ]
+    )
+    # A section that the log has nothing for is left out.
+    sections = [section for section in made if section.has_content]
     # Autoescape on, undefined names an error: a log decides no markup.
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("smp_core.report", "."),
@@ -134,8 +136,7 @@ def page(runs: Sequence[Run]) -> str:
     return environment.get_template("page.html").render(
         title=" against ".join(run.name for run in runs),
         runs=shown,
-        # A section that the log has nothing for is left out.
-        sections=[section for section in sections if section.has_content],
+        sections=sections,
         is_number=lambda cell: isinstance(cell, Cell),
     )
 
