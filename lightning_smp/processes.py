@@ -20,13 +20,12 @@ and their beginning (``_last_val_time``).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +43,7 @@ from typing_extensions import override
 
 from lightning_smp.environment import PlatformEnvironment
 from smp_core.cluster import launch_environment
+from smp_core.outside import changed
 from smp_core.sharding import explain
 from smp_core.topology import Topology
 from smp_core.torch_facts import mixin_before
@@ -219,15 +219,10 @@ class ProcessGroupStrategy(ParallelStrategy):
             on_cuda = self.root_device.type == "cuda"
             dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
 
-    @contextlib.contextmanager
-    def without_barrier(self, name: str) -> Iterator[None]:
+    def without_barrier(self, name: str) -> AbstractContextManager[None]:
         """Pass the Trainer's barrier of a name, where ranks need not wait for one
         another."""
-        self._passed_barrier = name
-        try:
-            yield
-        finally:
-            self._passed_barrier = None
+        return changed(self, _passed_barrier=name)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -318,11 +313,9 @@ class ProcessGroupStrategy(ParallelStrategy):
             answers.clear()
             answers[now] = self.broadcast(passed)
         # Lightning's other rules, with an interval that has passed, or never does.
-        trainer._val_check_time_interval = -math.inf if answers[now] else math.inf
-        try:
+        interval = -math.inf if answers[now] else math.inf
+        with changed(trainer, _val_check_time_interval=interval):
             due: bool = type(loop)._should_check_val_fx(loop, fetcher)
-        finally:
-            trainer._val_check_time_interval = interval
         return due
 
     def _begin_batch(self, loop: Any, fetcher: Any) -> None:
@@ -352,11 +345,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         if watch is None or not loop._should_check_val_epoch():
             return
         # What the rule gives where nobody stops is the same on all ranks.
-        stops, trainer.should_stop = trainer.should_stop, False
-        try:
+        with changed(trainer, should_stop=False):
             is_due = loop._should_check_val_fx(fetcher)
-        finally:
-            trainer.should_stop = stops
         if not is_due and not self._meet_to_stop(trainer):
             self._meet("the end of an epoch")
 
