@@ -303,11 +303,8 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         the same optimizer step."""
         assert self._figures is not None
         self._reported = step
-        self._note_peak(self._device)
-        self.latest = self._figures.report(step, self._highest)
+        self.latest = self._report_of(self._figures, step, self._device)
         del self.latest["samples"]  # the Trainer's own log tells the progress
-        if self._watch is not None:
-            self.latest |= self._watch.latest
 
 
 class SmpCheckpointCallback(TrainerCallback):
@@ -332,11 +329,7 @@ class SmpCheckpointCallback(TrainerCallback):
         checkpoint_interval: int | str = "auto",
         mean_time_between_failures: float | timedelta | None = None,
     ) -> None:
-        failures = mean_time_between_failures
-        seconds = (
-            failures.total_seconds() if isinstance(failures, timedelta) else failures
-        )
-        self.schedule = SaveSchedule(checkpoint_interval, seconds)
+        self.schedule = SaveSchedule(checkpoint_interval, mean_time_between_failures)
         self._begin: float | None = None
         self._saved_step = 0
 

@@ -164,11 +164,8 @@ class SmpMonitor(WatchesMemory):
     def _report(self) -> None:
         """Make a report. Collective: every rank calls it after the same optimizer
         step."""
-        self._note_peak(self._device)
-        self.latest, self._reported = (
-            self._figures.report(self.step, self._highest),
-            self.step,
-        )
+        self.latest = self._report_of(self._figures, self.step, self._device)
+        self._reported = self.step
         if self._record is not None:
             loss = {} if self._figures.loss is None else {"loss": self._figures.loss}
             self._record.write_step(

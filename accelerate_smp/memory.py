@@ -99,17 +99,17 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         What a phase of the loop before has kept stays until the last one has ended:
         started again, the script needs it.
         """
-        if (
-            not self.smp
-            or not self.smp_config.checkpoint.memory_every_n_steps
-            or self._topology is None
-        ):
+        if not self._keeps_states or self._topology is None:
             return None
         if self.memory is not None:
             self.memory.close(ended_well=False)
             self._phases_before = (*self._phases_before, self.memory)
         self.memory = memory_tier(self._asked, self._topology, saves_to, by, inside)
         return self.memory
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self.smp and bool(self.smp_config.checkpoint.memory_every_n_steps)
 
     def _newest_on_disk(self, root: str) -> str | None:
         def names() -> list[str]:
@@ -142,11 +142,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
             CheckpointError: the state, or the one before, could not be kept; on all
                 ranks.
         """
-        if (
-            not self.smp
-            or not self.smp_config.checkpoint.memory_every_n_steps
-            or self._topology is None
-        ):
+        if not self._keeps_states or self._topology is None:
             return
         # What there has to be.
         if self.memory is None:

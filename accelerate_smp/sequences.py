@@ -225,11 +225,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
                 "built yet; give all ranks as many batches: even_batches=True (Accelerate's default), or "
                 "DataLoader(drop_last=True)"
             )
-        self.joins_uneven = True
-        try:
+        with changed(self, joins_uneven=True, batch_weight=1.0):
             yield
-        finally:
-            self.joins_uneven, self.batch_weight = False, 1.0
 
     def _part_of(self, batch: Any) -> Any:
         if self.context_degree == 1 or not self.split_in_loader or self.stages > 1:

@@ -17,6 +17,7 @@ from transformers import Trainer
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.loss_counts import seeing_use
+from smp_core.outside import changed
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -58,7 +59,7 @@ class PipelinedTrainerMixin(_Base):
         can_see = scaled and count is not None
         # Trainer's training_step calls compute_loss once, and divides and goes backward
         # behind it: it gets a loss whose backward is over.
-        own, shadowed = self.compute_loss, vars(self).get("compute_loss")
+        own = self.compute_loss
 
         def in_micro_batches(
             model: torch.nn.Module, inputs: dict[str, Any], **options: Any
@@ -76,15 +77,8 @@ class PipelinedTrainerMixin(_Base):
             )
 
         # On the instance, for this call: it comes before methods of a user's subclass.
-        vars(self)["compute_loss"] = in_micro_batches
-        self._takes_micro_batches = True
-        try:
+        with changed(self, compute_loss=in_micro_batches, _takes_micro_batches=True):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            self._takes_micro_batches = False
-            del vars(self)["compute_loss"]
-            if shadowed is not None:
-                vars(self)["compute_loss"] = shadowed
         # The last stage has seen the loss; evaluations ask on all of them.
         if can_see and not self._told_stages:
             seen = (self._averages, self._ignores_count)

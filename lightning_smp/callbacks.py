@@ -388,10 +388,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         """
         assert self._figures is not None
         # Figures of all ranks, then the run's log, then the Trainer's loggers.
-        self._note_peak(trainer.strategy.root_device)
-        self.latest = self._figures.report(self._booked_step, self._highest)
-        if self._watch is not None:
-            self.latest |= self._watch.latest
+        device = trainer.strategy.root_device
+        self.latest = self._report_of(self._figures, self._booked_step, device)
         self._reported_step = self._booked_step
         if self._record is not None:
             loss = {} if self._figures.loss is None else {"loss": self._figures.loss}

@@ -32,6 +32,7 @@ from lightning_smp.module_changes import Kept
 from lightning_smp.sequences import SharedSequences
 from smp_core.checkpoint import map_tensors
 from smp_core.engine import ParallelModel
+from smp_core.outside import changed
 from smp_core.pipeline import is_number, loss_of, mean_of, split_batch
 from smp_core.sharding.optimizer import scale_in_stages
 
@@ -323,14 +324,8 @@ class _Logged:
             calls.append(_Call(arguments))
 
         # The module logs into this list while the step runs.
-        before = vars(self._module).get("log")
-        vars(self._module)["log"] = note
-        try:
+        with changed(self._module, log=note):
             result = run()
-        finally:
-            del vars(self._module)["log"]
-            if before is not None:
-                vars(self._module)["log"] = before
         self._micro_batches.append(calls)
         return result
 

@@ -20,13 +20,12 @@ and their beginning (``_last_val_time``).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +43,7 @@ from typing_extensions import override
 
 from lightning_smp.environment import PlatformEnvironment
 from smp_core.cluster import launch_environment
+from smp_core.outside import changed
 from smp_core.sharding import explain
 from smp_core.topology import Topology
 from smp_core.torch_facts import mixin_before
@@ -122,29 +122,13 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        self._require_a_device_for_each_process()
         # Started by hand: Lightning's launcher runs the script once for each further
         # device.
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
-
-    @override
-    def setup_environment(self) -> None:
-        self._failed = False
-        self._require_a_device_for_each_process()
-        super().setup_environment()
-        # Processes that Lightning launched take the seed of the one that launched them.
-        reset_seed()
-        self.set_world_ranks()
-        self._init_process_group()
-        # Once a process: a second run of it has the same nodes.
-        if self._topology is None:
-            self._topology = Topology.discover()
-        self._watch = watch_ranks(self._timeout)
-        if self._watch is not None:
-            assert self._trainer.state.fn is not None
-            self._watch.begin_run(f"trainer.{self._trainer.state.fn.value}(...)")
 
     def _require_a_device_for_each_process(self) -> None:
         """Refuse other numbers of devices than torchrun has started processes on a
@@ -170,6 +154,22 @@ class ProcessGroupStrategy(ParallelStrategy):
             f"num_nodes={nodes}), or start {self.num_processes} a node (torchrun --nproc-per-node "
             f"{self.num_processes}). Processes of one machine pose as several nodes with SMP_RANKS_PER_NODE"
         )
+
+    @override
+    def setup_environment(self) -> None:
+        self._failed = False
+        super().setup_environment()
+        # Processes that Lightning launched take the seed of the one that launched them.
+        reset_seed()
+        self.set_world_ranks()
+        self._init_process_group()
+        # Once a process: a second run of it has the same nodes.
+        if self._topology is None:
+            self._topology = Topology.discover()
+        self._watch = watch_ranks(self._timeout)
+        if self._watch is not None:
+            assert self._trainer.state.fn is not None
+            self._watch.begin_run(f"trainer.{self._trainer.state.fn.value}(...)")
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -219,15 +219,10 @@ class ProcessGroupStrategy(ParallelStrategy):
             on_cuda = self.root_device.type == "cuda"
             dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
 
-    @contextlib.contextmanager
-    def without_barrier(self, name: str) -> Iterator[None]:
+    def without_barrier(self, name: str) -> AbstractContextManager[None]:
         """Pass the Trainer's barrier of a name, where ranks need not wait for one
         another."""
-        self._passed_barrier = name
-        try:
-            yield
-        finally:
-            self._passed_barrier = None
+        return changed(self, _passed_barrier=name)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -318,11 +313,9 @@ class ProcessGroupStrategy(ParallelStrategy):
             answers.clear()
             answers[now] = self.broadcast(passed)
         # Lightning's other rules, with an interval that has passed, or never does.
-        trainer._val_check_time_interval = -math.inf if answers[now] else math.inf
-        try:
+        interval = -math.inf if answers[now] else math.inf
+        with changed(trainer, _val_check_time_interval=interval):
             due: bool = type(loop)._should_check_val_fx(loop, fetcher)
-        finally:
-            trainer._val_check_time_interval = interval
         return due
 
     def _begin_batch(self, loop: Any, fetcher: Any) -> None:
@@ -352,11 +345,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         if watch is None or not loop._should_check_val_epoch():
             return
         # What the rule gives where nobody stops is the same on all ranks.
-        stops, trainer.should_stop = trainer.should_stop, False
-        try:
+        with changed(trainer, should_stop=False):
             is_due = loop._should_check_val_fx(fetcher)
-        finally:
-            trainer.should_stop = stops
         if not is_due and not self._meet_to_stop(trainer):
             self._meet("the end of an epoch")
 

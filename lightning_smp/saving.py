@@ -88,11 +88,7 @@ class SmpCheckpoint(ModelCheckpoint):
             every_n_train_steps=1,
             **options,
         )
-        failures = mean_time_between_failures
-        seconds = (
-            failures.total_seconds() if isinstance(failures, timedelta) else failures
-        )
-        self.schedule = SaveSchedule(checkpoint_interval, seconds)
+        self.schedule = SaveSchedule(checkpoint_interval, mean_time_between_failures)
         self.keep_last = keep_last
         self._kept: list[str] = []
         # Steps that the schedule has seen, and the step of the last save.

@@ -22,6 +22,7 @@ from smp_core.context_parallel import (
     part_of_mean,
     shifts_labels,
 )
+from smp_core.outside import changed
 
 
 class SharedSequences:
@@ -93,12 +94,8 @@ class SharedSequences:
     @contextlib.contextmanager
     def during(self, split: SplitBatch | None) -> Iterator[None]:
         """Make one of these the present batch inside."""
-        before, self.split = self.split, split
-        try:
-            with self.active():
-                yield
-        finally:
-            self.split = before
+        with changed(self, split=split), self.active():
+            yield
 
     def active(self) -> AbstractContextManager[None]:
         """Return the context to enter around a step and around backward."""

@@ -41,6 +41,7 @@ from lightning_smp.uneven import Evaluations, deal, require_equal_evaluation
 from smp_core.cluster import SmpMesh
 from smp_core.config import SmpConfig
 from smp_core.engine import ParallelModel
+from smp_core.outside import changed
 from smp_core.sharding.optimizer import settle_nonfinite
 from smp_core.torch_facts import parameters_of
 from smp_core.watch import JoinedLoader, gather_with_gradient, report_equal_terms
@@ -437,12 +438,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     @contextlib.contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        before, self._in_window = self._in_window, True
-        try:
-            with self.window.accumulate():
-                yield
-        finally:
-            self._in_window = before
+        with changed(self, _in_window=True), self.window.accumulate():
+            yield
 
     @override
     def optimizer_step(

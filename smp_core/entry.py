@@ -43,6 +43,7 @@ from smp_core.plan import (
     Plan,
     Precision,
     Shapes,
+    experts_of,
 )
 from smp_core.plan.chain import with_chain
 from smp_core.planner import RunningStep, plan_run
@@ -223,7 +224,7 @@ def _settled(
     numbers that each forward changes."""
     # A pre-sharded model has its own units and degrees.
     if given is not None:
-        shapes = Shapes.with_units(model, given_units(model))
+        shapes = Shapes.with_units(model, given_units(model), experts_of(model))
         plan = decide(shapes, asked, observe(), given=given, precision=precision)
         return plan, []
     shapes = Shapes.of(model, asked, entry)

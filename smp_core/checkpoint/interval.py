@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections import deque
+from datetime import timedelta
 
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
@@ -102,8 +103,9 @@ class SaveSchedule:
 
     Args:
         interval: steps between two saves, or ``"auto"``.
-        seconds_between_failures: mean time between failures of the whole job in
-            seconds; needed for ``"auto"``. One node's, divided by the number of nodes.
+        between_failures: mean time between failures of the whole job, in seconds or as
+            a timedelta; needed for ``"auto"``. One node's, divided by the number of
+            nodes.
 
     Attributes:
         interval: steps between the save before and the next one.
@@ -114,16 +116,18 @@ class SaveSchedule:
     """
 
     def __init__(
-        self, interval: int | str, seconds_between_failures: float | None = None
+        self, interval: int | str, between_failures: float | timedelta | None = None
     ) -> None:
         self._estimate: IntervalEstimate | None = None
+        if isinstance(between_failures, timedelta):
+            between_failures = between_failures.total_seconds()
         if interval == "auto":
-            if seconds_between_failures is None:
+            if between_failures is None:
                 raise CheckpointError(
                     "checkpoint_interval='auto' needs mean_time_between_failures of the whole job in seconds: of one "
                     "node, divided by the number of nodes; or write a number of steps"
                 )
-            self._estimate = IntervalEstimate(seconds_between_failures)
+            self._estimate = IntervalEstimate(between_failures)
             interval = _FIRST_STEPS
         # True is an int in Python, and no number of steps.
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:

@@ -21,11 +21,13 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from smp_core.outside import changed
 from smp_core.topology import Topology
 
 LinkClass = Literal["intra", "inter"]
@@ -192,15 +194,10 @@ class CommMeter:
         """Return the same figures of the step that is still open."""
         return self._figures(self._step)
 
-    @contextlib.contextmanager
-    def outside_steps(self) -> Iterator[None]:
+    def outside_steps(self) -> AbstractContextManager[None]:
         """Count what is sent inside as no part of an optimizer step: for an evaluation,
         also in the middle of a step."""
-        before, self._current = self._current, self._outside
-        try:
-            yield
-        finally:
-            self._current = before
+        return changed(self, _current=self._outside)
 
     def outside(self) -> dict[str, float]:
         """Return the figures, as those of :meth:`per_step`, of all that was sent inside

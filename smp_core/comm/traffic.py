@@ -41,7 +41,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.comm.quantized_gather import GatherPolicy, QuantizedAllGather
 from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
-from smp_core.comm.secondary import SecondaryGather
+from smp_core.comm.secondary import Gathers, SecondaryGather
 from smp_core.plan import Plan
 from smp_core.watch import here, ranks_in_words, went_apart
 
@@ -52,17 +52,11 @@ _KEPT = 1 << 16
 _DIRECTIONS = ("forward", "backward")
 
 
-class Unit(Protocol):
+class Unit(Gathers, Protocol):
     """A sharded unit, as far as communication objects have to know it."""
 
     name: str
     is_root: bool
-
-    @property
-    def leaves_parts(self) -> bool: ...
-
-    @property
-    def reads_parts(self) -> bool: ...
 
     def shard_layout(self) -> Sequence[tuple[str, int]]: ...
 

@@ -46,12 +46,9 @@ class Translation:
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def set(
-        self, option: str, asked: Any, knob: str, value: Any, note: str = ""
-    ) -> None:
-        """Record `knob` = `value` for the option; two options that disagree about a
-        knob are an error."""
-        origin = f"{option}={asked!r}"
+    def set(self, origin: str, knob: str, value: Any, note: str = "") -> None:
+        """Record `knob` = `value` for an option with its value; two options that
+        disagree about a knob are an error."""
         if knob in self.settings and self.settings[knob] != value:
             raise ValueError(
                 f"{origin} and {self.origins[knob]} contradict each other about {knob}; keep the one that is meant"
@@ -65,12 +62,36 @@ class Translation:
         """SmpConfig knob -> value."""
         return nested(self.settings)
 
-    def without_effect(self, option: str, asked: Any, why: str) -> None:
-        """Record that there is nothing to set for the option."""
-        self.lines.append(f"{option}={asked!r}: no effect here; {why}")
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a block, and the translation that it becomes a part of."""
+
+    name: str
+    value: Any
+    to: Translation
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}={self.value!r}"
+
+    @property
+    def is_on(self) -> bool:
+        return _boolean(self.name, self.value)
+
+    def read_by(self, reader: read.Reader) -> Any:
+        return reader(self.name, self.value)
+
+    def set(self, knob: str, value: Any, note: str = "") -> None:
+        """Record that it means this value of a knob."""
+        self.to.set(self.words, knob, value, note)
+
+    def without_effect(self, why: str) -> None:
+        """Record that there is nothing to set for it."""
+        self.to.lines.append(f"{self.words}: no effect here; {why}")
 
 
-Handler = Callable[[str, Any, Translation], None]
+Handler = Callable[[Option], None]
 
 
 def _boolean(option: str, value: Any) -> bool:
@@ -122,12 +143,11 @@ def translate_smp_parameters(
         translation.strategy = strategy
         translation.options = {"hybrid_shard_degree": 0, **parameters}
         if not _SHARDING_STRATEGIES[strategy][1]:
-            translation.set(
-                "sharding_strategy", strategy, "reshard_after_forward", False
-            )
+            origin = f"sharding_strategy={strategy!r}"
+            translation.set(origin, "reshard_after_forward", False)
     # Each option, and what their absence means.
     for option, value in translation.options.items():
-        SMP_OPTIONS[option](option, value, translation)
+        SMP_OPTIONS[option](Option(option, value, translation))
     # Nothing was said of sharding, which SMP takes as plain data parallelism.
     if "shard_degree" not in translation.settings:
         translation.lines.append(
@@ -139,16 +159,13 @@ def translate_smp_parameters(
 
 
 def _knob(knob: str, reader: read.Reader) -> Handler:
-    def handle(option: str, value: Any, to: Translation) -> None:
-        to.set(option, value, knob, reader(option, value))
-
-    return handle
+    return lambda option: option.set(knob, option.read_by(reader))
 
 
 def _no_effect(reader: read.Reader, why: str) -> Handler:
-    def handle(option: str, value: Any, to: Translation) -> None:
-        reader(option, value)
-        to.without_effect(option, value, why)
+    def handle(option: Option) -> None:
+        option.read_by(reader)
+        option.without_effect(why)
 
     return handle
 
@@ -157,10 +174,10 @@ def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
     """Accept the one value that is the case here anyway; refuse any other with what to
     use instead."""
 
-    def handle(option: str, value: Any, to: Translation) -> None:
-        if reader(option, value) != allowed:
-            raise ValueError(f"{option}={value!r} cannot be had here; {instead}")
-        to.without_effect(option, value, why)
+    def handle(option: Option) -> None:
+        if option.read_by(reader) != allowed:
+            raise ValueError(f"{option.words} cannot be had here; {instead}")
+        option.without_effect(why)
 
     return handle
 
@@ -174,137 +191,112 @@ def _half_precision(dtype: str) -> Handler:
     }[short]
     flag = f"set the trainer's precision to match: Lightning {trainer}; HF TrainingArguments({short}=True)"
 
-    def handle(option: str, value: Any, to: Translation) -> None:
-        if _boolean(option, value):
-            masters = (
-                "master_dtype='float32', as SMP steps a float32 copy of the weights"
-            )
-            to.set(option, value, "param_dtype", dtype, f"{masters}; {flag}")
-            # SMP's optimizer steps float32 copies; here that is a knob of its own.
-            to.settings["master_dtype"], to.origins["master_dtype"] = (
-                "float32",
-                f"SMP {option}={value!r}",
-            )
-        else:
-            to.without_effect(
-                option, value, "param_dtype follows the trainer's precision"
-            )
+    def handle(option: Option) -> None:
+        if not option.is_on:
+            option.without_effect("param_dtype follows the trainer's precision")
+            return
+        masters = "master_dtype='float32', as SMP steps a float32 copy of the weights"
+        option.set("param_dtype", dtype, f"{masters}; {flag}")
+        # SMP's optimizer steps float32 copies; here that is a knob of its own.
+        option.to.settings["master_dtype"] = "float32"
+        option.to.origins["master_dtype"] = f"SMP {option.words}"
 
     return handle
 
 
-def _hybrid_shard_degree(option: str, value: Any, to: Translation) -> None:
-    degree = read.integer(0)(option, value)
+def _hybrid_shard_degree(option: Option) -> None:
+    degree = option.read_by(read.integer(0))
     # 0 means: as FSDP was told in the script.
-    strategy = to.strategy
+    strategy = option.to.strategy
     if degree == 0 and strategy is None:
         raise ValueError(
-            f"{option}=0 takes the sharding strategy from the FSDP call in the training script, which is not part of "
-            'this block; pass it: SmpConfig.from_smp_parameters(..., sharding_strategy="FULL_SHARD") for '
+            f"{option.name}=0 takes the sharding strategy from the FSDP call in the training script, which is not part "
+            'of this block; pass it: SmpConfig.from_smp_parameters(..., sharding_strategy="FULL_SHARD") for '
             'shard_degree="world", "HYBRID_SHARD" for shard_degree="node", "NO_SHARD" for shard_degree=1'
         )
     note = "plain replicas, nothing is sharded" if degree == 1 else ""
     shards: int | str = degree
     if degree == 0 and strategy is not None:
         shards, note = _SHARDING_STRATEGIES[strategy][0], f"FSDP's {strategy}"
-    to.set(option, value, "shard_degree", shards, note)
+    option.set("shard_degree", shards, note)
 
 
-def _offload_activations(option: str, value: Any, to: Translation) -> None:
+def _offload_activations(option: Option) -> None:
     # Here only inputs of checkpointed modules can be offloaded, so these are switched
     # on with it.
-    offload = _boolean(option, value)
+    offload = option.is_on
     if offload:
         note = (
             "SMP offloads what the script checkpoints; here that is every wrapped block"
         )
         if (
-            option == "offload_activations"
-            and "activation_loading_horizon" not in to.options
+            option.name == "offload_activations"
+            and "activation_loading_horizon" not in option.to.options
         ):
             note += "; activations.loading_horizon is 2 here where it is left out, SMP v1 has 4"
-        to.set(option, value, "activations.checkpoint", "full", note)
-    to.set(option, value, "activations.offload", offload)
+        option.set("activations.checkpoint", "full", note)
+    option.set("activations.offload", offload)
 
 
-def _horizon(option: str, value: Any, to: Translation) -> None:
-    blocks = read.integer(1)(option, value)
+def _horizon(option: Option) -> None:
+    blocks = option.read_by(read.integer(1))
     # v1 and v2 have a name each for the switch that the horizon belongs to.
     asked = [
         name
         for name in ("offload_activations", "sm_activation_offloading")
-        if name in to.options
+        if name in option.to.options
     ]
-    if any(_boolean(name, to.options[name]) for name in asked):
-        to.set(option, value, "activations.loading_horizon", blocks)
+    if any(_boolean(name, option.to.options[name]) for name in asked):
+        option.set("activations.loading_horizon", blocks)
     else:
-        to.without_effect(
-            option,
-            value,
-            "nothing is offloaded unless offload_activations or sm_activation_offloading",
+        option.without_effect(
+            "nothing is offloaded unless offload_activations or sm_activation_offloading"
         )
 
 
-def _shard_optimizer_state(option: str, value: Any, to: Translation) -> None:
-    if not _boolean(option, value):
-        to.without_effect(
-            option,
-            value,
-            "optimizer states are sharded exactly like their parameters (shard_degree)",
+def _shard_optimizer_state(option: Option) -> None:
+    if not option.is_on:
+        option.without_effect(
+            "optimizer states are sharded exactly like their parameters (shard_degree)"
         )
         return
     if (
         # SMP shards optimizer states alone then, which is a degree of 1 with states
         # over the world.
-        "sharded_data_parallel_degree" not in to.options
-        and "hybrid_shard_degree" not in to.options
+        "sharded_data_parallel_degree" not in option.to.options
+        and "hybrid_shard_degree" not in option.to.options
     ):
-        to.set(option, value, "shard_degree", 1, "parameters stay whole on each rank")
-    to.set(
-        option,
-        value,
-        "optimizer_shard",
-        "world",
-        "optimizer states sharded over all ranks",
-    )
+        option.set("shard_degree", 1, "parameters stay whole on each rank")
+    option.set("optimizer_shard", "world", "optimizer states sharded over all ranks")
 
 
-def _gradient_clipping(option: str, value: Any, to: Translation) -> None:
+def _gradient_clipping(option: Option) -> None:
     # A number other than 0 asks for clipping, which belongs to the trainer.
-    clip = read.number(0.0, include_lowest=True)(option, value)
+    clip = option.read_by(read.number(0.0, include_lowest=True))
     if clip:
         raise ValueError(
-            f"{option}={value!r} is not a matter of the sharding here; remove it and write "
+            f"{option.words} is not a matter of the sharding here; remove it and write "
             f"Trainer(gradient_clip_val={clip:g}), or TrainingArguments(max_grad_norm={clip:g}) with HF: the norm is "
             "taken over all shards"
         )
-    to.without_effect(
-        option, value, "gradients are clipped only where the trainer is told to"
-    )
+    option.without_effect("gradients are clipped only where the trainer is told to")
 
 
-def _microbatches(option: str, value: Any, to: Translation) -> None:
-    count = read.integer(1)(option, value)
+def _microbatches(option: Option) -> None:
+    count = option.read_by(read.integer(1))
     # With stages it is the number of parts of a batch; without, gradient accumulation.
-    if _stages_of(to) > 1:
-        to.set(
-            option,
-            value,
-            "pipeline.microbatches",
-            count,
-            "parts of a batch that goes through pipeline stages",
-        )
+    if _stages_of(option.to) > 1:
+        note = "parts of a batch that goes through pipeline stages"
+        option.set("pipeline.microbatches", count, note)
         return
     if count > 1:
         raise ValueError(
-            f"{option}={count} splits a batch inside @smp.step, which needs pipeline stages here; remove it, write "
-            f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
-            f"loader's batch size by {count}"
+            f"{option.name}={count} splits a batch inside @smp.step, which needs pipeline stages here; remove it, "
+            f"write Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the "
+            f"data loader's batch size by {count}"
         )
-    to.without_effect(
-        option,
-        value,
-        "a batch is one micro-batch unless accumulate_grad_batches says otherwise",
+    option.without_effect(
+        "a batch is one micro-batch unless accumulate_grad_batches says otherwise"
     )
 
 
@@ -317,18 +309,18 @@ def _stages_of(to: Translation) -> int:
     return max((_DEGREE("partitions", value) for value in asked), default=1)
 
 
-def _schedule(option: str, value: Any, to: Translation) -> None:
-    schedule, note = _SCHEDULES[read.word(*_SCHEDULES)(option, value)]
+def _schedule(option: Option) -> None:
+    schedule, note = _SCHEDULES[option.read_by(read.word(*_SCHEDULES))]
     # Without stages a schedule says nothing.
-    if _stages_of(to) == 1:
-        to.without_effect(option, value, _STAGES)
+    if _stages_of(option.to) == 1:
+        option.without_effect(_STAGES)
     else:
-        to.set(option, value, "pipeline.schedule", schedule, note)
+        option.set("pipeline.schedule", schedule, note)
 
 
-def _deepspeed_json(option: str, value: Any, to: Translation) -> None:
+def _deepspeed_json(option: Option) -> None:
     raise ValueError(
-        f"{option}={value!r} names a private JSON file of SMP v1; remove it and write what it sets as knobs of "
+        f"{option.words} names a private JSON file of SMP v1; remove it and write what it sets as knobs of "
         "SmpConfig (shard_degree, collectives.hierarchical, ...)"
     )
 
@@ -340,111 +332,98 @@ def _placement(knob: str, value: Any) -> str:
     return text
 
 
-def _fp8(option: str, value: Any, to: Translation) -> None:
+def _fp8(option: Option) -> None:
     note = "FP8 products in the linear layers, as Transformer Engine's fp8_autocast"
     # Fields of the recipe switch on what they belong to, so they are translated in its
     # place.
-    if not _boolean(option, value):
-        to.without_effect(option, value, "products are in FP8 only with the knob `fp8`")
-    elif any(name in to.options for name in _FP8_FIELDS):
-        to.set(option, value, "fp8.scaling", "delayed", note)
+    if not option.is_on:
+        option.without_effect("products are in FP8 only with the knob `fp8`")
+    elif any(name in option.to.options for name in _FP8_FIELDS):
+        option.set("fp8.scaling", "delayed", note)
     else:
-        to.set(option, value, "fp8", True, note)
+        option.set("fp8", True, note)
 
 
-def _fp8_field(option: str, value: Any, to: Translation) -> None:
-    field_of_recipe, reader = _FP8_FIELDS[option]
-    read_value = reader(option, value)
-    if "fp8" in to.options and _boolean("fp8", to.options["fp8"]):
-        to.set(option, value, f"fp8.{field_of_recipe}", read_value)
+def _fp8_field(option: Option) -> None:
+    field_of_recipe, reader = _FP8_FIELDS[option.name]
+    read_value = option.read_by(reader)
+    if "fp8" in option.to.options and _boolean("fp8", option.to.options["fp8"]):
+        option.set(f"fp8.{field_of_recipe}", read_value)
     else:
-        to.without_effect(
-            option, value, "it is a field of the FP8 recipe, which `fp8` switches on"
+        option.without_effect(
+            "it is a field of the FP8 recipe, which `fp8` switches on"
         )
 
 
-def _loss_scale(option: str, value: Any, to: Translation) -> None:
+def _loss_scale(option: Option) -> None:
     # Dynamic scaling is what trainers do.
-    if value is None or (option == "dynamic_loss_scale" and _boolean(option, value)):
-        to.without_effect(
-            option,
-            value,
-            'the trainer scales losses by itself: Trainer(precision="16-mixed")',
+    if option.value is None or (option.name == "dynamic_loss_scale" and option.is_on):
+        option.without_effect(
+            'the trainer scales losses by itself: Trainer(precision="16-mixed")'
         )
         return
     # Any other scaling is an object that the trainer is given.
     scaler = {
-        "static_loss_scale": f"init_scale={value}, growth_interval=2**31 - 1",
+        "static_loss_scale": f"init_scale={option.value}, growth_interval=2**31 - 1",
         "dynamic_loss_scale": "enabled=False",
         "dynamic_loss_args": "init_scale=..., growth_interval=...",
-    }[option]
+    }[option.name]
     raise ValueError(
-        f"{option}={value!r} is an argument of SMP's DistributedOptimizer; remove it and write "
+        f"{option.words} is an argument of SMP's DistributedOptimizer; remove it and write "
         f'plugins=[MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler({scaler}))] for Lightning\'s Trainer, or '
         "kwargs_handlers=[GradScalerKwargs(...)] for SmpAccelerator; bf16 needs no scaling"
     )
 
 
-def _passes(option: str, value: Any, to: Translation) -> None:
-    count = read.integer(1)(option, value)
+def _passes(option: Option) -> None:
+    count = option.read_by(read.integer(1))
     if count > 1:
         raise ValueError(
-            f"{option}={count} is an argument of SMP's DistributedModel; remove it and write "
+            f"{option.name}={count} is an argument of SMP's DistributedModel; remove it and write "
             f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count})"
         )
-    to.without_effect(
-        option,
-        value,
-        "each backward pass ends a window unless accumulate_grad_batches says otherwise",
+    option.without_effect(
+        "each backward pass ends a window unless accumulate_grad_batches says otherwise"
     )
 
 
-def _smp_moe(option: str, value: Any, to: Translation) -> None:
+def _smp_moe(option: Option) -> None:
     # SMP would change the router; here a model keeps its own.
-    if _boolean(option, value) and "moe_load_balancing" not in to.options:
-        to.warnings.append(
+    if option.is_on and "moe_load_balancing" not in option.to.options:
+        option.to.warnings.append(
             "SMP routes tokens by 'sinkhorn' unless moe_load_balancing says otherwise; here the model's own router does"
         )
-    to.without_effect(
-        option,
-        value,
-        "experts stay the model's own modules; expert_parallel_degree divides them",
+    option.without_effect(
+        "experts stay the model's own modules; expert_parallel_degree divides them"
     )
 
 
-def _moe_load_balancing(option: str, value: Any, to: Translation) -> None:
+def _moe_load_balancing(option: Option) -> None:
     # Only the auxiliary loss leaves the choice of experts to the router.
-    kind = _MOE_BALANCING(option, value)
+    kind = option.read_by(_MOE_BALANCING)
     if kind == "none":
-        to.without_effect(
-            option,
-            value,
-            "a model has an auxiliary loss only with config.output_router_logits=True",
+        option.without_effect(
+            "a model has an auxiliary loss only with config.output_router_logits=True"
         )
         return
     if kind != "aux_loss":
         raise ValueError(
-            f"{option}={value!r} gives tokens to other experts than the model's own router chooses, which changes what "
+            f"{option.words} gives tokens to other experts than the model's own router chooses, which changes what "
             'the model computes; remove it and write router_balance="global" with model.config.output_router_logits='
             "True (an auxiliary loss), or router_bias_update_rate=0.001 for routers with a bias like DeepSeek-V3's"
         )
-    to.set(
-        option,
-        value,
-        "router_balance",
-        "global",
-        "the loss is the model's own: model.config.output_router_logits=True",
-    )
+    note = "the loss is the model's own: model.config.output_router_logits=True"
+    option.set("router_balance", "global", note)
 
 
-def _moe_coefficient(option: str, value: Any, to: Translation) -> None:
-    number = read.number(0.0, include_lowest=True)(option, value)
+def _moe_coefficient(option: Option) -> None:
+    number = option.read_by(read.number(0.0, include_lowest=True))
     balancing = "moe_load_balancing"
-    is_auxiliary = option == "moe_aux_loss_coeff"
+    is_auxiliary = option.name == "moe_aux_loss_coeff"
     has_loss = (
         not is_auxiliary
         # Without the option SMP balances by "sinkhorn", which has no loss.
-        or _MOE_BALANCING(balancing, to.options.get(balancing, "sinkhorn"))
+        or _MOE_BALANCING(balancing, option.to.options.get(balancing, "sinkhorn"))
         == "aux_loss"
     )
     if number and has_loss:
@@ -454,16 +433,16 @@ def _moe_coefficient(option: str, value: Any, to: Translation) -> None:
             else f"loss = loss + {number:g} * router_logits.logsumexp(-1).square().mean() for each router"
         )
         raise ValueError(
-            f"{option}={value!r} is a matter of the model's loss here; remove it and write {loss}"
+            f"{option.words} is a matter of the model's loss here; remove it and write {loss}"
         )
-    to.without_effect(option, value, "no such loss is added to the model's own")
+    option.without_effect("no such loss is added to the model's own")
 
 
-def _sharding_strategy(option: str, value: Any, to: Translation) -> None:
+def _sharding_strategy(option: Option) -> None:
     """Refuse what is an argument of the translation, beside the block."""
     raise ValueError(
-        f"{option}={value!r} is FSDP's and not part of this block; remove it and write "
-        f"SmpConfig.from_smp_parameters(..., sharding_strategy={value!r})"
+        f"{option.words} is FSDP's and not part of this block; remove it and write "
+        f"SmpConfig.from_smp_parameters(..., sharding_strategy={option.value!r})"
     )
 
 

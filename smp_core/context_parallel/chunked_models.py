@@ -410,15 +410,10 @@ def _let_compute_chunks(head: nn.Module) -> None:
 def _in_its_place(
     places: list[tuple[nn.Module, str]], stand_in: nn.Module
 ) -> Iterator[None]:
-    # Put back whatever the forward raises.
-    heads = [getattr(parent, attribute) for parent, attribute in places]
-    for parent, attribute in places:
-        setattr(parent, attribute, stand_in)
-    try:
+    with contextlib.ExitStack() as stack:
+        for parent, attribute in places:
+            stack.enter_context(changed(parent, **{attribute: stand_in}))
         yield
-    finally:
-        for (parent, attribute), head in zip(places, heads, strict=True):
-            setattr(parent, attribute, head)
 
 
 def _without_pending(outputs: Any, has_loss: bool) -> Any:

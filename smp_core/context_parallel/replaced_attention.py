@@ -26,6 +26,7 @@ from smp_core.context_parallel.attention import SLICED, attention
 from smp_core.context_parallel.documents import Key
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.sequence_plan import SequencePlan
+from smp_core.outside import changed
 from smp_core.torch_facts import Args, Kwargs
 
 
@@ -159,16 +160,13 @@ def enabled(split: SplitBatch | None) -> Iterator[None]:
         return
     # Nested blocks (a recomputation in backward) only exchange the batch: the names are
     # replaced already.
-    before, _STATE.split = _STATE.split, split
-    try:
-        with contextlib.ExitStack() as around:
-            if before is None:
-                around.enter_context(_torchs_attention_replaced())
-                if split.trial is not None:
-                    around.enter_context(split.trial.watching(split))
-            yield
-    finally:
-        _STATE.split = before
+    is_outermost = _STATE.split is None
+    with changed(_STATE, split=split), contextlib.ExitStack() as around:
+        if is_outermost:
+            around.enter_context(_torchs_attention_replaced())
+            if split.trial is not None:
+                around.enter_context(split.trial.watching(split))
+        yield
 
 
 def try_call(

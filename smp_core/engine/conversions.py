@@ -82,7 +82,7 @@ from smp_core.pipeline import (
     leave_out_other_stages,
     played_of,
 )
-from smp_core.plan import Plan, Stages, router_losses, units_with
+from smp_core.plan import LOSS, Plan, Stages, units_with
 from smp_core.sharding import (
     ReplacedParameters,
     change_this_process,
@@ -112,7 +112,7 @@ from smp_core.tensor_parallel import (
     apply_tensor_parallel,
     inspect,
 )
-from smp_core.torch_facts import is_absent, is_compiled
+from smp_core.torch_facts import is_absent, is_compiled, modules_that_look_up
 
 logger = logging.getLogger("smp")
 
@@ -483,7 +483,7 @@ def balance_where_asked(
         any(each is not None for each in numbers)
         or knobs.asked("router_balance") == "global"
     )
-    if not is_asked and not router_losses(model):
+    if not is_asked and not modules_that_look_up(model, LOSS):
         return None
     return balance_routers(model, plan, mesh.gradient_group, meter, mesh.device)
 

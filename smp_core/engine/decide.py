@@ -73,6 +73,9 @@ def decide(
     for subject in SUBJECTS:
         if not subject.is_off(draft.knobs):
             subject.settle(draft)
+            continue
+        for knob, (value, why) in subject.by_default.items():
+            draft.settle(knob, value, why)
     return draft.plan()
 
 

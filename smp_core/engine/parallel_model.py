@@ -23,6 +23,7 @@ from smp_core.context_parallel import ContextParallel
 from smp_core.engine.decide import lines_of_subjects
 from smp_core.expert_parallel import BalancedRouters
 from smp_core.fp8 import Fp8Model
+from smp_core.outside import changed
 from smp_core.pipeline import Pipeline, states_of_all_stages
 from smp_core.plan import Plan
 from smp_core.plan.chain import EXTRA_STATE
@@ -185,13 +186,10 @@ class ParallelModel:
                 f"saved, and with {', '.join(split)} all ranks compute it together; save without calling it, or load "
                 "what was saved into a plain model and call that"
             )
-        self.calls.unsharded = True
-        try:
+        with changed(self.calls, unsharded=True):
             refused = self._computed_together() if split else frozenset()
             with unsharded(module, values, refusal, refused):
                 yield
-        finally:
-            self.calls.unsharded = False
 
     def _computed_together(self) -> frozenset[nn.Module]:
         """List what one rank cannot compute: blocks, split layers, layers in FP8, those

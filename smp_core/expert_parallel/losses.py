@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_core.comm import CommMeter, FlatAllReduce
+from smp_core.outside import changed
 from smp_core.plan import LOSS, RouterLoss
 from smp_core.watch import here
 
@@ -168,13 +169,10 @@ class TotalsOfStages:
     def collecting(self, mask: torch.Tensor | None) -> Iterator[None]:
         """Collect logits inside, of a forward whose tokens count by ``mask``. Not in
         backward, which may compute them again."""
-        self._is_collecting = True
         self._logits = []
         self._mask = mask
-        try:
+        with changed(self, _is_collecting=True):
             yield
-        finally:
-            self._is_collecting = False
 
     def given(self) -> torch.Tensor:
         """Return the totals that arrived with those of what was collected."""

@@ -4,7 +4,7 @@ for routers (what balances them), and what they do not go together with yet."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from smp_core.cluster import PARTITION
 from smp_core.config import Clash
@@ -159,6 +159,7 @@ class RouterBalance(Subject):
     name = "router balance"
     page = "routers.md"
     knobs = ("router_balance", "router_bias_update_rate", CAPACITY)
+    by_default: ClassVar = {"router_balance": ("global", "as in one process")}
     part = "routers"
     apart = (
         Clash(
@@ -204,7 +205,7 @@ class RouterBalance(Subject):
                 )
                 raise ValueError(f"{asked}: {why}; leave it out")
         if draft.knobs.router_balance == "auto":
-            draft.settle("router_balance", "global", "as in one process")
+            draft.settle("router_balance", *self.by_default["router_balance"])
 
 
 ROUTER_BALANCE = RouterBalance()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from smp_core.engine import ParallelModel
+from smp_core.observe.job_figures import JobFigures
 from smp_core.observe.memory_log import KINDS, StepMemory, append_to_log, draw
 from smp_core.observe.memory_report import MemoryReport
 from smp_core.observe.monitoring import peak_memory_gib
@@ -183,6 +184,15 @@ class WatchesMemory:
     def _note_peak(self, device: torch.device) -> None:
         for name, value in peak_memory_gib(device).items():
             self._highest[name] = max(value, self._highest.get(name, 0.0))
+
+    def _report_of(
+        self, figures: JobFigures, step: int, device: torch.device
+    ) -> dict[str, float]:
+        """Return a report after ``step`` optimizer steps, with the highest memory so
+        far and the parts of the last watched step's. Collective."""
+        self._note_peak(device)
+        report = figures.report(step, self._highest)
+        return report if self._watch is None else report | self._watch.latest
 
     def _watch_if_due(self, step: int, device: torch.device) -> None:
         """Begin a watch if one is due. Call it before the first forward of the step

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ExpertSite as ExpertSite,
         RouterLoss as RouterLoss,
         adapters_of as adapters_of,
+        experts_of as experts_of,
         loss_over_stages as loss_over_stages,
         router_losses as router_losses,
         without_router_loss as without_router_loss,

@@ -12,13 +12,15 @@ in a model's module, and ``_can_record_outputs`` says which modules' outputs are
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
+
+from smp_core.outside import changed
+from smp_core.torch_facts import modules_that_look_up
 
 # Transformers' mark. It has no public name; the class decorator leaves nothing else
 # that other modules do not have.
@@ -220,15 +222,11 @@ def router_losses(model: nn.Module) -> list[RouterLoss]:
     """Return the auxiliary losses in a model, also those that are off."""
     found = []
     # By the global name that the forward's code looks up: it is the one to exchange.
-    for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
-        names = getattr(forward, "__globals__", {})
-        if LOSS in names and LOSS in forward.__code__.co_names:
-            is_on = bool(
-                getattr(getattr(module, "config", None), "output_router_logits", False)
-            )
-            is_known = list(inspect.signature(names[LOSS]).parameters) == _PARAMETERS
-            found.append(RouterLoss(module, names, is_on, is_known))
+    for module, names in modules_that_look_up(model, LOSS):
+        config = getattr(module, "config", None)
+        is_on = bool(getattr(config, "output_router_logits", False))
+        is_known = list(inspect.signature(names[LOSS]).parameters) == _PARAMETERS
+        found.append(RouterLoss(module, names, is_on, is_known))
     return found
 
 
@@ -245,16 +243,10 @@ def loss_over_stages(model: nn.Module) -> RouterLoss | None:
     )
 
 
-@contextlib.contextmanager
-def without_router_loss(model: nn.Module) -> Iterator[None]:
+def without_router_loss(model: nn.Module) -> AbstractContextManager[None]:
     """Switch off inside what :func:`loss_over_stages` finds: what goes through blocks
     is seen without it."""
     loss = loss_over_stages(model)
     if loss is None:
-        yield
-        return
-    loss.model.config.output_router_logits = False
-    try:
-        yield
-    finally:
-        loss.model.config.output_router_logits = True
+        return nullcontext()
+    return changed(loss.model.config, output_router_logits=False)

@@ -15,7 +15,7 @@ and docs/combinations.md which go together. What they write into is the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -527,6 +527,8 @@ class Subject:
             too.
         optional: it is off where all its knobs are at their defaults, and is not asked
             anything then.
+        by_default: values of knobs whose default is "auto", and why, where all its
+            knobs are at their defaults; it is not asked to resolve them then.
         part: the attribute of :class:`smp_core.engine.parallel_model.ParallelModel`
             with what its conversion made.
     """
@@ -536,13 +538,14 @@ class Subject:
     knobs: ClassVar[tuple[str, ...]]
     apart: ClassVar[tuple[Clash[Any], ...]] = ()
     optional: ClassVar[bool] = False
+    by_default: ClassVar[Mapping[str, tuple[Any, str]]] = {}
     part: ClassVar[str | None] = None
 
     def is_off(self, knobs: SmpConfig) -> bool:
         """Return whether there is nothing to resolve and nothing to report with these
         knobs."""
         # A subject at its defaults decides nothing, and reports nothing.
-        return self.optional and all(
+        return (self.optional or bool(self.by_default)) and all(
             getattr(knobs, knob) == getattr(DEFAULTS, knob) for knob in self.knobs
         )
 

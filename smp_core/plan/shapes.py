@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from smp_core.cluster import LINKS_VARIABLE, Links, of_all_ranks
-from smp_core.config import SmpConfig
+from smp_core.config import DEFAULTS, SmpConfig
 from smp_core.plan.chain.chain import Chain
 from smp_core.plan.checkpointed import (
     CheckpointedModule,
@@ -31,6 +31,12 @@ from smp_core.topology import Topology
 from smp_core.torch_facts import FSDP_METHODS, fsdp_has
 
 GIB = 2**30
+
+_ABOUT_EXPERTS = (
+    "expert_parallel_degree",
+    "expert_capacity_factor",
+    "router_bias_update_rate",
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Shapes:
         aliases: further names of parameters -> their first name.
         chain: the blocks in the order they run in; recorded where there are pipeline
             stages.
-        experts: the modules that hold experts.
+        experts: the modules that hold experts; looked for where a knob is about them.
     """
 
     kind: str
@@ -134,25 +140,32 @@ class Shapes:
                 without parameters.
         """
         units = plan_units(model, asked, entry=entry)
+        is_about_experts = any(
+            getattr(asked, knob) != getattr(DEFAULTS, knob) for knob in _ABOUT_EXPERTS
+        )
+        experts = experts_of(model) if is_about_experts else ()
         # What is recomputed is a choice about modules, and so decided with the units.
         setting = asked.activations.checkpoint
         if setting == "none":
-            return cls.with_units(model, units)
+            return cls.with_units(model, units, experts)
         if checkpoints_itself(model):
-            return cls.with_units(model, units, checkpoints_itself=True)
-        return cls.with_units(
-            model, units, tuple(plan_checkpointing(model, units.blocks, setting))
-        )
+            return cls.with_units(model, units, experts, checkpoints_itself=True)
+        checkpointed = plan_checkpointing(model, units.blocks, setting)
+        return cls.with_units(model, units, experts, tuple(checkpointed))
 
     @classmethod
     def with_units(
         cls,
         model: nn.Module,
         units: WrapPlan,
+        experts: tuple[ExpertShape, ...] = (),
         checkpointed: Sequence[CheckpointedModule] = (),
         checkpoints_itself: bool = False,
     ) -> Shapes:
         """Read a model whose units are known.
+
+        Args:
+            experts, checkpointed, checkpoints_itself: as the attributes.
 
         Raises:
             ValueError: torchao's quantised weights.
@@ -201,7 +214,7 @@ class Shapes:
             buffer_bytes=buffer_bytes,
             buffers=buffers,
             aliases=aliases,
-            experts=experts_of(model),
+            experts=experts,
         )
 
     @cached_property

@@ -404,13 +404,10 @@ def _nothing_fits(
 ) -> NothingFits:
     changes: list[tuple[str, Candidate]] = []
     # Each change is searched for, until three of them fit: what is offered does fit.
-    for words, model, machines, work, knobs in _changes(
-        hardware, workload, fixed, name
-    ):
+    for words, case in _changes(_Case(hardware, workload, fixed), name):
+        model = trace(case.model, case.workload.sequence) if case.model else traced
         try:
-            tried = search(
-                trace(model, work.sequence) if model else traced, machines, work, knobs
-            )
+            tried = search(model, case.hardware, case.workload, case.fixed)
         except ValueError:
             continue
         if tried.ranked:
@@ -429,61 +426,56 @@ def _nothing_fits(
     return NothingFits("\n".join(lines), changes)
 
 
-_Change = tuple[str, str | None, Hardware, Workload, dict[str, Any]]
-"""In words, and the model (None: the same), machines, batch and knobs."""
+@dataclass(frozen=True)
+class _Case:
+    """The question of a search.
+
+    Attributes:
+        model: another one, by its name; None: the same.
+    """
+
+    hardware: Hardware
+    workload: Workload
+    fixed: dict[str, Any]
+    model: str | None = None
 
 
-def _changes(
-    hardware: Hardware, workload: Workload, fixed: dict[str, Any], name: str
-) -> Iterator[_Change]:
-    """Yield changes, the cheapest first: knobs that were fixed, the host's memory,
-    fewer bytes, adapters, more nodes, less to compute."""
+def _changes(asked: _Case, name: str) -> Iterator[tuple[str, _Case]]:
+    """Yield changes in words and what is searched with then, the cheapest first: knobs
+    that were fixed, the host's memory, fewer bytes, adapters, more nodes, less to
+    compute.
+
+    Args:
+        name: of the model; "model": it has none.
+    """
+    hardware, workload, fixed = asked.hardware, asked.workload, asked.fixed
     # What costs nothing: a knob that was fixed.
     for knob in fixed:
         rest = {each: value for each, value in fixed.items() if each != knob}
-        yield (
-            f"leave {knob} open instead of {fixed[knob]!r}",
-            None,
-            hardware,
-            workload,
-            rest,
-        )
+        words = f"leave {knob} open instead of {fixed[knob]!r}"
+        yield words, replace(asked, fixed=rest)
     # Then states on the host, which takes time for copies.
     offloads = () if "state_offload" in fixed else ("optimizer", "all")
     for where in offloads:
-        yield (
-            f"state_offload={where!r}",
-            None,
-            hardware,
-            workload,
-            {**fixed, "state_offload": where},
-        )
+        offloaded = {**fixed, "state_offload": where}
+        yield f"state_offload={where!r}", replace(asked, fixed=offloaded)
     # Then fewer bytes for each parameter, which changes the training's numbers.
     if workload.precision == "mixed":
         words = (
             "parameters and states in bfloat16 (precision bfloat16; rounds every step)"
         )
-        small = replace(workload, precision="bfloat16")
-        yield words, None, hardware, small, fixed
+        small = replace(asked, workload=replace(workload, precision="bfloat16"))
+        yield words, small
         for where in offloads:
-            yield (
-                f"{words}, and state_offload={where!r}",
-                None,
-                hardware,
-                small,
-                {**fixed, "state_offload": where},
-            )
+            offloaded = {**fixed, "state_offload": where}
+            both = f"{words}, and state_offload={where!r}"
+            yield both, replace(small, fixed=offloaded)
     # Then adapters alone. A trace that was given has no name to build another model
     # from.
     if name != "model" and ADAPTERS not in name:
         model = f"{name}{ADAPTERS}{_RANK}"
-        yield (
-            f"adapters of rank {_RANK} alone are trained (the model {model})",
-            model,
-            hardware,
-            workload,
-            fixed,
-        )
+        words = f"adapters of rank {_RANK} alone are trained (the model {model})"
+        yield words, replace(asked, model=model)
     # Then more nodes. The batch grows where more ranks do not divide it.
     nodes = hardware.nodes
     rate = hardware.gbit or _RATE_BETWEEN_NODES
@@ -491,22 +483,15 @@ def _changes(
     while hardware.measured is None and nodes * 2 <= _MOST_NODES:
         nodes *= 2
         more = replace(hardware, nodes=nodes, gbit=rate)
-        whole = math.lcm(workload.global_batch, more.devices)
-        work = (
-            workload
-            if workload.global_batch % more.devices == 0
-            else replace(workload, global_batch=whole)
-        )
-        same = "" if work is workload else f" and global_batch={whole}"
-        yield f"{nodes} nodes{at}{same}", None, more, work, fixed
+        case, same = replace(asked, hardware=more), ""
+        if workload.global_batch % more.devices:
+            whole = math.lcm(workload.global_batch, more.devices)
+            case = replace(case, workload=replace(workload, global_batch=whole))
+            same = f" and global_batch={whole}"
+        yield f"{nodes} nodes{at}{same}", case
     # At last shorter sequences.
     sequence = workload.sequence
     while sequence >= 256:
         sequence //= 2
-        yield (
-            f"sequences of {sequence} tokens",
-            None,
-            hardware,
-            replace(workload, sequence=sequence),
-            fixed,
-        )
+        shorter = replace(workload, sequence=sequence)
+        yield f"sequences of {sequence} tokens", replace(asked, workload=shorter)

@@ -287,17 +287,12 @@ class StepModel:
         compute = count * (self.trace.blocks * (forward + backward) + of_rest)
         # What is waited for beside it.
         gathers, replicas = self._waiting(forward, backward, count)
-        split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
-        context = count * self.trace.blocks * sum(self._context_seconds(block))
-        copies = (
-            count
-            * self.trace.blocks
-            * self._copying_seconds(micro_batch, held, forward)
-        )
+        passes = count * self.trace.blocks
+        split = passes * self._tensor_seconds(micro_batch, held)
+        context = passes * sum(self._context_seconds(block))
+        copies = passes * self._copying_seconds(micro_batch, held, forward)
         stepped = self._optimizer_seconds(self.plan.split_shapes.elements)
-        tokens = (
-            count * self.trace.blocks * sum(self._expert_seconds(micro_batch, held))
-        )
+        tokens = passes * sum(self._expert_seconds(micro_batch, held))
         return StepTime(
             compute, gathers, replicas, split, context, stepped, copies, tokens
         )

@@ -45,7 +45,7 @@ from smp_core.activations import selective_contexts
 from smp_core.config import DEFAULTS, Fp8Recipe, SmpConfig
 from smp_core.fp8 import choose
 from smp_core.outside import ask_child, changed
-from smp_core.plan import Entry, Shapes
+from smp_core.plan import Entry, Shapes, experts_of
 from smp_core.plan.chain import Chain, record_chain
 from smp_core.planner.model_source import Source, build, copied
 from smp_core.planner.model_trace import (
@@ -203,12 +203,13 @@ def _shapes_by_mode(
     found: dict[str, Shapes] = {}
     # Which dim of a weight is that of inputs cannot be seen in its shape.
     dims = fp8_dims(model)
+    experts = experts_of(model)  # a planner may deal them
     for mode in MODES:
         shapes = Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry)
         parameters = (
             replace(each, fp8_dim=dims.get(each.name)) for each in shapes.parameters
         )
-        found[mode] = replace(shapes, parameters=tuple(parameters))
+        found[mode] = replace(shapes, parameters=tuple(parameters), experts=experts)
     return found
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -83,11 +83,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: a heading, then whatever of the rest there is."""
+    """A part of the page: a heading, then whatever of the rest there is. Charts are
+    SVG, which goes into the page as it is."""
 
     heading: str
     tables: Sequence[Table] = ()
-    charts: Sequence[Markup] = ()
+    charts: Sequence[str] = ()
     lines: Sequence[str] = ()
     note: str = ""
 
@@ -107,28 +108,23 @@ def page(runs: Sequence[Run]) -> str:
     """
     # One object for all charts: their identifiers must not collide on one page.
     charts = Charts()
-    makers: list[Callable[[Sequence[Run], Charts], list[Section]]] = [
-        *(
-            _asked,
-            _groups,
-            _progress,
-            _logged,
-            _parts,
-            _bytes,
-            _memory,
-            _saves,
-            _fp8,
-            _routers,
-            _events,
-        )
-    ]
+
+    def of_each(*makers: Callable[[Run, Charts], Section]) -> Iterator[Section]:
+        for make in makers:
+            for run in runs:
+                section = make(run, charts)
+                of_run = "" if len(runs) == 1 else f" ({run.name})"
+                yield replace(section, heading=f"{section.heading}{of_run}")
+
+    made = (
+        _differing(runs),
+        *of_each(_asked, _groups),
+        _progress(runs, charts),
+        _logged(runs, charts),
+        *of_each(_parts, _bytes, _memory, _saves, _fp8, _routers, _events),
+    )
     # A section that the log has nothing for is left out.
-    sections = [
-        section
-        for make in makers
-        for section in make(runs, charts)
-        if section.has_content
-    ]
+    sections = [section for section in made if section.has_content]
     # Autoescape on, undefined names an error: a log decides no markup.
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("smp_core.report", "."),
@@ -178,64 +174,43 @@ def _left_out(run: Run) -> list[str]:
     )
 
 
-def _of(run: Run, runs: Sequence[Run]) -> str:
-    return "" if len(runs) == 1 else f" ({run.name})"
-
-
-def _asked(runs: Sequence[Run], charts: Charts) -> list[Section]:
-    """Return what was asked, chosen and why; of two runs also where they differ."""
-    found = []
-    # Two runs: first where they differ.
-    if len(runs) == 2:
-        sides = []
-        for run in runs:
-            sides.append(
-                {str(row.get("knob")): row for row in objects(run.asked.get("knobs"))}
-            )
-        rows = []
-        # Every knob of either run; one that is missing was at its default.
-        for knob in dict.fromkeys(name for side in sides for name in side):
-            values = [
-                str(side[knob].get("value")) if knob in side else "default"
-                for side in sides
-            ]
-            if values[0] != values[1]:
-                rows.append((knob, values))
-        found.append(
-            Section(
-                "Knobs in which they differ",
-                [Table("differ", ["knob", *_names(runs)], rows)],
-            )
-        )
-    # Then everything that was asked, for each run.
+def _differing(runs: Sequence[Run]) -> Section:
+    """Return the knobs in which two runs differ."""
+    sides = []
     for run in runs:
-        rows = []
-        for row in objects(run.asked.get("knobs")):
-            rows.append(
-                (
-                    str(row.get("knob")),
-                    [str(row.get(name)) for name in ("asked", "value", "why")],
-                )
-            )
-        table = Table("knobs", ["knob", "asked", "in effect", "why"], rows[:_MOST_ROWS])
-        note = "Knobs that are not listed are at their defaults."
-        found.append(
-            Section(f"What was asked, and chosen{_of(run, runs)}", [table], note=note)
+        sides.append(
+            {str(row.get("knob")): row for row in objects(run.asked.get("knobs"))}
         )
-    return found
+    rows = []
+    # Every knob of either run; one that is missing was at its default.
+    for knob in dict.fromkeys(name for side in sides for name in side):
+        values = [
+            str(side[knob].get("value")) if knob in side else "default"
+            for side in sides
+        ]
+        if len(set(values)) > 1:
+            rows.append((knob, values))
+    table = Table("differ", ["knob", *_names(runs)], rows)
+    return Section("Knobs in which they differ", [table])
 
 
-def _groups(runs: Sequence[Run], charts: Charts) -> list[Section]:
+def _asked(run: Run, charts: Charts) -> Section:
+    """Return what was asked, chosen and why."""
+    rows = []
+    for row in objects(run.asked.get("knobs")):
+        cells = [str(row.get(name)) for name in ("asked", "value", "why")]
+        rows.append((str(row.get("knob")), cells))
+    table = Table("knobs", ["knob", "asked", "in effect", "why"], rows[:_MOST_ROWS])
+    note = "Knobs that are not listed are at their defaults."
+    return Section("What was asked, and chosen", [table], note=note)
+
+
+def _groups(run: Run, charts: Charts) -> Section:
     """Return the nodes with their ranks and groups."""
-    found = []
-    for run in runs:
-        picture = _picture(run)
-        drawn = [] if picture is None else [Markup(picture)]
-        lines = texts(run.asked.get("plan"))
-        found.append(
-            Section(f"Nodes and groups{_of(run, runs)}", charts=drawn, lines=lines)
-        )
-    return found
+    picture = _picture(run)
+    drawn = [] if picture is None else [picture]
+    lines = texts(run.asked.get("plan"))
+    return Section("Nodes and groups", charts=drawn, lines=lines)
 
 
 def _picture(run: Run) -> str | None:
@@ -263,7 +238,7 @@ def _picture(run: Run) -> str | None:
     return svg_picture(Topology(nodes, tuple(names)), layout)
 
 
-def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
+def _progress(runs: Sequence[Run], charts: Charts) -> Section:
     """Return loss, throughput, and all figures of the reports."""
     drawn = []
     for name in ("loss", "tokens_per_second", "samples_per_second", "seconds_step"):
@@ -277,12 +252,12 @@ def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
             "tokens_per_second" in run.figures for run in runs
         )
         if any(series.values()) and not is_second_rate:
-            drawn.append(Markup(charts.lines(series, FIGURES[name])))
+            drawn.append(charts.lines(series, FIGURES[name]))
     table = _table("figures", [run.figures for run in runs], runs)
-    return [Section("Loss and throughput", [table], drawn)]
+    return Section("Loss and throughput", [table], drawn)
 
 
-def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
+def _logged(runs: Sequence[Run], charts: Charts) -> Section:
     """Return what the user's code logged: losses and metrics of validations, for
     example."""
     # In the order in which they first appear in either run.
@@ -293,10 +268,10 @@ def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
             run.name if len(runs) == 2 else name: run.logged.get(name, [])
             for run in runs
         }
-        drawn.append(Markup(charts.lines(series, name)))
+        drawn.append(charts.lines(series, name))
     note = f"The first {_MOST_DRAWN} are drawn." if len(names) > _MOST_DRAWN else ""
     table = _table("logged", [run.logged for run in runs], runs)
-    return [Section("What the training code logged", [table], drawn, note=note)]
+    return Section("What the training code logged", [table], drawn, note=note)
 
 
 def _table(
@@ -379,270 +354,191 @@ def _summary(name: str, points: Points) -> list[Any]:
     return [Cell(values[0]), *between, Cell(values[-1])]
 
 
-def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:
+def _parts(run: Run, charts: Charts) -> Section:
     """Return the last measured steps of each rank, by part."""
-    found = []
-    for run in runs:
-        ranks: dict[str, dict[str, float]] = {}
-        for rank, seconds in run.last("seconds_by_rank").items():
-            # Every rank's seconds have to be numbers, one for each part.
-            values = (
-                [number(value) for value in seconds]
-                if isinstance(seconds, list)
-                else []
-            )
-            if len(values) == len(PARTS) and None not in values:
-                ranks[f"rank {rank}"] = dict(zip(PARTS, values, strict=True))  # type: ignore[arg-type]
-        whole = [
-            values[-1][1]
-            for name, values in run.figures.items()
-            if name == "seconds_step"
-        ]
-        for parts in ranks.values() if whole else ():
-            # What is left of the step is waiting, and never below 0.
-            parts["waiting"] = max(whole[0] - sum(parts.values()), 0.0)
-        rows = []
-        for rank, parts in ranks.items():
-            rows.append((rank, [Cell(parts[part]) for part in PARTS]))
-        drawn = [Markup(charts.bars(ranks, "seconds of a step"))] if ranks else []
-        note = "Of the last report, on average over its steps; waiting is the rest of the step."
-        table = Table("ranks", ["rank", *PARTS], rows)
-        found.append(
-            Section(
-                f"A step by part and rank{_of(run, runs)}", [table], drawn, note=note
-            )
+    ranks: dict[str, dict[str, float]] = {}
+    for rank, seconds in run.last("seconds_by_rank").items():
+        # Every rank's seconds have to be numbers, one for each part.
+        values = (
+            [number(value) for value in seconds] if isinstance(seconds, list) else []
         )
-    return found
+        if len(values) == len(PARTS) and None not in values:
+            ranks[f"rank {rank}"] = dict(zip(PARTS, values, strict=True))  # type: ignore[arg-type]
+    steps = run.figures.get("seconds_step", [])
+    for parts in ranks.values() if steps else ():
+        # What is left of the step is waiting, and never below 0.
+        parts["waiting"] = max(steps[-1][1] - sum(parts.values()), 0.0)
+    rows = []
+    for rank, parts in ranks.items():
+        rows.append((rank, [Cell(parts[part]) for part in PARTS]))
+    drawn = [charts.bars(ranks, "seconds of a step")] if ranks else []
+    note = "Of the last report, on average over its steps; waiting is the rest of the step."
+    table = Table("ranks", ["rank", *PARTS], rows)
+    return Section("A step by part and rank", [table], drawn, note=note)
 
 
-def _bytes(runs: Sequence[Run], charts: Charts) -> list[Section]:
+def _bytes(run: Run, charts: Charts) -> Section:
     """Return the bytes that rank 0 sent in the last step, and the formulas'."""
-    found = []
-    for run in runs:
-        sent = numbers(run.last("sent"))
-        planned = numbers(run.asked.get("planned_sent"))
-        # Bytes are stored under names with collective and link.
-        kinds = [
-            name.removesuffix("_bytes")
-            for name in sent
-            if "/" in name and name.endswith("_bytes")
-        ]
-        rows = []
-        for kind in dict.fromkeys([*kinds, *planned]):
-            counted = sent.get(f"{kind}_bytes")
-            expected = planned.get(kind)
-            seconds = sent.get(f"{kind}_seconds")
-            # A collective that sent nothing and should not have is left out.
-            if counted or expected:
-                cells = [
-                    None if value is None else Cell(value)
-                    for value in (counted, expected, seconds)
-                ]
-                rows.append((kind, cells))
-        heads = ["collective/link", "bytes sent", "by formula", "seconds in it"]
-        note = (
-            "Rank 0, the last step before the last report. intra: inside a node, inter: to another one. The formulas "
-            "know no compression, tensor or context ranks; small sums of norms and flags have none."
-        )
-        found.append(
-            Section(
-                f"Bytes by collective and link{_of(run, runs)}",
-                [Table("sent", heads, rows)],
-                note=note,
-            )
-        )
-    return found
-
-
-def _memory(runs: Sequence[Run], charts: Charts) -> list[Section]:
-    """Return the parts of the peaks, beside the plan's."""
-    found = []
-    for run in runs:
-        planned = numbers(run.asked.get("planned_memory"))
-        peaks = {step: numbers(line.get("device")) for step, line in run.memory.items()}
-        # The step with the largest sum is the peak of the run.
-        highest = max(peaks.values(), key=lambda kinds: sum(kinds.values()), default={})
-        rows = []
-        for kind in dict.fromkeys([*highest, *planned]):
-            values = (highest.get(kind), planned.get(kind))
-            cells = [None if value is None else Cell(value / _MIB) for value in values]
-            rows.append((kind, cells))
-        # One line for each kind, through all watched steps.
-        kinds: dict[str, list[tuple[int, float]]] = {}
-        for kind in highest:
-            kinds[kind] = [
-                (step, peak.get(kind, 0.0) / _MIB) for step, peak in peaks.items()
+    sent = numbers(run.last("sent"))
+    planned = numbers(run.asked.get("planned_sent"))
+    # Bytes are stored under names with collective and link.
+    kinds = [
+        name.removesuffix("_bytes")
+        for name in sent
+        if "/" in name and name.endswith("_bytes")
+    ]
+    rows = []
+    for kind in dict.fromkeys([*kinds, *planned]):
+        counted = sent.get(f"{kind}_bytes")
+        expected = planned.get(kind)
+        seconds = sent.get(f"{kind}_seconds")
+        # A collective that sent nothing and should not have is left out.
+        if counted or expected:
+            cells = [
+                None if value is None else Cell(value)
+                for value in (counted, expected, seconds)
             ]
-        drawn = [Markup(charts.lines(kinds, "MiB at the peak"))] if kinds else []
-        note = f"Of the watched step with the highest peak, the most of any rank. Planned: {_optimizer(run)}"
-        if not peaks:
-            note = f"SmpMonitor(memory_every_n_steps=...) measures it. Planned: {_optimizer(run)}"
-        table = Table("memory", ["kind", "MiB at the highest peak", "planned"], rows)
-        found.append(
-            Section(f"Memory by kind{_of(run, runs)}", [table], drawn, note=note)
-        )
-    return found
+            rows.append((kind, cells))
+    heads = ["collective/link", "bytes sent", "by formula", "seconds in it"]
+    note = (
+        "Rank 0, the last step before the last report. intra: inside a node, inter: to another one. The formulas "
+        "know no compression, tensor or context ranks; small sums of norms and flags have none."
+    )
+    table = Table("sent", heads, rows)
+    return Section("Bytes by collective and link", [table], note=note)
+
+
+def _memory(run: Run, charts: Charts) -> Section:
+    """Return the parts of the peaks, beside the plan's."""
+    planned = numbers(run.asked.get("planned_memory"))
+    peaks = {step: numbers(line.get("device")) for step, line in run.memory.items()}
+    # The step with the largest sum is the peak of the run.
+    highest = max(peaks.values(), key=lambda kinds: sum(kinds.values()), default={})
+    rows = []
+    for kind in dict.fromkeys([*highest, *planned]):
+        values = (highest.get(kind), planned.get(kind))
+        cells = [None if value is None else Cell(value / _MIB) for value in values]
+        rows.append((kind, cells))
+    # One line for each kind, through all watched steps.
+    kinds: dict[str, list[tuple[int, float]]] = {}
+    for kind in highest:
+        kinds[kind] = [
+            (step, peak.get(kind, 0.0) / _MIB) for step, peak in peaks.items()
+        ]
+    drawn = [charts.lines(kinds, "MiB at the peak")] if kinds else []
+    note = f"Of the watched step with the highest peak, the most of any rank. Planned: {_optimizer(run)}"
+    if not peaks:
+        note = f"SmpMonitor(memory_every_n_steps=...) measures it. Planned: {_optimizer(run)}"
+    table = Table("memory", ["kind", "MiB at the highest peak", "planned"], rows)
+    return Section("Memory by kind", [table], drawn, note=note)
 
 
 def _optimizer(run: Run) -> str:
     return str(run.asked.get("planned_optimizer") or "not known") + "."
 
 
-def _saves(runs: Sequence[Run], charts: Charts) -> list[Section]:
-    found = []
-    for run in runs:
-        rows = []
-        # The last saves: earlier ones are alike.
-        for line in run.checkpoints[-_MOST_ROWS:]:
-            stalls = [number(line.get(name)) for name in ("stall_seconds", *STALLS)]
-            cells: list[Any] = [
-                None if stall is None else Cell(stall) for stall in stalls
-            ]
-            cells += [
-                "behind training" if line.get("behind") else "waited for",
-                str(line.get("path")),
-            ]
-            rows.append((f"step {number(line.get('step')) or 0:,.0f}", cells))
-        heads = [
-            "save",
-            "seconds that training waited",
-            *STALLS.values(),
-            "written",
-            "to",
+def _saves(run: Run, charts: Charts) -> Section:
+    rows = []
+    # The last saves: earlier ones are alike.
+    for line in run.checkpoints[-_MOST_ROWS:]:
+        stalls = [number(line.get(name)) for name in ("stall_seconds", *STALLS)]
+        cells: list[Any] = [None if stall is None else Cell(stall) for stall in stalls]
+        cells += [
+            "behind training" if line.get("behind") else "waited for",
+            str(line.get("path")),
         ]
-        table = Table("saves", heads, rows)
-        found.append(Section(f"Checkpoints{_of(run, runs)}", [table]))
-    return found
+        rows.append((f"step {number(line.get('step')) or 0:,.0f}", cells))
+    waited = ("seconds that training waited", *STALLS.values())
+    table = Table("saves", ["save", *waited, "written", "to"], rows)
+    return Section("Checkpoints", [table])
 
 
-def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
+def _fp8(run: Run, charts: Charts) -> Section:
     """Return the modules whose numbers fit FP8 worst."""
-    found = []
-    for run in runs:
-        rows: list[tuple[str, list[Any]]] = []
-        over_time: dict[str, list[tuple[int, float]]] = {}
-        for figure in (
-            "input_saturated",
-            "input_flushed",
-            "gradient_saturated",
-            "gradient_flushed",
-        ):
-            # The worst module of each probed step, and each module's worst step.
-            worst: dict[str, float] = {}
-            points = over_time.setdefault(figure.replace("_", " "), [])
-            for step, line in run.fp8.items():
-                modules = line.get("modules")
-                of_step = {
-                    str(name): numbers(figures).get(figure, 0.0)
-                    for name, figures in _items(modules)
-                }
-                points.append((step, max(of_step.values(), default=0.0)))
-                worst = {
-                    name: max(worst.get(name, 0.0), of_step.get(name, 0.0))
-                    for name in {**worst, **of_step}
-                }
-            # Three modules are enough to begin with.
-            largest = sorted(worst.items(), key=lambda pair: -pair[1])[:3]
-            rows += [
-                (figure.replace("_", " "), [module, Cell(value)])
-                for module, value in largest
-            ]
-        heads = ["share of elements", "module", "largest in any probed step"]
-        drawn = (
-            [Markup(charts.lines(over_time, "share, the worst module's"))]
-            if run.fp8
-            else []
-        )
-        found.append(
-            Section(
-                f"FP8: the modules that fit worst{_of(run, runs)}",
-                [Table("fp8", heads, rows)],
-                drawn,
-            )
-        )
-    return found
+    rows: list[tuple[str, list[Any]]] = []
+    over_time: dict[str, list[tuple[int, float]]] = {}
+    for figure in (
+        "input_saturated",
+        "input_flushed",
+        "gradient_saturated",
+        "gradient_flushed",
+    ):
+        words = figure.replace("_", " ")
+        # The worst module of each probed step, and each module's worst step.
+        worst: dict[str, float] = {}
+        points = over_time.setdefault(words, [])
+        for step, line in run.fp8.items():
+            modules = line.get("modules")
+            of_step = {
+                str(name): numbers(figures).get(figure, 0.0)
+                for name, figures in _items(modules)
+            }
+            points.append((step, max(of_step.values(), default=0.0)))
+            worst = {
+                name: max(worst.get(name, 0.0), of_step.get(name, 0.0))
+                for name in {**worst, **of_step}
+            }
+        # Three modules are enough to begin with.
+        largest = sorted(worst.items(), key=lambda pair: -pair[1])[:3]
+        rows += [(words, [module, Cell(value)]) for module, value in largest]
+    heads = ["share of elements", "module", "largest in any probed step"]
+    unit = "share, the worst module's"
+    drawn = [charts.lines(over_time, unit)] if run.fp8 else []
+    table = Table("fp8", heads, rows)
+    return Section("FP8: the modules that fit worst", [table], drawn)
 
 
-def _routers(runs: Sequence[Run], charts: Charts) -> list[Section]:
+def _routers(run: Run, charts: Charts) -> Section:
     """Return the routers that use their experts least evenly."""
-    found = []
-    for run in runs:
-        last = {
-            str(name): numbers(figures) for name, figures in _items(run.last("routers"))
-        }
-        # The busiest expert over the mean: 1 is even.
-        uneven = sorted(last, key=lambda name: -last[name].get("busiest", 0.0))[
-            :_MOST_ROUTERS
-        ]
-        rows = []
-        for name in uneven:
-            rows.append(
-                (
-                    name,
-                    [
-                        Cell(last[name].get(figure, 0.0))
-                        for figure in ("busiest", "idle")
-                    ],
-                )
-            )
-        table = Table(
-            "routers",
-            [
-                "router",
-                "busiest expert over the mean",
-                "share of experts without a token",
-            ],
-            rows,
-        )
-        drawn = []
-        for name in ("expert_load", "idle_experts") if rows else ():
-            drawn.append(
-                Markup(charts.lines({name: run.figures.get(name, [])}, FIGURES[name]))
-            )
-        note = (
-            "Of the last report: tokens of all ranks. 1 over the mean is an even load."
-        )
-        found.append(
-            Section(
-                f"Routers that use their experts least evenly{_of(run, runs)}",
-                [table],
-                drawn,
-                note=note,
-            )
-        )
-    return found
+    last = {
+        str(name): numbers(figures) for name, figures in _items(run.last("routers"))
+    }
+    # The busiest expert over the mean: 1 is even.
+    uneven = sorted(last, key=lambda name: -last[name].get("busiest", 0.0))[
+        :_MOST_ROUTERS
+    ]
+    rows = []
+    for name in uneven:
+        figures = [last[name].get(figure, 0.0) for figure in ("busiest", "idle")]
+        rows.append((name, [*map(Cell, figures)]))
+    heads = [
+        "router",
+        "busiest expert over the mean",
+        "share of experts without a token",
+    ]
+    drawn = []
+    for name in ("expert_load", "idle_experts") if rows else ():
+        drawn.append(charts.lines({name: run.figures.get(name, [])}, FIGURES[name]))
+    note = "Of the last report: tokens of all ranks. 1 over the mean is an even load."
+    return Section(
+        "Routers that use their experts least evenly",
+        [Table("routers", heads, rows)],
+        drawn,
+        note=note,
+    )
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.items() if isinstance(value, Mapping) else ()
 
 
-def _events(runs: Sequence[Run], charts: Charts) -> list[Section]:
-    found = []
-    for run in runs:
-        # The last events; earlier ones are counted in the note.
-        shown = run.events[-_MOST_ROWS:]
-        rows = [
-            (
-                f"step {number(line.get('step')) or 0:,.0f}",
-                [str(line["kind"]), str(line.get("text"))],
-            )
-            for line in shown
-        ]
-        note = (
-            f"The last {_MOST_ROWS} of {len(run.events)}."
-            if len(run.events) > len(shown)
-            else ""
+def _events(run: Run, charts: Charts) -> Section:
+    # The last events; earlier ones are counted in the note.
+    shown = run.events[-_MOST_ROWS:]
+    rows = [
+        (
+            f"step {number(line.get('step')) or 0:,.0f}",
+            [str(line["kind"]), str(line.get("text"))],
         )
-        heading = f"Warnings, and ranks that waited{_of(run, runs)}"
-        found.append(
-            Section(
-                heading,
-                [Table("events", ["after", "", "what was said"], rows)],
-                note=note,
-            )
-        )
-    return found
+        for line in shown
+    ]
+    note = (
+        f"The last {_MOST_ROWS} of {len(run.events)}."
+        if len(run.events) > len(shown)
+        else ""
+    )
+    table = Table("events", ["after", "", "what was said"], rows)
+    return Section("Warnings, and ranks that waited", [table], note=note)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from smp_core.outside import changed
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.torch_facts import Args, Kwargs
 
@@ -117,11 +118,8 @@ class SplitLogits:
         """Return logits [N, V/T] of this rank's words."""
         # Split for the time of this call; other callers of the head get what they got
         # before.
-        before, self.axis.whole_logits = self.axis.whole_logits, False
-        try:
+        with changed(self.axis, whole_logits=False):
             return head(hidden)
-        finally:
-            self.axis.whole_logits = before
 
     def cross_entropy_sum(
         self, logits: Tensor, targets: Tensor, **options: Any

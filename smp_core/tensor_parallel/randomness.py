@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from smp_core.outside import changed
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import transformers_model
 from smp_core.torch_facts import DROPOUTS, Args, seed_generators
@@ -163,12 +164,8 @@ def own_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
     it."""
     # Drawn from the common generator, which then goes on alike on all ranks.
     seed = int(torch.randint(2**62, (), device="cpu"))
-    before, axis.drawn = axis.drawn, seed
-    try:
-        with _seeded(seed + 1 + axis.rank, device):
-            yield
-    finally:
-        axis.drawn = before
+    with changed(axis, drawn=seed), _seeded(seed + 1 + axis.rank, device):
+        yield
 
 
 @contextlib.contextmanager

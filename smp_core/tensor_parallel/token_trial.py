@@ -207,9 +207,6 @@ class TokenTrial:
             {} if dtype is None else self.drawn_weights(dtype)
         )
         args, kwargs = self._drawn_inputs(args, kwargs, is_own, dtype)
-        # An argument of this rank's heads differs between ranks from the start, and its
-        # gradient is complete on each.
-        own = {id(leaf.tensor) for leaf in self._leaves if leaf.kind == "own"}
         open_sums = []
         # Without gradients nothing can settle the open assumptions; they stay as they
         # are.
@@ -227,7 +224,7 @@ class TokenTrial:
             for each in open_sums:
                 each.always = False
             try:
-                whole, calls = self._noting_calls(args, kwargs, own)
+                whole, calls = self._noting_calls(args, kwargs)
             finally:
                 for each in open_sums:
                     each.always = True
@@ -246,10 +243,10 @@ class TokenTrial:
                 failed = "it reads something that is trained and neither its own nor an argument"
             # All ranks have to make the same collectives, so the calls must not hang on
             # the numbers.
-            failed = failed or self._calls_by_content(calls, args, kwargs, own)
+            failed = failed or self._calls_by_content(calls, args, kwargs)
             if not failed:
                 require_equal_parts(whole.hidden.shape[-2], self.axis.degree)
-                failed = self._with_own_tokens(whole, args, kwargs, own)
+                failed = self._with_own_tokens(whole, args, kwargs)
         # One rank's finding is everyone's: a rank that went on with split tokens alone
         # would wait forever.
         differs = self.axis.maximum(
@@ -279,20 +276,14 @@ class TokenTrial:
                 return f"its forward keeps a tensor with a gradient ({place})"
         return ""
 
-    def _noting_calls(
-        self, args: Args, kwargs: Kwargs, own: set[int]
-    ) -> tuple[_Seen, list[Any] | None]:
+    def _noting_calls(self, args: Args, kwargs: Kwargs) -> tuple[_Seen, list[Any]]:
         """Run the block with whole tokens; return what was seen, and which layers were
         called on how much."""
-        self.tokens.calls = []
-        try:
-            return self._played(False, args, kwargs, own), self.tokens.calls
-        finally:
-            self.tokens.calls = None
+        calls: list[Any] = []
+        with changed(self.tokens, calls=calls):
+            return self._played(False, args, kwargs), calls
 
-    def _calls_by_content(
-        self, calls: list[Any] | None, args: Args, kwargs: Kwargs, own: set[int]
-    ) -> str:
+    def _calls_by_content(self, calls: list[Any], args: Args, kwargs: Kwargs) -> str:
         """Return why ranks with other tokens would not make the same calls, and wait
         for one another; "": they do."""
 
@@ -303,19 +294,17 @@ class TokenTrial:
         # the calls.
         args, kwargs = with_hidden(args, kwargs, other)
         with torch.no_grad():
-            _, others = self._noting_calls(args, kwargs, own)
+            _, others = self._noting_calls(args, kwargs)
         return (
             ""
             if calls == others
             else "which layers it calls, or on how many tokens, depends on what the tokens are"
         )
 
-    def _with_own_tokens(
-        self, whole: _Seen, args: Args, kwargs: Kwargs, own: set[int]
-    ) -> str:
+    def _with_own_tokens(self, whole: _Seen, args: Args, kwargs: Kwargs) -> str:
         """Return what is not the same with a part of the tokens."""
         try:
-            split = self._played(True, args, kwargs, own)
+            split = self._played(True, args, kwargs)
         except _CannotRun as error:
             return f"with a part of the tokens it raises {error}"
         if not self._is_same(whole, split):
@@ -414,7 +403,7 @@ class TokenTrial:
     def _own_tokens(self, hidden: Tensor) -> Tensor:
         return hidden.chunk(self.axis.degree, -2)[self.axis.rank]
 
-    def _played(self, split: bool, args: Args, kwargs: Kwargs, own: set[int]) -> _Seen:
+    def _played(self, split: bool, args: Args, kwargs: Kwargs) -> _Seen:
         """Run the block forward and, where gradients are compared, backward.
 
         Raises:
@@ -422,7 +411,7 @@ class TokenTrial:
         """
         self.tokens.split = split
         try:
-            return self._computed(split, args, kwargs, own)
+            return self._computed(split, args, kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -432,10 +421,11 @@ class TokenTrial:
         finally:
             self.tokens.split = False
 
-    def _computed(
-        self, split: bool, args: Args, kwargs: Kwargs, own: set[int]
-    ) -> _Seen:
+    def _computed(self, split: bool, args: Args, kwargs: Kwargs) -> _Seen:
         axis = self.axis
+        # An argument of this rank's heads differs between ranks from the start, and its
+        # gradient is complete on each.
+        own = {id(leaf.tensor) for leaf in self._leaves if leaf.kind == "own"}
         # The same preparations that a block makes when it trains with split tokens.
         if split:
             args, kwargs = with_hidden(

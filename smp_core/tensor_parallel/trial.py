@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_core.checkpoint import iterate_tensors
+from smp_core.outside import changed
 from smp_core.tensor_parallel.adapters import around
 from smp_core.tensor_parallel.layers import with_hidden, with_others
 from smp_core.tensor_parallel.roles import is_conv1d
@@ -373,26 +374,22 @@ class Trial:
 
         # The layers' own forwards are left out: their products are not what is in
         # question.
-        changed = {name: column(name) for name in group.columns}
-        changed |= {name: row(name) for name in group.rows}
-        with _changed(
-            [
-                (self.block.inside[name], "forward", forward)
-                for name, forward in changed.items()
-            ]
-        ):
+        forwards = {name: column(name) for name in group.columns}
+        forwards |= {name: row(name) for name in group.rows}
+        with contextlib.ExitStack() as stack:
+            for name, forward in forwards.items():
+                stack.enter_context(changed(self.block.inside[name], forward=forward))
             yield
 
-    def _divided(
-        self, attributes: Sequence[tuple[str, str]]
-    ) -> contextlib.AbstractContextManager[None]:
-        found = [
-            (self.block.inside[name], attribute)
-            for name, attribute in dict.fromkeys(attributes)
-        ]
-        return _changed(
-            [(each, name, getattr(each, name) // self.degree) for each, name in found]
-        )
+    @contextlib.contextmanager
+    def _divided(self, attributes: Sequence[tuple[str, str]]) -> Iterator[None]:
+        """Let numbers of modules count what one rank has."""
+        with contextlib.ExitStack() as stack:
+            for name, attribute in dict.fromkeys(attributes):
+                module = self.block.inside[name]
+                own = getattr(module, attribute) // self.degree
+                stack.enter_context(changed(module, **{attribute: own}))
+            yield
 
     def _call(self, name: str) -> Call:
         call = self.block.call_of(self.block.inside[name])
@@ -405,26 +402,6 @@ class Trial:
     def _drawn(self, name: str) -> Tensor:
         output = self._output(name).detach()
         return torch.randn(output.shape, generator=self._generator).to(output)
-
-
-@contextlib.contextmanager
-def _changed(attributes: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """Set attributes of modules inside the block."""
-    # An attribute may come from the class: then it is deleted again, not set.
-    before = [
-        (module, name, name in vars(module), vars(module).get(name))
-        for module, name, _ in attributes
-    ]
-    try:
-        for module, name, value in attributes:
-            vars(module)[name] = value
-        yield
-    finally:
-        for module, name, had, value in before:
-            if had:
-                vars(module)[name] = value
-            else:
-                del vars(module)[name]
 
 
 def _require_close(seen: Tensor, expected: Tensor) -> None:

@@ -87,6 +87,24 @@ class _Run:
     error: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of the module, as both runs get it.
+
+    Attributes:
+        args, kwargs: with whole tokens.
+        hidden: the hidden states among them.
+        own_dim: of :meth:`UnsplitTrial.run`.
+        dtype: of drawn weights and inputs; None: the module's own weights.
+    """
+
+    args: Args
+    kwargs: Kwargs
+    hidden: Tensor
+    own_dim: OwnDim
+    dtype: torch.dtype | None
+
+
 class UnsplitTrial:
     """The trial of one module.
 
@@ -154,16 +172,15 @@ class UnsplitTrial:
             # Full precision first, then the model's own where the forward cannot run in
             # it.
             for each in dict.fromkeys((wide, dtype)) if is_wide else (None,):
-                split, whole = self._both(args, kwargs, hidden, own_dim, each)
+                call = _Call(args, kwargs, hidden, own_dim, each)
+                split, whole = self._both(call)
                 # An error in one of the two runs only is a finding; in both, this dtype
                 # does not fit.
                 if not (split.error and whole.error):
                     if torch.is_grad_enabled() and not self.axis.draws:
-                        self._refuse_dropout(args, kwargs, hidden, own_dim, each)
+                        self._refuse_dropout(call)
                     # Another seed, for what draws random numbers.
-                    again = functools.partial(
-                        self._both, args, kwargs, hidden, own_dim, each, seed=1
-                    )
+                    again = functools.partial(self._both, call, seed=1)
                     return self._judged(split, whole, again)
             self._warn(f"where it raises {whole.error} with numbers drawn at random")
         return {}
@@ -193,30 +210,16 @@ class UnsplitTrial:
             self.name, self.module, self.forward, self.axis, WHOLE_TOKENS, []
         )
 
-    def _both(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-        hidden: Tensor,
-        own_dim: OwnDim,
-        dtype: torch.dtype | None,
-        seed: int = 0,
-    ) -> tuple[_Run, _Run]:
-        """Run the module as it is split, and unsplit.
-
-        Args:
-            dtype: of drawn weights and inputs; None: the module's own weights.
-        """
-        device = hidden.device
-        is_wide = dtype is not None
+    def _both(self, call: _Call, seed: int = 0) -> tuple[_Run, _Run]:
+        """Run the module as it is split, and unsplit."""
+        device = call.hidden.device
+        is_wide = call.dtype is not None
         drawing = self._drawing()
         # Phase 1: as it is split.
         with drawing.undisturbed(device, is_wide, evaluating=True), torch.no_grad():
-            shown = {} if dtype is None else drawing.drawn_weights(dtype)
+            shown = {} if call.dtype is None else drawing.drawn_weights(call.dtype)
             # The unsplit run is given the same numbers, with parts put together.
-            given, whole_given = self._given(
-                args, kwargs, own_dim, drawing, hidden, dtype
-            )
+            given, whole_given = self._given(call, drawing)
             seed_generators(seed)
             split = self._played(self.forward, given, shown, self._noting)
         # Phase 2: as it was before.
@@ -232,21 +235,14 @@ class UnsplitTrial:
             whole = self._played(forward, whole_given, shown, self._with_whole_weights)
         return split, whole
 
-    def _refuse_dropout(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-        hidden: Tensor,
-        own_dim: OwnDim,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def _refuse_dropout(self, call: _Call) -> None:
         """Refuse dropout that is a function's: what is split would be dropped alike on
-        all ranks. The arguments are :meth:`_both`'s."""
+        all ranks."""
         drawing, noted = self._drawing(), NotedDropout()
-        is_wide = dtype is not None
-        with drawing.undisturbed(hidden.device, is_wide, False), torch.no_grad():
-            shown = {} if dtype is None else drawing.drawn_weights(dtype)
-            given, _ = self._given(args, kwargs, own_dim, drawing, hidden, dtype)
+        is_wide = call.dtype is not None
+        with drawing.undisturbed(call.hidden.device, is_wide, False), torch.no_grad():
+            shown = {} if call.dtype is None else drawing.drawn_weights(call.dtype)
+            given, _ = self._given(call, drawing)
             with noted:
                 self._played(self.forward, given, shown, self._noting)
         if noted.called:
@@ -257,15 +253,7 @@ class UnsplitTrial:
                 "nn.Dropout(p) and call that"
             )
 
-    def _given(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-        own_dim: OwnDim,
-        drawing: TokenTrial,
-        hidden: Tensor,
-        dtype: torch.dtype | None,
-    ) -> tuple[Any, Any]:
+    def _given(self, call: _Call, drawing: TokenTrial) -> tuple[Any, Any]:
         """Return the arguments with what gradients come to drawn at random; and those
         of the unsplit module."""
         own: dict[int, int] = {}
@@ -273,18 +261,18 @@ class UnsplitTrial:
         def of(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            dim = own_dim(tensor)
+            dim = call.own_dim(tensor)
             # Hidden states and all that gradients come to: drawn, and alike on all
             # ranks.
-            if dim is None and (tensor is hidden or tensor.requires_grad):
-                return drawing.drawn_alike(tensor, dtype)
+            if dim is None and (tensor is call.hidden or tensor.requires_grad):
+                return drawing.drawn_alike(tensor, call.dtype)
             # Masks and positions have a meaning that random numbers would not have.
-            kept = tensor.detach().to(dtype or tensor.dtype)
+            kept = tensor.detach().to(call.dtype or tensor.dtype)
             if dim is not None:
                 own[id(kept)] = dim
             return kept
 
-        given = map_tensors((args, kwargs), of)
+        given = map_tensors((call.args, call.kwargs), of)
         whole = map_tensors(
             given,
             lambda each: (

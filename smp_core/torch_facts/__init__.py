@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         local_part as local_part,
         mixin_before as mixin_before,
         model_parameter as model_parameter,
+        modules_that_look_up as modules_that_look_up,
         note_host_master as note_host_master,
         parameters_of as parameters_of,
         stands_for as stands_for,

@@ -18,6 +18,7 @@ a state like it: a DTensor on a mesh that this rank is not in.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from abc import abstractmethod
@@ -102,6 +103,20 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 T = TypeVar("T")
+
+
+def modules_that_look_up(
+    model: nn.Module, name: str
+) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the modules whose forward looks a global name up, each with the globals
+    among which it finds it."""
+    found = []
+    for module in model.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        names = getattr(forward, "__globals__", {})
+        if name in names and name in forward.__code__.co_names:
+            found.append((module, names))
+    return found
 
 
 def base_without_dict(kind: type) -> type:

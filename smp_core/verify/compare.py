@@ -97,6 +97,12 @@ class Comparison:
             if self.part is None or place.step < self.part.step:
                 self.part = place
 
+    def note_difference(
+        self, row: str, step: int, what: str, where: str, words: str
+    ) -> None:
+        """Add a row that disagrees, and its place, in the same words."""
+        self.note(Row(row, words, agrees=False), Part(step, what, where, words))
+
 
 def compare(
     words: str,
@@ -152,9 +158,7 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
         if record.samples != readers[record.data_rank].samples:
             pair = f"ranks {readers[record.data_rank].rank} and {record.rank}"
             words = f"{pair} hold one batch and read different samples"
-            found.note(
-                Row("samples", words, agrees=False), Part(1, "samples", "", words)
-            )
+            found.note_difference("samples", 1, "samples", "", words)
             return
     # Ranks that hold different batches have to share no sample.
     for step in range(len(alone.samples)):
@@ -172,10 +176,7 @@ def _compare_samples(found: Comparison, ranks: Sequence[Record], alone: Record) 
         ]
         if shared:
             words = f"{len(shared)} of {len(counts)} samples of step {step + 1} are read by several ranks"
-            found.note(
-                Row("samples", words, agrees=False),
-                Part(step + 1, "samples", "", words),
-            )
+            found.note_difference("samples", step + 1, "samples", "", words)
             return
     # All ranks together have to read what one process reads, step by step.
     consumed = []
@@ -267,6 +268,14 @@ def relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(other), 1e-30)
 
 
+def _share_off(
+    ours: Tensor, theirs: Tensor, measure: Tensor, floor: float = 0.0
+) -> float:
+    """Return how far two tensors are apart, relative to the norm of a third, or to a
+    floor where that is smaller."""
+    return norm(minus(ours, theirs)) / max(finite_norm(measure), floor, 1e-30)
+
+
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point()
 
@@ -282,18 +291,13 @@ def _compare_start(found: Comparison, first: Record, alone: Record) -> None:
     missing = sorted(alone.start.keys() ^ first.start.keys())
     if missing:
         words = f"{_names(missing)}: only in one of the two models"
-        found.note(
-            Row("weights at the start", words, agrees=False),
-            Part(0, "start", missing[0], words),
-        )
+        found.note_difference("weights at the start", 0, "start", missing[0], words)
         return
     # Relative to each tensor's own norm.
     off = {}
     for name, value in alone.start.items():
         if _is_float(value):
-            off[name] = norm(minus(first.start[name], value)) / max(
-                finite_norm(value), 1e-30
-            )
+            off[name] = _share_off(first.start[name], value, value)
         else:
             off[name] = _unlike(first.start[name], value)
     limit = 1e-2
@@ -367,22 +371,12 @@ def _moments_of(ranks: Sequence[Record], alone: Record) -> dict[Place, Moments]:
 def _part_of(event: Moments, off: float) -> Part:
     """Return the place of the first moments that differ."""
     name = event.name or "the model"
-    # A number that comes out is a loss: of a model that is given its labels, or of a
-    # criterion.
-    if not event.goes_in and event.dims == 0:
-        return Part(
-            1,
-            "loss",
-            event.name,
-            f"the loss that comes out of {name} differs by {off:.1e}, what went in agrees",
-        )
     if not event.goes_in:
-        return Part(
-            1,
-            "activations",
-            event.name,
-            f"what comes out of {name} differs by {off:.1e}, what went in agrees",
-        )
+        words = f"comes out of {name} differs by {off:.1e}, what went in agrees"
+        # A number is a loss: of a model that is given its labels, or of a criterion.
+        if event.dims == 0:
+            return Part(1, "loss", event.name, f"the loss that {words}")
+        return Part(1, "activations", event.name, f"what {words}")
     # Nothing that came out before differs: it was computed in the forward of the module
     # around.
     around = event.name.rpartition(".")[0]
@@ -475,9 +469,7 @@ def gradient_differences(
         # A parameter's gradient may be nothing but rounding; it is held against what
         # gradients of this model are.
         floor = typical * tolerance.floor * math.sqrt(theirs[name].numel())
-        off[name] = norm(minus(ours[name], theirs[name])) / max(
-            finite_norm(theirs[name]), floor, 1e-30
-        )
+        off[name] = _share_off(ours[name], theirs[name], theirs[name], floor)
     return off
 
 
@@ -517,9 +509,7 @@ def weight_differences(
     off = {}
     for name, change in changes.items():
         floor = 1e-2 * typical * math.sqrt(change.numel())
-        off[name] = norm(minus(ours[name], theirs[name])) / max(
-            finite_norm(change), floor, 1e-30
-        )
+        off[name] = _share_off(ours[name], theirs[name], change, floor)
     for name, value in theirs.items():
         if not _is_float(value):
             off[name] = _unlike(ours[name], value)
@@ -574,6 +564,7 @@ def _rounding(alone: Record, tolerance: Tolerance) -> list[str]:
 
 def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     """Compare each rank's own copy of all parameters with those of the others."""
+    steps = len(ranks[0].norms)
     # Parameters, against the first rank that holds each.
     apart: dict[str, list[int]] = {}
     for record in ranks:
@@ -586,10 +577,7 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
     if apart:
         name, others = next(iter(apart.items()))
         words = f"{len(apart)} parameters are not the same on all replicas: {name} on rank {others[0]}"
-        found.note(
-            Row("replicas", words, agrees=False),
-            Part(len(ranks[0].norms), "replicas", name, words),
-        )
+        found.note_difference("replicas", steps, "replicas", name, words)
     else:
         found.rows.append(Row("replicas", "all ranks hold the same weights"))
     # Buffers, against the first rank.
@@ -601,8 +589,7 @@ def _compare_replicas(found: Comparison, ranks: Sequence[Record]) -> None:
             names.append(name)
     if names:
         words = f"{len(names)} buffers differ between ranks: {_names(names)}"
-        row = Row("buffers", words, agrees=False)
-        found.note(row, Part(len(ranks[0].norms), "buffers", names[0], words))
+        found.note_difference("buffers", steps, "buffers", names[0], words)
 
 
 def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -96,19 +96,15 @@ def import_checkpoint(
         CheckpointError: not a known kind, damaged, or only readable by running code
             from it.
     """
-    # Each reader returns the state, with lazy tensors where it can, and small files to
-    # keep along.
+    # Each reader returns the state, with lazy tensors where it can.
     address = local_path(source)
-    kind = foreign_kind(address, _names(address))
-    readers: dict[str, Callable[[], tuple[dict[str, Any], dict[str, bytes | str]]]] = {
-        "huggingface": lambda: _read_huggingface(Path(address), ties or {}),
-        "dcp": lambda: (read_dcp_folder(address), {}),
-        "lightning-file": lambda: (
-            _torch_load(Path(address).resolve(), allow_pickle),
-            {},
-        ),
-        "lightning": lambda: (_read_lightning_folder(Path(address), allow_pickle), {}),
-        "accelerate": lambda: (_read_accelerate(Path(address)), {}),
+    kind, path = foreign_kind(address, _names(address)), Path(address)
+    readers: dict[str, Callable[[], dict[str, Any]]] = {
+        "huggingface": lambda: {"state_dict": _read_huggingface(path, ties or {})},
+        "dcp": lambda: read_dcp_folder(address),
+        "lightning-file": lambda: _torch_load(path.resolve(), allow_pickle),
+        "lightning": lambda: _read_lightning_folder(path, allow_pickle),
+        "accelerate": lambda: _read_accelerate(path),
     }
     if kind is None or kind not in readers:
         raise CheckpointError(
@@ -119,7 +115,9 @@ def import_checkpoint(
             "ties are for Hugging Face folders; the other formats keep tied tensors under all names"
         )
     with only_checkpoint_errors(address):
-        state, extra_files = readers[kind]()
+        state = readers[kind]()
+        # Small files to keep along.
+        extra_files = _companions(path) if kind == "huggingface" else {}
     # What is known of it goes into the manifest.
     metadata: dict[str, Any] = {"imported_from": kind}
     # A prefix belongs to the model's names only, so the model's key is looked for.
@@ -168,9 +166,7 @@ def _why_not(kind: str | None, address: str) -> str:
     return "it looks like no checkpoint known here: " + ", ".join(_names(address)[:5])
 
 
-def _read_huggingface(
-    folder: Path, ties: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, bytes | str]]:
+def _read_huggingface(folder: Path, ties: dict[str, str]) -> dict[str, LazyTensor]:
     index = folder / "model.safetensors.index.json"
     # The index of a folder of several files; one file has none, and counts where both
     # are there, as for Transformers.
@@ -237,7 +233,7 @@ def _read_huggingface(
             )
         if dropped != "format":
             model.setdefault(dropped, model[kept])
-    return {"state_dict": model}, _companions(folder)
+    return model
 
 
 def _companions(folder: Path) -> dict[str, bytes | str]:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         backward_pass as backward_pass,
         forget_passes as forget_passes,
         outermost_pass as outermost_pass,
-        reshard as reshard,
     )
     from smp_core.sharding.fsdp.units import (
         ShardedUnit as ShardedUnit,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         explain_uncalled as explain_uncalled,
         name_uncalled as name_uncalled,
         passing_by as passing_by,
+        reshard as reshard,
     )
     from smp_core.sharding.fsdp.wrapping import (
         apply_fsdp_options as apply_fsdp_options,

@@ -47,8 +47,8 @@ from smp_core.sharding.fsdp.data_attribute import (
 )
 from smp_core.sharding.fsdp.internals import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
-from smp_core.sharding.fsdp.passes import CLOSED, backward_pass, leaves_of, reshard
-from smp_core.sharding.fsdp.units import ShardedUnit
+from smp_core.sharding.fsdp.passes import CLOSED, backward_pass, leaves_of
+from smp_core.sharding.fsdp.units import ShardedUnit, reshard
 from smp_core.sharding.gradients.parameter_hooks import hooks_of, shows_hooks
 from smp_core.torch_facts import clean_name
 from smp_core.watch import count_call, expect_calls, meet_between_runs
@@ -173,10 +173,8 @@ class Calls:
                 self._of_module[id(module)] = self._shown[group.key]
             # FSDP2 has registered its own pair already: these go before and behind
             # both.
-            module.register_forward_pre_hook(
-                self._before_gather, prepend=True, with_kwargs=True
-            )
-            module.register_forward_pre_hook(self._behind_gather)
+            module.register_forward_pre_hook(self._before_gather, prepend=True)
+            module.register_forward_pre_hook(self._behind_gather, with_kwargs=True)
             module.register_forward_hook(self._before_reshard, prepend=True)
             module.register_forward_hook(self._behind_reshard, always_call=True)
 
@@ -193,7 +191,7 @@ class Calls:
         def gathered(*args: Any, **kwargs: Any) -> Any:
             if shown is None:
                 return method(*args, **kwargs)
-            shown.gathered()
+            shown.gathered((args, kwargs))
             result = method(*args, **kwargs)
             shown.check_copies()
             return result
@@ -208,7 +206,7 @@ class Calls:
             unit.refuse_after_failure()
             self._begin_with_root(module)
             if shown is not None:
-                shown.begin((args, kwargs))
+                shown.begin()
             with self._shown_in_call(this_call):
                 return _as_forward(module, gathered)(*args, **kwargs)
         finally:
@@ -286,20 +284,20 @@ class Calls:
         return True
 
     @torch.compiler.disable
-    def _before_gather(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_gather(self, module: nn.Module, *_: Any) -> None:
         self._begins(module, module)
         # The outermost call of all, unless recomputed within a backward pass.
         self._begin_with_root(module)
         shown = self._of_module.get(id(module))
         if shown is not None:
-            shown.begin((args, kwargs))
+            shown.begin()
 
     @torch.compiler.disable
-    def _behind_gather(self, module: nn.Module, *_: Any) -> None:
+    def _behind_gather(self, module: nn.Module, *inputs: Any) -> None:
         shown = self._of_module.get(id(module))
         if shown is not None:
             shown.show_to_modes()
-            shown.gathered()
+            shown.gathered(inputs)
 
     @torch.compiler.disable
     def _before_reshard(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -441,11 +439,9 @@ class _ShownUnit:
 
     # A call
 
-    def begin(self, inputs: Any) -> None:
+    def begin(self) -> None:
         """Take note of a forward, before FSDP2 gathers for it."""
         self._begins_forward = True
-        if self.unit is not None:
-            self.unit.note_use(inputs)
         # An earlier call left the unit gathered. Only within a window, and with no
         # shard written into since, may this one use it.
         if self._left_by_a_call and backward_pass() == -1:
@@ -468,9 +464,12 @@ class _ShownUnit:
         if self.unit is not None and self.unit.is_recomputed:
             self._hidden.enter_context(_disable_current_modes())
 
-    def gathered(self) -> None:
-        """Take note that FSDP2 has gathered, and shows copies."""
+    def gathered(self, inputs: Any) -> None:
+        """Take note that FSDP2 has gathered for a forward with these arguments, and
+        shows copies."""
         self._begins_forward = False
+        if self.unit is not None:
+            self.unit.note_use(inputs)
         # Edits of the copy are found by a later version than this.
         for copy in self._group.copies():
             if copy is not None:

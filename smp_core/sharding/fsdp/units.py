@@ -550,6 +550,19 @@ class ShardedUnit:
             raise RuntimeError(FAILED_PASS)
 
 
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Free what units among ``modules`` keep unsharded, after a forward without
+    backward or inside a window, so that their parameters are shards again and nothing
+    reads weights from before a step or before a checkpoint was loaded."""
+    for module in modules:
+        # Its messages have to be received before the unit is freed.
+        if isinstance(module, FSDPModule):
+            group = group_of(module)
+            if group is not None:
+                group.drop_gather()
+            module.reshard()
+
+
 @contextlib.contextmanager
 def passing_by(
     units: Iterable[ShardedUnit], parameters: Container[str]

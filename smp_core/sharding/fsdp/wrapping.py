@@ -32,6 +32,7 @@ from smp_core.cluster import Axis, SmpMesh, broadcast_from_rank_0, collective_ti
 from smp_core.comm import Traffic
 from smp_core.config import SmpConfig
 from smp_core.fp8 import WeightGather
+from smp_core.outside import changed
 from smp_core.plan import Plan
 from smp_core.sharding.fsdp.passes import Passes
 from smp_core.sharding.fsdp.travelling import travel
@@ -186,11 +187,8 @@ def _groups_of_the_run(device: torch.device) -> Iterator[None]:
         made.append(make(*args, **{"timeout": collective_timeout(), **options}))
         return made[-1]
 
-    dist.new_group = new_group
-    try:
+    with changed(dist, new_group=new_group):
         yield
-    finally:
-        dist.new_group = make
     # A first message connects a group, here and not in the first backward pass.
     for group in made:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

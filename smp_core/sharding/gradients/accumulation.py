@@ -53,6 +53,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.comm import Traffic
+from smp_core.outside import changed
 from smp_core.plan import Plan, keeps_parameters
 from smp_core.sharding.fsdp import (
     FAILED_PASS,
@@ -264,12 +265,8 @@ class AccumulationWindow:
         """Take part in a batch of all pipeline stages, as in :meth:`accumulate`; what a
         forward gathers is kept for the next. The window is open afterwards, for all
         stages to close, also where one has nothing to train."""
-        self._in_stages = True
-        try:
-            with self.accumulate(), self._calls.ahead():
-                yield
-        finally:
-            self._in_stages = False
+        with changed(self, _in_stages=True), self.accumulate(), self._calls.ahead():
+            yield
         if not self._keep_gathered:
             # Nothing is left for an optimizer step to make stale.
             reshard(each.unit.module for each in self._units)
@@ -660,13 +657,10 @@ class AccumulationWindow:
     def _reduce_held(self) -> None:
         """Reduce held gradients of units that the last backward pass did not come
         through, or of all if there was none."""
-        self._reducing_held = True
-        try:
+        with changed(self, _reducing_held=True):
             for each in self._units:
                 if each.unit.awaits_reduction:
                     each.unit.reduce_held()
-        finally:
-            self._reducing_held = False
 
     def _await_sums(self) -> None:
         """Wait for every sum that any replica has sent, with zeros from this rank where
