@@ -100,7 +100,12 @@ def _change_operations() -> None:
     # A DTensor of which this process holds a part is refused; one that is unsharded
     # here (replicated, or on a mesh of one rank) is pickled as a plain tensor.
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
-    for rule, names in OPERATIONS:
+    # All else that torch has in place ends in "_".
+    taken = " ".join(names for _, names in OPERATIONS).split()
+    known = {*dir(torch.Tensor), *dir(torch)}
+    in_place = {each for each in known if each.endswith("_") and each[:2] != "__"}
+    rest = " ".join(in_place.difference(taken))
+    for rule, names in (*OPERATIONS, (operands.write_into, rest)):
         for name in names.split():
             packet_name, _, one = name.partition(".")
             packet = getattr(torch.ops.aten, packet_name, None)
@@ -194,7 +199,7 @@ OPERATIONS: tuple[tuple[Callable[..., Any], str], ...] = (
     (operands.compute, operands.ELEMENTWISE),
     (operands.compute_with_empty_parts, operands.LARGEST),
     (operands.compute_outside_of_forward, operands.PRODUCTS),
-    (operands.write_into, operands.INTO_ITSELF),
+    (operands.detach, "detach"),
     (random_values.draw, random_values.DRAWN),
     # What calls item() follows it: float, bool, int; lists of numbers are read
     # elsewhere.
@@ -329,8 +334,8 @@ def load_full_state(
         given: the state dict; values that are in their place already are those of
             ``live``.
         live: the tensors that are the weights, by clean name
-        (:meth:`smp_core.engine.conversions.ParallelModel.model_state`). strict: as of
-        ``load_state_dict``.
+            (:meth:`smp_core.engine.parallel_model.ParallelModel.model_state`).
+        strict: as of ``load_state_dict``.
 
     Returns:
         names that are missing in ``given``, and names that only ``given`` has.
