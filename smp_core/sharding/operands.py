@@ -80,6 +80,10 @@ LARGEST = (
     "max min amax amin aminmax argmax argmin median linalg_vector_norm norm "
     "_foreach_norm"
 )
+_WRITE_WHOLE = (
+    "write whole values on all ranks: values = tensor.full_tensor(), edit them, and tensor.copy_(values) under "
+    "torch.no_grad()"
+)
 _LOOKED_AT = 64
 _looks = itertools.count()  # unsharded tensors of a parameter's shape
 # Sharded operands whose gradients are brought into their layout.
@@ -125,7 +129,9 @@ def write_into(
     refuse_copies(function, args[0])
     if function.overloadpacket.__name__.startswith("index_") and _has_plain(args):
         raise RuntimeError(
-            f"{function} got mixed torch.Tensor and DTensor: the index is of the whole tensor"
+            f"{function} got mixed torch.Tensor and DTensor: the index is of the whole tensor, and "
+            f"{name_of_shard(args[0]) or 'what is written into'} is sharded; {_WRITE_WHOLE}. What does so by itself "
+            "(torch.nn.utils.prune) comes before the model is prepared"
         )
     return NotImplemented
 
@@ -152,8 +158,7 @@ def refuse_copies(function: Any, written: Any) -> None:
         if name is not None and torch.Tag.inplace_view not in function.tags:
             raise ValueError(
                 f"{function.overloadpacket.__name__} into a row or slice of {name}, which is sharded: the slice is a "
-                "copy, and the tensor would stay as it is; write whole values on all ranks: values = "
-                "tensor.full_tensor(), edit them, and tensor.copy_(values) under torch.no_grad()"
+                f"copy, and the tensor would stay as it is; {_WRITE_WHOLE}"
             )
 
 

@@ -399,7 +399,7 @@ class AccumulationWindow:
             self._units,
             self._replicated,
             self._mesh,
-            self._veto,
+            None if self._gave_up else self._veto,
             self._issued,
             attached,
         )
@@ -487,6 +487,7 @@ class AccumulationWindow:
         self._calls.forget()
         forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
+        self._gave_up = False
         self._issued.forget()
 
     @torch.no_grad()
@@ -527,6 +528,7 @@ class AccumulationWindow:
             self._dropped |= dropped
             if held <= self._dropped:
                 self._forget()
+                self._gave_up = False
 
     def zero_grad(
         self, parameters: Iterable[torch.Tensor], set_to_none: bool = True
