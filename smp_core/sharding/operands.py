@@ -136,6 +136,14 @@ def write_into(
     return NotImplemented
 
 
+def write_out(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    """Refuse a copy as ``out=``."""
+    refuse_copies(function, (kwargs or {}).get("out"))
+    return NotImplemented
+
+
 def detach(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:

@@ -25,6 +25,8 @@ parameters are loaded, for a user's calls; ``load_full_state`` calls it for a
 checkpoint, with weights that may be finer than the parameters that hold them. Both run
 on every rank alike and send nothing, so every rank has to have the tensors, as after
 ``torch.load`` on all of them.
+
+torch has no public name for the tensor that another one is a view of (``_base``).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from smp_core.sharding import (
     operands,
     random_values,
 )
-from smp_core.sharding.fsdp import DATA_OF_COPY, name_of_shard
+from smp_core.sharding.fsdp import DATA_OF_COPY, is_noted, name_of_shard
 from smp_core.sharding.gradients import Window
 from smp_core.sharding.optimizer import take_scaler
 from smp_core.torch_facts import ABSENT, clean_name, is_absent, is_rank_0
@@ -105,15 +107,19 @@ def _change_operations() -> None:
     known = {*dir(torch.Tensor), *dir(torch)}
     in_place = {each for each in known if each.endswith("_") and each[:2] != "__"}
     rest = " ".join(in_place.difference(taken))
-    for rule, names in (*OPERATIONS, (operands.write_into, rest)):
+    into_others = " ".join(each[:-1] for each in in_place)
+    for rule, names in (
+        *OPERATIONS,
+        (operands.write_into, rest),
+        (operands.write_out, into_others),
+    ):
         for name in names.split():
             packet_name, _, one = name.partition(".")
             packet = getattr(torch.ops.aten, packet_name, None)
             overloads = [] if packet is None else packet.overloads()
             for overload in [one] if one else overloads:
-                # Variants with out= write into a tensor of the caller's, which torch
-                # checks first.
-                if "out" not in overload:
+                # Variants with out= write into a tensor of the caller's.
+                if ("out" in overload) == (rule is operands.write_out):
                     torch.library.register_torch_dispatch(
                         getattr(packet, overload), DTensor, rule
                     )
@@ -148,6 +154,14 @@ def _set_data(shard: DTensor, value: Tensor) -> None:
             "written into is parameter.detach().clone()"
         )
     _DATA.__set__(shard, value)
+
+
+def _data_of_view(tensor: Tensor) -> Tensor:
+    # Of a row or slice of a copy: what is written into it counts as written into that.
+    base = tensor._base if type(tensor) is Tensor else None
+    if isinstance(base, nn.Parameter) and is_noted(base):
+        return tensor.detach()
+    return _DATA.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def _is_any_true(
@@ -186,6 +200,7 @@ CHANGES: tuple[tuple[str, str, str, Any], ...] = (
     ("torch.distributed.tensor", "DTensor", "tolist", _tolist),
     ("torch.distributed.tensor", "DTensor", "data", property(_DATA.__get__, _set_data)),
     ("torch.nn", "Parameter", "data", DATA_OF_COPY),
+    ("torch", "Tensor", "data", property(_data_of_view, _DATA.__set__)),
     ("torch.amp", "GradScaler", "unscale_", take_scaler),
     ("torch.amp", "GradScaler", "step", take_scaler),
     ("torchmetrics", "Metric", "sync", sync_metric),

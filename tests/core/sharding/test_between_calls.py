@@ -333,6 +333,13 @@ def refusals() -> dict[str, str]:
 
         model.cells[0].layer.register_forward_pre_hook(change)
 
+    def data_of_row_written_inside(model: Net) -> None:
+        def change(module: nn.Module, _: Any) -> None:
+            module.weight[1].data.zero_()
+            module.weight.view(-1).data[:2] = 1.0
+
+        model.cells[0].layer.register_forward_pre_hook(change)
+
     def data_assigned_inside(model: Net) -> None:
         def change(module: nn.Module, _: Any) -> None:
             module.weight.data = torch.renorm(module.weight.data, 2, 0, 0.1)
@@ -349,7 +356,7 @@ def refusals() -> dict[str, str]:
     found = {}
     deeds = (
         assigned_data, replaced, changed_inside, data_written_inside,
-        data_assigned_inside, data_read,
+        data_assigned_inside, data_of_row_written_inside, data_read,
     )  # fmt: skip
     for degree in (1, 2):
         for deed in deeds:
@@ -373,7 +380,12 @@ def test_what_would_be_lost_is_refused() -> None:
         assert "enter.weight.data was assigned to" in found["assigned_data 2"]
         assert "parameter.copy_(value)" in found["assigned_data 2"]
         assert "was replaced after the model was sharded" in found["replaced 2"]
-        for inside in ("changed", "data_written", "data_assigned"):
+        for inside in (
+            "changed",
+            "data_written",
+            "data_of_row_written",
+            "data_assigned",
+        ):
             assert "changed in place inside a forward" in found[f"{inside}_inside 2"]
         assert found["data_read 2"] == ""
         said = found["no module of the model"]
@@ -388,6 +400,7 @@ WRITES_TO_A_ROW: dict[str, Callable[[Any], Any]] = {
     "add_": lambda weight: weight[1].data.view(-1)[2:].add_(1.0),
     "neg_": lambda weight: weight[1].neg_(),
     "_foreach_zero_": lambda weight: torch._foreach_zero_([weight[1]]),
+    "add": lambda weight: torch.add(weight[1], 1.0, out=weight[1]),
     "normal_": lambda weight: nn.init.normal_(weight[1]),
 }
 
