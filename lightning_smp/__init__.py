@@ -29,7 +29,7 @@ from lightning_smp.callbacks import Fp8Monitor, SmpMonitor
 from lightning_smp.loading import read_folders
 from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
-from lightning_smp.strategy import SmpShardedStrategy
+from lightning_smp.strategy import NOT_FOR_FABRIC, SmpShardedStrategy
 from smp_core.config import Fp8Recipe
 from smp_core.watch import JoinedLoader
 
@@ -51,8 +51,7 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _refuse_fabric(name: str) -> None:
     raise ValueError(
-        f"Fabric(strategy={name!r}): Fabric is not supported; allowed is Lightning's Trainer(strategy={name!r}). For a "
-        "loop of your own write accelerate_smp.SmpAccelerator(), or smp_core.entry.parallelize(model, SmpConfig(...))"
+        f"Fabric(strategy={name!r}): allowed is Lightning's Trainer(strategy={name!r}); {NOT_FOR_FABRIC}"
     )
 
 

@@ -89,6 +89,12 @@ from smp_core.watch import Preemption, meet_between_runs
 logger = logging.getLogger("smp")
 
 
+NOT_FOR_FABRIC = (
+    "Fabric is not supported: for a loop of your own write accelerate_smp.SmpAccelerator(), or "
+    "smp_core.entry.parallelize(model, SmpConfig(...))"
+)
+
+
 class SmpShardedStrategy(SteppingStrategy):
     """A strategy of MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``.
 
@@ -164,6 +170,10 @@ class SmpShardedStrategy(SteppingStrategy):
         self.background_saves: BackgroundSaves | None = None
         self._leaves: LeavesWhenTold | None = None
         self._memory: KeepsInMemory | None = None
+
+    def __repr__(self) -> str:
+        # Fabric refuses whatever is no strategy of its own, and shows only this of it.
+        return f"{type(self).__name__}(), which is for Lightning's Trainer; {NOT_FOR_FABRIC}"
 
     # Model and optimizers
 

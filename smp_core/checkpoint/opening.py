@@ -277,9 +277,8 @@ def _foreign_text(path: str, names: list[str]) -> str | None:
     if kind is not None:
         return f"{_KINDS[kind]}; convert it with `smp checkpoint import {path} OUT`"
     # A folder of checkpoints was given in the place of one of them.
-    checkpoints = sorted(
-        {name.split("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
-    )
+    end = f"/{MANIFEST}"
+    checkpoints = sorted(name.removesuffix(end) for name in names if name.endswith(end))
     if checkpoints:
         return (
             f"a folder of checkpoints; give one of them: {', '.join(checkpoints[-3:])}"

@@ -44,7 +44,8 @@ def random_state() -> dict[str, Any]:
         ),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    # A process that computes on the CPU, or a loader's worker, makes no context.
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

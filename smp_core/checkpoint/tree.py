@@ -9,6 +9,7 @@ so that every type comes back as it was:
     {"$tuple": [...]}, {"$set": [...]}, {"$frozenset": [...]}
     {"$dict": [[key, value], ...]}   a dict with keys that are not strings (or begin with "$"); "$odict": OrderedDict
     {"$float": "nan" | "inf" | "-inf"}
+    {"$path": "data/train"}         a pathlib.Path
     {"$numpy": dtype, "shape": [...], "data": base64}   a numpy array or scalar ("scalar": true)
     {"$pt": "12"}                    entry 12 of rest.pt (read with weights_only=True)
     {"$pickle": "3"}                 entry 3 of rest-pickle.pt (only with allow_pickle=True)
@@ -20,6 +21,8 @@ import base64
 import copy
 import io
 import math
+import os
+import pathlib
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +40,7 @@ DROP = object()
 _SAME_IN_JSON = frozenset((type(None), bool, int, str))
 # Types with nothing inside: most values of a state, so they are passed over early.
 _LEAVES = _SAME_IN_JSON | {float}
+_PATH = type(pathlib.Path())
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,8 @@ def encode_rest(
             return {
                 f"${kind.__name__}": [encode(item, (*path, "<item>")) for item in value]
             }
+        if kind is _PATH:
+            return {"$path": os.fspath(value)}
         # What JSON lacks: numbers of NumPy, then rest.pt, then a pickle if that is
         # allowed.
         # By name, so that numpy is imported only where a state has something of it.
@@ -336,6 +342,8 @@ def decode_rest(
             return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
         if tag == "$float":
             return float(content)
+        if tag == "$path":
+            return pathlib.Path(content)
         if tag == "$numpy":
             return _decode_numpy(node)
         if tag == "$pt" and plain is not None:

@@ -1,5 +1,6 @@
 """Arguments of other strategies (DDP, FSDP, DeepSpeed, Lightning's
-ModelParallelStrategy) that are no knobs, and what to write here instead."""
+ModelParallelStrategy) and of Lightning's Trainer that are no knobs, and what to write
+here instead."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ _BOTH_DTYPES = (
     "write the trainer's precision (Trainer(precision='bf16-mixed'), mixed_precision='bf16'), or param_dtype= and "
     "reduce_dtype="
 )
+_OF_THE_TRAINER = "write it for the trainer: Trainer({})"
 
 _OF_DEEPSPEED = (
     *(
@@ -183,6 +185,15 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
         "DeepSpeed",
         "write it for the trainer: Trainer(accumulate_grad_batches=...), or gradient_accumulation_steps of the "
         "accelerator",
+    ),
+    # Of Lightning's Trainer itself.
+    "precision": ("Trainer", _BOTH_DTYPES),
+    "devices": ("Trainer", _OF_THE_TRAINER.format("devices=8")),
+    "num_nodes": ("Trainer", _OF_THE_TRAINER.format("num_nodes=2")),
+    "gradient_clip_val": ("Trainer", _OF_THE_TRAINER.format("gradient_clip_val=1.0")),
+    "accumulate_grad_batches": (
+        "Trainer",
+        _OF_THE_TRAINER.format("accumulate_grad_batches=4"),
     ),
     **dict.fromkeys(
         _OF_DEEPSPEED, ("DeepSpeed", "leave it out: it has no counterpart here")

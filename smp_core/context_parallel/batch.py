@@ -325,7 +325,7 @@ class ContextParallel:
         plan = self._plan(one_document, layout.order)
         own = self._own_tokens(plan, length, device)
         local = list(batch)
-        split_target = None
+        split_target = values = None
         for place, dim in dims.items():
             assert isinstance(place, int)
             sequence = batch[place].movedim(dim, 1)
@@ -345,6 +345,7 @@ class ContextParallel:
                 split_target = piece
             elif place == target:
                 # Values instead of labels: every token but padding has a target.
+                values = None if piece.dtype == torch.bool else piece
                 split_target = own.take(
                     torch.zeros(rows, length, device=device), IGNORED
                 )
@@ -357,7 +358,7 @@ class ContextParallel:
             group=self.group,
             dims=dims,
         )
-        split.shift_labels = split_target
+        split.shift_labels, split.values = split_target, values
         # Positions are places in the sequence, unless the model counts otherwise.
         if self.learned is not None and self.learned.skips_padding:
             places = torch.arange(length, device=device).expand(rows, -1)

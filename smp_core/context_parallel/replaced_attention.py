@@ -65,6 +65,7 @@ class SplitBatch:
         labels: the tensor in ``batch["labels"]``, by which the model's hook recognises
             this batch.
         shift_labels: [B, L], the target of each of this rank's tokens; -100: none.
+        values: [B, L, ...], the targets themselves where they are values and no classes.
         tokens_per_rank: targets of all ranks / ranks, as 0-d tensor: (sum of losses) /
             this, averaged over ranks, is the mean over all targets.
         weight: this rank's targets / ``tokens_per_rank``: the factor from a mean over
@@ -96,6 +97,7 @@ class SplitBatch:
     position_ids: Tensor | None = None
     labels: Tensor | None = None
     shift_labels: Tensor | None = None
+    values: Tensor | None = None
     tokens_per_rank: Tensor | None = None
     weight: Tensor | None = None
     count_targets: Callable[[], None] | None = None

@@ -16,7 +16,8 @@ the outputs show what is not:
 The last four are looked at in outputs that no further module takes: through attention
 every token has a gradient. What a target weighs is the derivative of the loss by its
 cross entropy, and is found whatever else the loss has of the logits that is a function
-of their log-sum-exp (z-loss) or mean (label smoothing).
+of their log-sum-exp (z-loss) or mean (label smoothing). Of targets that are values it is
+the derivative by the mean squared or absolute error of a token.
 
 Shape letters: B rows, L tokens of a rank, N targets of a rank, V classes.
 """
@@ -68,7 +69,8 @@ def watch_loss(
     expected = _expected(split)
     for name, tensor in tensors_of(output):
         if has_features(tensor, split):
-            logits = _Logits.of(tensor.detach(), split)
+            made = tensor.detach()
+            logits = _Logits.of(made, split) or _Values.of(made, split)
             tensor.register_hook(
                 _look_once(name, logits, split, expected, refuse, is_last)
             )
@@ -85,7 +87,7 @@ def has_features(tensor: Tensor, split: SplitBatch) -> bool:
 
 def _look_once(
     name: str,
-    logits: _Logits | None,
+    logits: _Logits | _Values | None,
     split: SplitBatch,
     expected: Tensor,
     refuse: Callable[[str | None, Share | None], None],
@@ -166,6 +168,46 @@ class _Logits:
         return cls(rows, of_rows, *map(torch.cat, zip(*parts, strict=True)))
 
 
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """The differences of outputs [B, L, V] from targets that are values.
+
+    Attributes:
+        rows: [N], places in [B * L] of the tokens with a target.
+        off: [N, V], the differences there.
+    """
+
+    rows: Tensor
+    off: Tensor
+
+    @classmethod
+    def of(cls, output: Tensor, split: SplitBatch) -> _Values | None:
+        """Take what is kept of an output; None: it is not compared with values."""
+        if split.values is None or split.shift_labels is None:
+            return None
+        if output.numel() != split.values.numel():
+            return None
+        rows = (split.shift_labels.flatten() != IGNORED).nonzero()[:, 0]
+        values = split.values.to(output).view_as(output)
+        off = (output - values).flatten(0, 1)[rows]
+        return cls(rows, off) if len(rows) and off.any() else None
+
+    def factors(self, gradient: Tensor) -> Tensor | None:
+        """Return [N], the derivative of the loss by the mean error of each token; None:
+        it has other terms of the outputs.
+
+        Args:
+            gradient: [B * L, V].
+        """
+        slope = gradient[self.rows].to(self.off.dtype)
+        limit = max(8 * torch.finfo(gradient.dtype).eps, 1e-4)
+        for error in (2 * self.off, self.off.sign()):
+            rate = (slope * error).sum() / error.square().sum()
+            if (slope - rate * error).abs().max() <= limit * slope.abs().max():
+                return (rate * error.shape[-1]).expand(len(error))
+        return None
+
+
 def _expected(split: SplitBatch) -> Tensor:
     """Return [B, L], whether a token has a target; of a batch without targets [1, L],
     whether it is no padding."""
@@ -226,18 +268,23 @@ def _wrong(gradient: Tensor, expected: Tensor, shifted: bool) -> str | None:
 
 
 def _other_divisor(
-    gradient: Tensor, logits: _Logits, split: SplitBatch
+    gradient: Tensor, logits: _Logits | _Values, split: SplitBatch
 ) -> tuple[str | None, Share | None]:
-    """Return in words that a cross entropy of logits [B, L, V] is no mean over this
-    rank's targets, where its gradient shows that, and what each target weighs; warn
-    where it may be a scaled mean."""
-    factors = _factors(gradient.flatten(0, 1), logits)
+    """Return in words that a cross entropy of logits [B, L, V], or an error of values,
+    is no mean over this rank's targets, where its gradient shows that, and what each
+    target weighs; warn where it may be a scaled mean."""
+    flat = gradient.flatten(0, 1)
+    if isinstance(logits, _Values):
+        factors, kind = logits.factors(flat), "squared or absolute error"
+    else:
+        factors, kind = _factors(flat, logits), "cross entropy"
     if factors is None:
         if split.rank == 0:
             logger.warning(
-                "context_parallel_degree=%d: the loss of the logits is no cross entropy of each token, so its divisor "
+                "context_parallel_degree=%d: the loss of the outputs is no %s of each token, so its divisor "
                 "is not looked at: every term has to be a mean over this rank's targets",
                 split.plan.degree,
+                kind,
             )
         return None, None
     eps, count = torch.finfo(gradient.dtype).eps, len(factors)
@@ -253,14 +300,16 @@ def _other_divisor(
         return None, share
     # The derivative of the step's own loss by the cross entropy of all targets.
     total = mean * count / scale
-    return _unlike_mean(total, count, is_even, eps, split), share
+    # A sum may be one over the elements of each token, too.
+    width = gradient.shape[-1] if isinstance(logits, _Values) else 1
+    return _unlike_mean(total, count, width, is_even, eps, split), share
 
 
 def _unlike_mean(
-    total: float, count: int, is_even: bool, eps: float, split: SplitBatch
+    total: float, count: int, width: int, is_even: bool, eps: float, split: SplitBatch
 ) -> str | None:
-    """Return in words that the weights of ``count`` targets, ``total`` together, are
-    not those of their mean."""
+    """Return in words that the weights of ``count`` targets of ``width`` elements,
+    ``total`` together, are not those of their mean."""
     # Each case has its own remedy. A loss that nothing weights has to do so itself.
     if split.divided_by_model and not split.weighted:
         weight = 1.0 if split.weight is None else float(split.weight)
@@ -284,7 +333,7 @@ def _unlike_mean(
             if _near(total, 1, eps)
             else None
         )
-    if count > 1 and _near(total, count, eps):
+    if count > 1 and any(_near(total, count * each, eps) for each in (1, width)):
         return "the sum over a rank's targets, while losses are averaged over ranks: divide it by their number"
     assert split.shift_labels is not None
     tokens = split.shift_labels.numel()

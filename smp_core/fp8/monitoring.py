@@ -128,19 +128,27 @@ class Fp8Watch:
         self._began = 0
 
     def start(self, fp8: Fp8Model | None, folder: str | Path, instead: str) -> None:
-        """Watch ``fp8`` from now on.
+        """Watch ``fp8`` from now on. Collective over pipeline stages.
 
         Args:
             instead: the text to write where there is no FP8, for the message.
 
         Raises:
-            ValueError: the run computes without FP8, or in another library's layers.
+            ValueError: the run computes without FP8, or in another library's layers, or
+                a glob of ``modules`` matches none.
         """
         if fp8 is None:
             raise ValueError(
                 f"{self.monitor}: this run computes without FP8 (or not with backend='native'); write {instead}, or "
                 f"leave {self.monitor} out"
             )
+        names = list(fp8.of_all_stages(dict.fromkeys(fp8.state.names)))
+        for glob in self.modules:
+            if not fnmatch.filter(names, glob):
+                raise ValueError(
+                    f"{self.monitor}: modules={glob!r} matches no FP8 layer; there are for example "
+                    f"{', '.join(names[:3])}"
+                )
         # All ranks with the same sites add up; other stages have theirs.
         together = dist.is_initialized() and dist.get_world_size() > 1
         over_ranks = functools.partial(dist.all_reduce, group=fp8.group)

@@ -117,6 +117,7 @@ class Fp8State:
         # Rows are rolled by each step; the newest is the first.
         self.history = torch.zeros(recipe.amax_history_len, count, 3, device=device)
         self.current = torch.zeros(count, 3, device=device)
+        self._bad = torch.zeros(count, 3, device=device, dtype=torch.bool)
         self._scale_by(torch.ones(count, 3, device=device))
         self._largest = torch.tensor(
             [LARGEST[dtype] for dtype in self.formats], device=device
@@ -140,7 +141,7 @@ class Fp8State:
     def to(self, device: torch.device | str) -> None:
         """Move all tensors."""
         # `current` moves too: what this step has recorded so far stays.
-        for name in ("history", "current", "_largest"):
+        for name in ("history", "current", "_bad", "_largest"):
             setattr(self, name, getattr(self, name).to(device))
         self._scale_by(self.scale.to(device))
 
@@ -183,9 +184,15 @@ class Fp8State:
 
     @torch.no_grad()
     def nonfinite(self) -> Tensor:
-        """Return whether an input or gradient of the present step held inf or nan on
-        this rank: a 0-d bool tensor."""
-        return ~torch.isfinite(self.current).all()
+        """Return whether an input or gradient since the last call held inf or nan on
+        this rank: a 0-d bool tensor.
+
+        :meth:`step` names them, where it comes next. A script that takes no step then
+        goes on with other batches, of which they say nothing.
+        """
+        self._bad = ~torch.isfinite(self.current)
+        self.current.masked_fill_(self._bad, 0.0)
+        return self._bad.any()
 
     @torch.no_grad()
     def set_weight_scales(self, amax: Tensor) -> None:
@@ -216,7 +223,7 @@ class Fp8State:
             histories and scales stay.
         """
         # Phase 1: the amaxes of all ranks.
-        amax = self.current.clone()
+        amax = self.current.masked_fill(self._bad, torch.inf)
         amax[:, WEIGHT] = weight_amax
         # Libraries compare, and a nan wins or loses by its place in the comparison; inf
         # is ordered.
@@ -241,6 +248,7 @@ class Fp8State:
         basis[:, WEIGHT] = self.history[0, :, WEIGHT]
         fresh = scale_for(basis, self._largest, self.recipe.margin)
         self._scale_by(torch.where(basis > 0, fresh, self.scale))
+        self._bad = torch.zeros_like(self._bad)
         self.current.zero_()  # a CUDA graph that records goes on with this memory
         # One copy to the host per step; the veto of a non-finite step has waited for
         # the device already.

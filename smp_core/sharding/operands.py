@@ -80,12 +80,16 @@ LARGEST = (
     "max min amax amin aminmax argmax argmin median linalg_vector_norm norm "
     "_foreach_norm"
 )
-INTO_ITSELF = "fill_ zero_ index_copy_ index_add_ index_fill_"
-"""In place, beside those above. An index of one element is none that torch refuses."""
+_WRITE_WHOLE = (
+    "write whole values on all ranks: values = tensor.full_tensor(), edit them, and tensor.copy_(values) under "
+    "torch.no_grad()"
+)
 _LOOKED_AT = 64
 _looks = itertools.count()  # unsharded tensors of a parameter's shape
 # Sharded operands whose gradients are brought into their layout.
 _followed = WeakIdKeyDictionary()
+# Memory of rows and slices that torch copied, which detach() has cut off: of which tensor.
+_copied = WeakIdKeyDictionary()
 
 
 def compute_outside_of_forward(
@@ -122,27 +126,65 @@ def write_into(
     kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> Any:
     """Refuse what torch would do to a copy, or to a shard by an index of the whole."""
-    _refuse_copy(function, args[0])
+    refuse_copies(function, args[0])
     if function.overloadpacket.__name__.startswith("index_") and _has_plain(args):
         raise RuntimeError(
-            f"{function} got mixed torch.Tensor and DTensor: the index is of the whole tensor"
+            f"{function} got mixed torch.Tensor and DTensor: the index is of the whole tensor, and "
+            f"{name_of_shard(args[0]) or 'what is written into'} is sharded; {_WRITE_WHOLE}. What does so by itself "
+            "(torch.nn.utils.prune) comes before the model is prepared"
         )
     return NotImplemented
 
 
-def _refuse_copy(function: Any, written: Any) -> None:
-    """Refuse to write into a view of a tensor that torch had to copy for it. Not in a
-    model's call: what a forward makes of its activations is its own."""
-    source = written._base if isinstance(written, DTensor) else None
-    if not isinstance(source, DTensor) or in_a_call():
-        return
-    if local_of(written).untyped_storage() is not local_of(source).untyped_storage():
-        name = name_of_shard(source) or "a tensor"
-        raise ValueError(
-            f"{function.overloadpacket.__name__} into a row or slice of {name}, which is sharded: the slice is a copy, "
-            "and the tensor would stay as it is; write whole values on all ranks: values = tensor.full_tensor(), edit "
-            "them, and tensor.copy_(values) under torch.no_grad()"
-        )
+def write_out(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    """Refuse a copy as ``out=``."""
+    refuse_copies(function, (kwargs or {}).get("out"))
+    return NotImplemented
+
+
+def detach(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> Any:
+    """Note a copy, of which nothing tells any more what it was made of."""
+    name = None if args[0]._base is None else _copied_from(args[0])
+    if name is not None:
+        _copied[local_of(args[0]).untyped_storage()] = name
+    return NotImplemented
+
+
+def refuse_copies(function: Any, written: Any) -> None:
+    """Refuse to write into a view of a tensor that torch had to copy for it.
+
+    Args:
+        written: a tensor or a list of them.
+    """
+    for tensor in _tensors([written]):
+        name = _copied_from(tensor) if isinstance(tensor, DTensor) else None
+        # squeeze_() and its like write nothing.
+        if name is not None and torch.Tag.inplace_view not in function.tags:
+            raise ValueError(
+                f"{function.overloadpacket.__name__} into a row or slice of {name}, which is sharded: the slice is a "
+                f"copy, and the tensor would stay as it is; {_WRITE_WHOLE}"
+            )
+
+
+def _copied_from(tensor: DTensor) -> str | None:
+    """Return the name of the tensor of which this one was a view, if torch had to copy
+    it. In a model's call only parameters: what a forward makes of its activations is
+    its own."""
+    source = tensor._base
+    if not _copied and not isinstance(source, DTensor):
+        return None
+    storage = local_of(tensor).untyped_storage()
+    if isinstance(source, DTensor):
+        memory = local_of(source).untyped_storage()
+        if memory is not storage:
+            return name_of_shard(source, memory) or (
+                None if in_a_call() else "a tensor"
+            )
+    return _copied.get(storage)
 
 
 def _leaves_out_ranks(tensor: Tensor) -> bool:
@@ -173,8 +215,7 @@ def compute(
     values = (*args, *(kwargs or {}).values())
     name = function.overloadpacket.__name__
     if name.endswith("_"):
-        for target in args[0] if name.startswith("_foreach_") else args[:1]:
-            _refuse_copy(function, target)
+        refuse_copies(function, args[0])
     # Nearly all operations end here: shards with shards, or inside
     # implicit_replication().
     is_mixed = _has_plain(values) or (

@@ -25,6 +25,8 @@ parameters are loaded, for a user's calls; ``load_full_state`` calls it for a
 checkpoint, with weights that may be finer than the parameters that hold them. Both run
 on every rank alike and send nothing, so every rank has to have the tensors, as after
 ``torch.load`` on all of them.
+
+torch has no public name for the tensor that another one is a view of (``_base``).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from smp_core.sharding import (
     operands,
     random_values,
 )
-from smp_core.sharding.fsdp import DATA_OF_COPY, name_of_shard
+from smp_core.sharding.fsdp import DATA_OF_COPY, is_noted, name_of_shard
 from smp_core.sharding.gradients import Window
 from smp_core.sharding.optimizer import take_scaler
 from smp_core.torch_facts import ABSENT, clean_name, is_absent, is_rank_0
@@ -100,15 +102,24 @@ def _change_operations() -> None:
     # A DTensor of which this process holds a part is refused; one that is unsharded
     # here (replicated, or on a mesh of one rank) is pickled as a plain tensor.
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
-    for rule, names in OPERATIONS:
+    # All else that torch has in place ends in "_".
+    taken = " ".join(names for _, names in OPERATIONS).split()
+    known = {*dir(torch.Tensor), *dir(torch)}
+    in_place = {each for each in known if each.endswith("_") and each[:2] != "__"}
+    rest = " ".join(in_place.difference(taken))
+    into_others = " ".join(each[:-1] for each in in_place)
+    for rule, names in (
+        *OPERATIONS,
+        (operands.write_into, rest),
+        (operands.write_out, into_others),
+    ):
         for name in names.split():
             packet_name, _, one = name.partition(".")
             packet = getattr(torch.ops.aten, packet_name, None)
             overloads = [] if packet is None else packet.overloads()
             for overload in [one] if one else overloads:
-                # Variants with out= write into a tensor of the caller's, which torch
-                # checks first.
-                if "out" not in overload:
+                # Variants with out= write into a tensor of the caller's.
+                if ("out" in overload) == (rule is operands.write_out):
                     torch.library.register_torch_dispatch(
                         getattr(packet, overload), DTensor, rule
                     )
@@ -143,6 +154,14 @@ def _set_data(shard: DTensor, value: Tensor) -> None:
             "written into is parameter.detach().clone()"
         )
     _DATA.__set__(shard, value)
+
+
+def _data_of_view(tensor: Tensor) -> Tensor:
+    # Of a row or slice of a copy: what is written into it counts as written into that.
+    base = tensor._base if type(tensor) is Tensor else None
+    if isinstance(base, nn.Parameter) and is_noted(base):
+        return tensor.detach()
+    return _DATA.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def _is_any_true(
@@ -181,6 +200,7 @@ CHANGES: tuple[tuple[str, str, str, Any], ...] = (
     ("torch.distributed.tensor", "DTensor", "tolist", _tolist),
     ("torch.distributed.tensor", "DTensor", "data", property(_DATA.__get__, _set_data)),
     ("torch.nn", "Parameter", "data", DATA_OF_COPY),
+    ("torch", "Tensor", "data", property(_data_of_view, _DATA.__set__)),
     ("torch.amp", "GradScaler", "unscale_", take_scaler),
     ("torch.amp", "GradScaler", "step", take_scaler),
     ("torchmetrics", "Metric", "sync", sync_metric),
@@ -194,7 +214,7 @@ OPERATIONS: tuple[tuple[Callable[..., Any], str], ...] = (
     (operands.compute, operands.ELEMENTWISE),
     (operands.compute_with_empty_parts, operands.LARGEST),
     (operands.compute_outside_of_forward, operands.PRODUCTS),
-    (operands.write_into, operands.INTO_ITSELF),
+    (operands.detach, "detach"),
     (random_values.draw, random_values.DRAWN),
     # What calls item() follows it: float, bool, int; lists of numbers are read
     # elsewhere.
@@ -329,8 +349,8 @@ def load_full_state(
         given: the state dict; values that are in their place already are those of
             ``live``.
         live: the tensors that are the weights, by clean name
-        (:meth:`smp_core.engine.conversions.ParallelModel.model_state`). strict: as of
-        ``load_state_dict``.
+            (:meth:`smp_core.engine.parallel_model.ParallelModel.model_state`).
+        strict: as of ``load_state_dict``.
 
     Returns:
         names that are missing in ``given``, and names that only ``given`` has.

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import own_part
 from smp_core.cluster import mesh_on
+from smp_core.sharding.operands import refuse_copies
 from smp_core.sharding.optimizer.shards import local_of
 from smp_core.torch_facts import ABSENT, is_absent
 
@@ -42,6 +43,8 @@ def draw(
     # What is drawn into a tensor, or like it, needs its shape alone; a distribution, of
     # which each element decides, needs the values.
     name = function.overloadpacket.__name__
+    if name.endswith("_"):
+        refuse_copies(function, target)
     if name.endswith(("_", "_like")):
         first = torch.empty(
             target.shape, dtype=target.dtype, device=local_of(target).device

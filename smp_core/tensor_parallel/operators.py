@@ -119,8 +119,8 @@ class TensorAxis:
         return ValueError(
             "tensor ranks read different batches: those of tensor_parallel_degree="
             f"{self.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
-            "num_replicas=mesh.data_size and rank=mesh.data_rank; before generate(do_sample=True), "
-            "torch.manual_seed(mesh.data_rank)"
+            "num_replicas=mesh.data_size and rank=mesh.data_rank; for what the model draws itself (masks, noise, "
+            "generate(do_sample=True)), torch.manual_seed(mesh.data_rank)"
         )
 
     def gather(self, part: Tensor, dim: int) -> Tensor:

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smp_core.verify.recorder import refuse
@@ -136,6 +137,30 @@ def _keeping_float64(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return keeping
 
 
+def turn_off_functions() -> None:
+    """Let torch's functions drop nothing in this process, as a forward calls them with
+    a number of its own (``F.dropout(x, 0.5)``)."""
+    for name in ("", "1d", "2d", "3d"):
+        function = getattr(F, f"dropout{name}")
+        setattr(F, f"dropout{name}", _without(function, training=True))
+    for name in ("alpha_dropout", "feature_alpha_dropout"):
+        setattr(F, name, _without(getattr(F, name), training=False))
+
+
+def _without(function: Any, training: bool) -> Any:
+    @functools.wraps(function)
+    def kept(
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = training,
+        inplace: bool = False,
+    ) -> Tensor:
+        # All or nothing needs no random numbers.
+        return function(input, 0.0 if 0.0 < p < 1.0 else p, training, inplace)
+
+    return kept
+
+
 def train(command: Sequence[str]) -> None:
     """Run a script with its arguments, or ``--call FILE``; a recorder ends this process
     in it.
@@ -145,6 +170,8 @@ def train(command: Sequence[str]) -> None:
     """
     request = requested()
     assert request is not None
+    if not request.keep_dropout:
+        turn_off_functions()
     sys.argv = list(command)
     if command[0] == "--call":
         # Our own parent's.

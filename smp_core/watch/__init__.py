@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         count_call as count_call,
         expect_calls as expect_calls,
         meet as meet,
+        meet_after_failure as meet_after_failure,
         meet_between_calls as meet_between_calls,
         meet_between_runs as meet_between_runs,
         report as report,

@@ -540,6 +540,8 @@ _watch: RankWatch | None = None
 _watched: weakref.ref[dist.ProcessGroup] | None = None
 _met_behind: tuple[int, int] | None = None  # a watch, and a number of calls into models
 _REPORTED = "_smp_reported"
+# Seconds in which all ranks have to come that went on from an error of their own.
+_SOON = 60.0
 
 
 def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
@@ -633,6 +635,14 @@ def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
         _watch.meetings.meet_in_all_groups(place)
     else:
         _watch.meetings.meet(place, ranks)
+
+
+def meet_after_failure(place: str, ranks: Sequence[int]) -> None:
+    """Meet at ``place``, as :func:`meet` does, where the other ranks may be in a
+    collective that waits for this one, which they cannot tell it: they have to come
+    within a minute."""
+    if _watch is not None and _is_current():
+        _watch.meetings.meet(place, ranks, _SOON)
 
 
 def expect_calls(peers: Sequence[int]) -> None:

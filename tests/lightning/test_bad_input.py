@@ -64,6 +64,8 @@ from tests.lightning.staged import StagedModule, knobs_of
             r"context_parallel_degree=3 does not divide.*1, 2, 4",
         ),
         ({"pipeline": "zero-bubble"}, r"pipeline='zero-bubble'.*1f1b.*gpipe"),
+        ({"precision": "bf16-mixed"}, r"of Trainer.*Trainer\(precision='bf16-mixed'\)"),
+        ({"num_nodes": 2}, r"of Trainer.*Trainer\(num_nodes=2\)"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

@@ -126,8 +126,11 @@ def test_the_page_counts_and_lists_the_strategies_that_are_registered() -> None:
 
 
 def test_fabric_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"Fabric is not supported.*SmpAccelerator"):
-        Fabric(accelerator="cpu", devices=1, strategy="smp_sharded_node")
+    for strategy in ("smp_sharded_node", SmpShardedStrategy()):
+        with pytest.raises(
+            ValueError, match=r"Fabric is not supported.*SmpAccelerator"
+        ):
+            Fabric(accelerator="cpu", devices=1, strategy=strategy)
 
 
 def test_variables_set_what_no_argument_does(

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from lightning_smp import Fp8Monitor, Fp8Precision, Fp8Recipe
 from smp_core.cli import app
-from smp_core.fp8.monitoring import Fp8Log
+from smp_core.fp8 import convert_to_fp8
+from smp_core.fp8.monitoring import Fp8Log, Fp8Watch
 from tests.core.fp8 import transformer_engine_stand_in as stand_in
 from tests.core.gpt import SmallGpt
 from tests.lightning.modules import LanguageModule
@@ -370,3 +371,6 @@ def test_the_monitor_wants_a_run_in_fp8() -> None:
         Fp8Monitor(every_n_steps=0)
     with pytest.raises(ValueError, match="computes without FP8"):
         Trainer(**QUIET, devices=1, callbacks=[Fp8Monitor()]).fit(Gpt(batches=1))
+    watch = Fp8Watch("Fp8Monitor", 1, None, ["*", "*.qkv"])
+    with pytest.raises(ValueError, match=r"modules='\*.qkv' matches no FP8 layer.* 0"):
+        watch.start(convert_to_fp8(nn.Sequential(nn.Linear(16, 16))), "", "")

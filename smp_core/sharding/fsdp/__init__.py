@@ -25,7 +25,10 @@ if TYPE_CHECKING:
         in_graphs as in_graphs,
         name_of_shard as name_of_shard,
     )
-    from smp_core.sharding.fsdp.data_attribute import DATA_OF_COPY as DATA_OF_COPY
+    from smp_core.sharding.fsdp.data_attribute import (
+        DATA_OF_COPY as DATA_OF_COPY,
+        is_noted as is_noted,
+    )
     from smp_core.sharding.fsdp.internals import require_internals as require_internals
     from smp_core.sharding.fsdp.passes import (
         FAILED_PASS as FAILED_PASS,

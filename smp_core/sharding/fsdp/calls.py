@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -51,7 +52,12 @@ from smp_core.sharding.fsdp.passes import CLOSED, backward_pass, leaves_of
 from smp_core.sharding.fsdp.units import ShardedUnit, reshard
 from smp_core.sharding.gradients.parameter_hooks import hooks_of, shows_hooks
 from smp_core.torch_facts import clean_name
-from smp_core.watch import count_call, expect_calls, meet_between_runs
+from smp_core.watch import (
+    count_call,
+    expect_calls,
+    meet_after_failure,
+    meet_between_runs,
+)
 
 logger = logging.getLogger("smp")
 
@@ -80,13 +86,22 @@ def in_graphs(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def name_of_shard(parameter: torch.Tensor) -> str | None:
+def name_of_shard(parameter: torch.Tensor, memory: object = None) -> str | None:
     """Return the name that a parameter in shards has in its model; None: it is none of
-    a model's."""
+    a model's.
+
+    Args:
+        memory: a storage; a parameter whose local part is in it is meant, too.
+    """
     for calls in _all:
         for shown in calls._shown.values():
             for noted, shard, _ in shown._all():
                 if shard is parameter:
+                    return noted.name
+                if (
+                    memory is not None
+                    and shard._local_tensor.untyped_storage() is memory
+                ):  # type: ignore
                     return noted.name
     return None
 
@@ -122,6 +137,10 @@ class Calls:
         self._ranks = ranks
         # The module, or the call of a method, that was called from outside.
         self._outermost: object = None
+        # The error of the last call, if it failed; and what a script was handling as
+        # the present one began, by id: a call inside of `except:` is none that failed.
+        self._failed: str | None = None
+        self._handled = 0
         self._units = tuple(units)
         # The outermost unit around each; emptied as roots are called for the first
         # time.
@@ -215,7 +234,7 @@ class Calls:
 
     def forget(self) -> None:
         """Forget a call that was interrupted, and a backward pass that failed."""
-        self._outermost = None
+        self._outermost = self._failed = None
         for unit in self._units:
             unit.passes.forget()
 
@@ -279,7 +298,11 @@ class Calls:
             return False
         self._outermost = call
         parts = (self._name, self._names[id(module)], method)
-        meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
+        place = ".".join(filter(None, parts)) + "(...)"
+        self._handled = id(sys.exc_info()[1])
+        if self._failed is not None:
+            self._meet_after_failure(place)
+        meet_between_runs(place, self._ranks)
         count_call()
         return True
 
@@ -355,7 +378,29 @@ class Calls:
         if self._outermost is module:
             self._end()
 
+    def _meet_after_failure(self, place: str) -> None:
+        """Go on after a call that failed, if it failed on all ranks.
+
+        Raises:
+            RuntimeError: others wait for this rank's part in that call; what this one
+                would send next is of another.
+        """
+        try:
+            meet_after_failure(f"{place} after a call that failed", self._ranks)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"an earlier call of {self._name} failed on this rank with {self._failed}, which was caught here, and "
+                "other ranks are still in it, or went on from it: let such an error end the run, or leave the batch "
+                f"out on all ranks before the model is called ({error})"
+            ) from None
+        self._failed = None
+
     def _end(self) -> None:
+        error = sys.exc_info()[1]
+        is_failure = error is not None and id(error) != self._handled
+        # Without a backward pass, what comes next may be the same on all ranks.
+        if is_failure and torch.is_grad_enabled():
+            self._failed = f"{type(error).__name__}: {error}"
         self._outermost = None
         # Of several forwards ahead the next reads what this one gathered.
         self.show_shards(any(unit.runs_ahead for unit in self._units))

@@ -3,9 +3,10 @@ done in vain is an error.
 
 DTensor ignores that ``.data`` is assigned to, and keeps the shard that it had. Inside a
 forward a parameter is a gathered copy, which is thrown away; what is written into its
-``.data`` there leaves no trace in the copy's version. So the attribute is replaced, once
-for the process: setting a shard's is refused, and what is written into a copy's counts as
-written into the copy (:mod:`smp_core.sharding.patched` replaces both attributes).
+``.data`` there, or into that of a row or slice of it, leaves no trace in the copy's
+version. So the attribute is replaced, once for the process: setting a shard's is refused,
+and what is written into a copy's counts as written into the copy
+(:mod:`smp_core.sharding.patched` replaces the attributes).
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ class AccumulationWindow:
             self._units,
             self._replicated,
             self._mesh,
-            self._veto,
+            None if self._gave_up else self._veto,
             self._issued,
             attached,
         )
@@ -484,6 +484,7 @@ class AccumulationWindow:
         self._calls.forget()
         forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
+        self._gave_up = False
         self._issued.forget()
 
     @torch.no_grad()
@@ -524,6 +525,7 @@ class AccumulationWindow:
             self._dropped |= dropped
             if held <= self._dropped:
                 self._forget()
+                self._gave_up = False
 
     def zero_grad(
         self, parameters: Iterable[torch.Tensor], set_to_none: bool = True

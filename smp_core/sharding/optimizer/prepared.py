@@ -327,7 +327,8 @@ class Homes:
                 f"the optimizer ({type(optimizer).__name__}) steps {count} parameters of no prepared model "
                 f"({'; '.join(groups)}), whose gradients nobody would synchronise; make it from model.parameters(): in "
                 "Lightning in configure_optimizers, under Accelerate before prepare(model, optimizer) or after "
-                "prepare(model)"
+                "prepare(model); in a loop of your own name all models that it steps: "
+                "parallel.prepare_optimizer(optimizer, other_parallel)"
             )
 
     def give_masters(self, optimizer: Optimizer) -> None:

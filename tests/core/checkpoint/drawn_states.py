@@ -93,7 +93,7 @@ VALUES: tuple[Any, ...] = (
     numpy.bool_(True), numpy.complex64(1j), numpy.float16(2), numpy.arange(6).reshape(2, 3),
     numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)), numpy.zeros((0, 2)), numpy.array(3.5),
     numpy.array([1, 2], dtype=">i4"), numpy.array([True, False]), numpy.arange(8)[::2], numpy.longdouble(1) / 3,
-    numpy.array([1.5], dtype=numpy.longdouble),
+    numpy.array([1.5], dtype=numpy.longdouble), pathlib.Path("a/b"),
     # What only unrestricted unpickling could read.
     b"", range(3), slice(1, None), torch.contiguous_format, Kind.ONE, Number.TWO, Text("t"), Pair(1, 2), Settings(),
     decimal.Decimal("0.1"), pathlib.PurePosixPath("a"), collections.defaultdict(list, {"a": [1]}),

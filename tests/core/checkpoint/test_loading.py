@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,7 @@ class Colour(enum.Enum):
         np.float32(0.1),
         np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
         ([], {}, (), [[[]]]),
+        {"data": [Path("/data/train"), Path()]},
     ],
     ids=repr,
 )
@@ -170,7 +171,7 @@ def test_values_keep_their_type_and_their_last_bit(tmp_path: Path, value: Any) -
 
 @pytest.mark.parametrize(
     "value",
-    [Colour.RED, Path("x"), lambda: 0, object()],
+    [Colour.RED, PurePath("x"), lambda: 0, object()],
     ids=["enum", "path", "lambda", "object"],
 )
 def test_values_that_would_need_unpickling_are_refused_by_name(

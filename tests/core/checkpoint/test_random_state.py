@@ -57,6 +57,17 @@ def test_the_same_ranks_draw_on_and_others_are_seeded_by_rank(tmp_path: Path) ->
     )
 
 
+def test_a_process_that_has_not_used_a_device_does_not_begin_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def begin() -> None:
+        raise AssertionError("made a context on the device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", begin)
+    assert "cuda" not in random_state()
+
+
 def test_derived_seeds_differ_by_seed_step_and_rank() -> None:
     seeds = {
         derived_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)

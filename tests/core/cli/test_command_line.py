@@ -37,6 +37,10 @@ NONSENSE = [
         ["checkpoint", "inspect", "{here}/saved", "--plot", "{here}/x.nonsense"],
         "nonsense",
     ),
+    (
+        ["checkpoint", "inspect", "{here}/run"],
+        "a folder of checkpoints; give one of them: checkpoints/step=2",
+    ),
     (["checkpoint", "verify", "{here}/noise"], "not a torch-smp checkpoint"),
     (["checkpoint", "list", "foo://x"], "Protocol not known: foo"),
     (
@@ -71,7 +75,8 @@ NONSENSE = [
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("typed")
     (folder / "noise").write_bytes(bytes(range(128, 256)))
-    save_checkpoint(folder / "saved", {"state_dict": {"weight": torch.ones(2)}})
+    for path in (folder / "saved", folder / "run" / "checkpoints" / "step=2"):
+        save_checkpoint(path, {"state_dict": {"weight": torch.ones(2)}})
     return folder
 
 

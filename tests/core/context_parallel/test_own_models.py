@@ -4,6 +4,8 @@ before training."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -287,6 +289,51 @@ def test_a_loss_that_is_no_mean_over_targets_is_right_or_refused() -> None:
         # This one is the first context rank's to say.
         unknown = [text for text in said["squares step"] if "no cross entropy" in text]
         assert len(unknown) == (rank % 2 == 0)
+
+
+VALUE_LOSSES: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "mean": (lambda out, y: F.mse_loss(out, y), ""),
+    "absolute": (lambda out, y: F.l1_loss(out, y), ""),
+    "sum of elements": (lambda out, y: (out - y).square().sum(-1).mean(), ""),
+    "sum": (lambda out, y: F.mse_loss(out, y, reduction="sum"), "the sum over"),
+    "absolute sum": (lambda out, y: (out - y).abs().mean(-1).sum(), "the sum over"),
+    "constant": (lambda out, y: (out - y).square().sum() / 48, "warned: the loss is 0.5"),
+    "huber": (lambda out, y: F.huber_loss(out, y), "warned: context_parallel_degree=2"),
+}  # fmt: skip
+
+
+def on_values() -> dict[str, str]:
+    """What becomes of each loss of values: its difference from one process, or what is
+    said."""
+    x, y = torch.randn(2, 8, 4), torch.randn(2, 8, 3)
+    found = {}
+    for name, (loss_of_values, _) in VALUE_LOSSES.items():
+        plain = torch.nn.Sequential(torch.nn.Linear(4, 3))
+        model = copy.deepcopy(plain)
+        parallel = parallelize(
+            model, SmpConfig(shard_degree=2, context_parallel_degree=2)
+        )
+        loss_of_values(plain(x), y).backward()
+        split = parallel.context.split((x, y))
+        try:
+            with enabled(split), warnings_said() as said:
+                own_x, own_y = split.batch
+                part_of_mean(loss_of_values(model(own_x), own_y)).backward()
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        parallel.window.close()
+        off = model[0].weight.grad.full_tensor() - plain[0].weight.grad
+        is_near = off.abs().max() < 1e-5 * plain[0].weight.grad.abs().max()
+        found[name] = f"warned: {said[0]}" if said else "" if is_near else "differs"
+    return found
+
+
+def test_a_loss_of_values_that_is_no_mean_is_refused_or_warned_of() -> None:
+    """Exact up to float32's rounding where nothing is said."""
+    found = run_ranks(on_values, 2)[0]
+    for name, (_, text) in VALUE_LOSSES.items():
+        assert text in found[name] and bool(text) == bool(found[name]), found[name]
 
 
 def test_targets_of_another_number_than_a_class_have_no_cross_entropy() -> None:

@@ -309,6 +309,35 @@ def test_an_infinity_on_one_rank_drops_the_step_on_all_and_says_where(
         )
 
 
+def steps_around_a_batch_left_out(hooked: bool) -> tuple[list[bool], list[str]]:
+    """Whether each step changed the weights, where a script takes none behind a batch
+    with nan; and warnings."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    parallel = parallelize(model, SmpConfig(shard_degree=2, fp8=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel.prepare_optimizer(optimizer)
+    if hooked:
+        model[0].weight.register_hook(lambda gradient: gradient)
+    changed = []
+    with warnings_said() as said:
+        for number in range(4):
+            before = model[0].weight.full_tensor()
+            x = torch.randn(4, 16) * (torch.nan if number == 1 else 1.0)
+            with parallel.window.accumulate(hooked):
+                model(x).square().mean().backward()
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+            changed.append(not torch.equal(model[0].weight.full_tensor(), before))
+    return changed, [text for text in said if "inf or nan" in text]
+
+
+def test_a_batch_that_is_left_out_for_its_nan_takes_no_other_step_with_it() -> None:
+    for hooked in (False, True):
+        for found in run_ranks(steps_around_a_batch_left_out, 2, hooked):
+            assert found == ([True, False, True, True], [])
+
+
 def test_a_weight_that_became_infinite_is_named_as_one_that_skipped_no_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

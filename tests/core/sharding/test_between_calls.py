@@ -333,6 +333,13 @@ def refusals() -> dict[str, str]:
 
         model.cells[0].layer.register_forward_pre_hook(change)
 
+    def data_of_row_written_inside(model: Net) -> None:
+        def change(module: nn.Module, _: Any) -> None:
+            module.weight[1].data.zero_()
+            module.weight.view(-1).data[:2] = 1.0
+
+        model.cells[0].layer.register_forward_pre_hook(change)
+
     def data_assigned_inside(model: Net) -> None:
         def change(module: nn.Module, _: Any) -> None:
             module.weight.data = torch.renorm(module.weight.data, 2, 0, 0.1)
@@ -349,7 +356,7 @@ def refusals() -> dict[str, str]:
     found = {}
     deeds = (
         assigned_data, replaced, changed_inside, data_written_inside,
-        data_assigned_inside, data_read,
+        data_assigned_inside, data_of_row_written_inside, data_read,
     )  # fmt: skip
     for degree in (1, 2):
         for deed in deeds:
@@ -373,7 +380,12 @@ def test_what_would_be_lost_is_refused() -> None:
         assert "enter.weight.data was assigned to" in found["assigned_data 2"]
         assert "parameter.copy_(value)" in found["assigned_data 2"]
         assert "was replaced after the model was sharded" in found["replaced 2"]
-        for inside in ("changed", "data_written", "data_assigned"):
+        for inside in (
+            "changed",
+            "data_written",
+            "data_of_row_written",
+            "data_assigned",
+        ):
             assert "changed in place inside a forward" in found[f"{inside}_inside 2"]
         assert found["data_read 2"] == ""
         said = found["no module of the model"]
@@ -382,12 +394,24 @@ def test_what_would_be_lost_is_refused() -> None:
         assert found["assigned_data 1"] == found["changed_inside 1"] == ""
 
 
+WRITES_TO_A_ROW: dict[str, Callable[[Any], Any]] = {
+    "zero_": lambda weight: weight[1].detach().zero_(),
+    "mul_": lambda weight: weight.data[1:3].detach()[0].mul_(2.0),
+    "add_": lambda weight: weight[1].data.view(-1)[2:].add_(1.0),
+    "neg_": lambda weight: weight[1].neg_(),
+    "_foreach_zero_": lambda weight: torch._foreach_zero_([weight[1]]),
+    "add": lambda weight: torch.add(weight[1], 1.0, out=weight[1]),
+    "normal_": lambda weight: nn.init.normal_(weight[1]),
+}
+
+
 def written_between_calls() -> tuple[str, torch.Tensor]:
     """Shards that are assigned to, as prune.remove, vector_to_parameters and merged
     adapters do: weights may be saved, and no call follow that could find it. And a row
     into which a tensor is written that is split along columns, as torch's results of
     rows are. And rows that are copied to places of the whole weight."""
-    weight: Any = sharded(shard_degree=2).module.enter.weight
+    model: Any = sharded(shard_degree=2).module
+    weight: Any = model.enter.weight
     said = ""
     rows, whole = torch.arange(len(weight)).flip(0), weight.full_tensor()
     with torch.no_grad():
@@ -409,6 +433,18 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
             torch.zeros_like(weight).split(1)[0].fill_(1.0)
         with pytest.raises(ValueError, match=f"zero_ {refused}"):
             weight.view(-1)[1:3].zero_()
+        # Nor by another way to the row, another operation, or inside of a call.
+        for kind, write in WRITES_TO_A_ROW.items():
+            with pytest.raises(ValueError, match=f"{kind} into a row or slice of "):
+                write(weight)
+        weight[:1].squeeze_()
+        inner = model.cells[0].layer.weight
+        handle = model.enter.register_forward_pre_hook(
+            lambda *_: inner.detach()[1].detach().neg_()
+        )
+        with pytest.raises(ValueError, match=r"into a row or slice of cells\.0\.layer"):
+            model(torch.ones(2, 6, dtype=torch.float64))
+        handle.remove()
         with torch.enable_grad():
             recorded = weight * 1.0
             with pytest.raises(ValueError, match="into a row or slice of a tensor"):

@@ -7,6 +7,7 @@ to 1e-12 in float64.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.engine.parallel_model import ParallelModel
+from smp_core.watch import rank_watch, stop_watching, watch_ranks
 from tests.core.equivalence import BOTH, HELD, KEPT, full_weights
 from tests.core.scenarios import (
     SCENARIOS,
@@ -394,3 +396,43 @@ def test_a_step_closes_an_open_window() -> None:
     for found in run_ranks(stepped_while_open, 4, every_knobs, ranks_per_node=2):
         for moved in found:
             assert differences(moved, expected) == []
+
+
+def go_on_after_a_failed_call() -> str:
+    """A call that failed on all ranks, which go on; and then rank 1 alone goes on."""
+    watch_ranks()
+    parallel = net_on_ranks(PLAIN, shard_degree=2)
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("of this rank")
+
+    for is_together in (True, False):
+        handle = parallel.module.register_forward_pre_hook(refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            run_window(parallel, PLAIN)
+        handle.remove()
+        said = ""
+        if is_together:
+            # A call inside of `except:` is none that failed.
+            try:
+                raise ArithmeticError
+            except ArithmeticError:
+                run_window(parallel, PLAIN)
+            run_window(parallel, PLAIN)
+        elif dist.get_rank() == 1:
+            with (
+                mock.patch.object(rank_watch, "_SOON", 0.2),
+                pytest.raises(RuntimeError) as refused,
+            ):
+                run_window(parallel, PLAIN)
+            said = str(refused.value)
+        dist.barrier()
+    stop_watching()
+    return said
+
+
+def test_a_rank_that_goes_on_alone_after_a_failed_call_is_told_so() -> None:
+    """What it would send next is of another call than the one that others wait in."""
+    said = run_ranks(go_on_after_a_failed_call, 2)[1]
+    assert "failed on this rank with OutOfMemoryError: of this rank" in said
+    assert "leave the batch out on all ranks" in said

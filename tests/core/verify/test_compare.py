@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from smp_core.verify.activations import (
@@ -18,6 +19,7 @@ from smp_core.verify.activations import (
     over_ranks,
 )
 from smp_core.verify.causes import likely_causes
+from smp_core.verify.child import turn_off_functions
 from smp_core.verify.compare import Comparison, compare
 from smp_core.verify.recorder import Record, Recorder, _digest, turn_off_dropout
 from smp_core.verify.report import Report
@@ -313,6 +315,25 @@ def test_dropout_is_turned_off_in_layers_of_any_class_and_under_any_name() -> No
     off = model[0]
     assert (off.drop_prob, off.attn_drop, off.p, off.dropped.p) == (0, 0, 0, 0)
     assert (off.rate, model[1].p) == (0.4, 0.5)
+
+
+def test_functions_drop_nothing_whatever_number_a_forward_gives_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    functions = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+    alpha = ("alpha_dropout", "feature_alpha_dropout")
+    for name in (*functions, *alpha):
+        monkeypatch.setattr(F, name, getattr(F, name))  # put back afterwards
+    turn_off_functions()
+    for name in (*functions, *alpha):
+        # Dims behind batch and channels.
+        dims = int(name[7:-1]) if name.endswith("d") else 1
+        x = torch.ones(8, 8, *[2] * dims)
+        assert torch.equal(getattr(F, name)(x, 0.5, True), x)
+        assert torch.equal(getattr(F, name)(x, p=0.5, training=True), x)
+    assert torch.equal(F.dropout(x, 0.5), x)
+    assert torch.equal(F.dropout(x, 1.0), torch.zeros_like(x))
+    assert torch.equal(F.dropout(x, 1.0, False), x)
 
 
 @pytest.mark.parametrize("centred", [False, True])
