@@ -424,14 +424,15 @@ def _optimizers(accelerator: BackgroundSavingAccelerator) -> list[Optimizer]:
 
 
 def _owner(models: list[nn.Module], optimizer: Optimizer) -> nn.Module:
-    # An optimizer's states are named by the parameters of one model.
+    """Return the model by whose parameters an optimizer's states are named: the one that
+    it steps, or a list of all, where each name begins with the model's place."""
     stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
-    for model in models:
-        if stepped <= {id(parameter) for parameter in model.parameters()}:
-            return model
+    for owner in (*models, nn.ModuleList(models)):
+        if stepped <= {id(parameter) for parameter in owner.parameters()}:
+            return owner
     raise CheckpointError(
-        "an optimizer steps parameters of several models, or of none that was prepared; its states cannot be named: "
-        "make one optimizer for each model"
+        "an optimizer steps parameters of no model that was prepared; its states cannot be named: prepare the model, "
+        "and make the optimizer from its parameters"
     )
 
 

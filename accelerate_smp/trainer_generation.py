@@ -42,14 +42,20 @@ def count_readers(args: Any, accelerator: SmpAccelerator) -> None:
             f"context_parallel_degree={accelerator.context_degree}: a trainer that generates reads whole sequences; "
             "write context_parallel_degree=1, and tensor_parallel_degree where a rank needs less memory"
         )
-    per_rank, readers = args.per_device_train_batch_size, accelerator.data_size
-    generated = per_rank * readers * steps
-    if generated % args.num_generations:
-        raise ValueError(
-            f"per_device_train_batch_size={per_rank}: {readers} of {args.world_size} ranks read different samples and "
-            f"generate {generated} completions at once, no whole groups of num_generations={args.num_generations}; "
-            "write a per_device_train_batch_size or steps_per_generation that makes it a multiple"
-        )
+    readers = accelerator.data_size
+    generated = args.per_device_train_batch_size * readers * steps
+    _require_whole_groups(
+        args,
+        "train",
+        generated,
+        args.num_generations,
+        readers,
+        " or steps_per_generation",
+    )
+    if args.eval_strategy != "no":
+        evaluated = args.per_device_eval_batch_size * readers
+        group = getattr(args, "num_generations_eval", None) or args.num_generations
+        _require_whole_groups(args, "eval", evaluated, group, readers)
     if generated != args.generation_batch_size and is_rank_0():
         logger.warning(
             "generation_batch_size is %d, not %d: only %d of %d ranks read different samples",
@@ -59,6 +65,18 @@ def count_readers(args: Any, accelerator: SmpAccelerator) -> None:
             args.world_size,
         )
     args.generation_batch_size = generated
+
+
+def _require_whole_groups(
+    args: Any, mode: str, generated: int, group: int, readers: int, or_what: str = ""
+) -> None:
+    name = f"per_device_{mode}_batch_size"
+    if generated % group:
+        raise ValueError(
+            f"{name}={getattr(args, name)}: {readers} of {args.world_size} ranks read different samples and generate "
+            f"{generated} completions at once, no whole groups of num_generations={group}; write a {name}{or_what} "
+            "that makes it a multiple"
+        )
 
 
 def seed_readers(args: Any, accelerator: SmpAccelerator) -> None:

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Trainer
+from transformers import Trainer, trainer as trainer_module
+from transformers.trainer_utils import seed_worker
 
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
@@ -164,6 +165,16 @@ class SharedSequencesTrainerMixin(_Base):
         self.current_flos = round(self.current_flos / self.accelerator.batch_degree)
         super().store_flos()
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a loader as Trainer does, whose workers on ranks that share a batch draw
+        alike: Trainer seeds them by process."""
+        if self.accelerator.batch_degree == 1:
+            return super()._get_dataloader(*args, **kwargs)
+        # A function of Trainer's module, which it looks up there.
+        seed = functools.partial(_seed_by_reader, self.accelerator.data_rank)
+        with changed(trainer_module, seed_worker=seed):
+            return super()._get_dataloader(*args, **kwargs)
+
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Make the sampler as Trainer does; one that deals batches out to ranks itself
         (``batch_rebalance``) deals them out to those that read different samples."""
@@ -259,6 +270,10 @@ class SharedSequencesTrainerMixin(_Base):
         if logits is not None and self._split is not None:
             logits = context.gather_all(logits, self._split)
         return loss, logits, labels
+
+
+def _seed_by_reader(reader: int, worker: int, num_workers: int, rank: int) -> None:
+    seed_worker(worker, num_workers, reader)
 
 
 def _of_own_targets(

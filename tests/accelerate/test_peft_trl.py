@@ -496,6 +496,14 @@ def test_groups_of_completions_that_ranks_of_one_batch_break_are_refused(
     split = {"tensor_parallel_degree": 2}
     with pytest.raises(RanksFailed, match="generate 6 completions at once"):
         run_ranks(begin_to_generate, 4, str(tmp_path), split)
+    evaluated = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 3,
+        "eval_strategy": "steps",
+        "num_generations_eval": 4,
+    }
+    with pytest.raises(RanksFailed, match="per_device_eval_batch_size that makes it"):
+        run_ranks(begin_to_generate, 4, str(tmp_path), split, **evaluated)
 
 
 @pytest.mark.slow
@@ -506,12 +514,12 @@ def test_ranks_that_share_sequences_are_refused_before_a_step(tmp_path: Path) ->
         run_ranks(begin_to_generate, 4, str(tmp_path), shared)
 
 
-def begin_to_generate(folder: str, knobs: dict[str, Any]) -> None:
+def begin_to_generate(folder: str, knobs: dict[str, Any], **options: Any) -> None:
     import trl
     from datasets import Dataset
 
     arguments = trl.GRPOConfig(
-        **common(folder, 1) | {"per_device_train_batch_size": 3},
+        **common(folder, 1) | {"per_device_train_batch_size": 3} | options,
         bf16=False,
         num_generations=4,
     )
@@ -519,6 +527,7 @@ def begin_to_generate(folder: str, knobs: dict[str, Any]) -> None:
         model=make_model(),
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": "1 2"}] * 8),
+        eval_dataset=Dataset.from_list([{"prompt": "1 2"}] * 8),
         processing_class=words(),
         reward_funcs=reward,
         smp_config=knobs,

@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
 from tests.accelerate.running import fresh_accelerator
-from tests.accelerate.trainers import VOCABULARY, assert_close, fit, life, noise_between
+from tests.accelerate.trainers import (
+    VOCABULARY,
+    assert_close,
+    fit,
+    life,
+    make_dataset,
+    make_trainer,
+    noise_between,
+)
 from tests.core.tensor_parallel.model_cases import (
     Training,
     Wide,
@@ -57,6 +65,38 @@ def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(
         torch.equal(loaded.state_dict()[name], value)
         for name, value in results[0].weights.items()
     )
+
+
+class Masked(torch.utils.data.Dataset):
+    """Samples of which workers mask other tokens each time."""
+
+    def __init__(self) -> None:
+        self.rows = make_dataset(32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        tokens = self.rows[number]["input_ids"]
+        masked = tokens.where(torch.rand(tokens.shape) > 0.3, 1)
+        return {"input_ids": masked, "labels": tokens}
+
+
+def masked(folder: Path, knobs: dict[str, Any] | None) -> list[float]:
+    ranks = 1 if knobs is None else 2
+    flags = {"dataloader_num_workers": 1, "max_steps": 2}
+    trainer, recorder = make_trainer(folder, BATCH * ranks, 1, knobs, **flags)
+    trainer.train_dataset = Masked()
+    trainer.train()
+    return recorder.run.losses
+
+
+def test_workers_of_ranks_that_share_a_batch_draw_alike(tmp_path: Path) -> None:
+    """Trainer seeds workers by process: each tensor rank masked other tokens. float32:
+    as of other trainings."""
+    expected = masked(tmp_path / "alone", None)
+    for seen in run_ranks(masked, 2, tmp_path / "ranks", KNOBS):
+        assert seen == pytest.approx(expected, abs=2e-6)
 
 
 def bare_loop(micro_batches: int) -> Training:
