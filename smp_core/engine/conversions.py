@@ -103,6 +103,7 @@ from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.weights import (
     CastParameters,
     materialize,
+    warn_of_lost_writes,
 )
 from smp_core.tensor_parallel import (
     Inspected,
@@ -156,6 +157,8 @@ def parallelize_model(
     # Hooks and parameters are noted before anything replaces them.
     change_this_process(mesh)
     require_plain_lookups(model, mesh)
+    if plan.shapes.on_meta and init_fn is None:
+        warn_of_lost_writes(model)
     if mesh.tensor_degree > 1 or mesh.pipeline_degree > 1:
         sync_over_samples(model, mesh)
     replaced = ReplacedParameters(model)
