@@ -221,7 +221,8 @@ def router_losses(model: nn.Module) -> list[RouterLoss]:
     found = []
     # By the global name that the forward's code looks up: it is the one to exchange.
     for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
+        # A class in TorchScript has none.
+        forward: Any = inspect.unwrap(getattr(type(module), "forward", None))  # type: ignore[arg-type]
         names = getattr(forward, "__globals__", {})
         if LOSS in names and LOSS in forward.__code__.co_names:
             is_on = bool(

@@ -397,16 +397,17 @@ def require_shardable(model: nn.Module, plan: Plan) -> None:
         ValueError: a module in TorchScript, or a trainable parameter whose memory
             another tensor of the model has too.
     """
-    if not plan.gathers and plan.knobs.optimizer_shard != "world":
-        return
     for path, module in model.named_modules():
         scripted = isinstance(module, torch.jit.ScriptModule)
         if scripted and any(True for _ in module.parameters()):
             raise ValueError(
                 f"{path or 'the model'} is TorchScript (torch.jit.script, trace or load), whose parameters cannot be "
-                "sharded; prepare the module that it was made of, and script that after training; keep one that is "
-                "not trained outside of the model (self.metric = [scripted]), or write shard_degree=1"
+                "trained here; prepare the module that it was made of, and script that after training; for one that is "
+                "not trained write torch.jit.freeze(scripted.eval()), which makes them constants"
             )
+    # Parameters that stay what they are go on sharing memory.
+    if not plan.gathers and plan.knobs.optimizer_shard != "world":
+        return
     # Tensors over the same memory, by where they begin.
     stored: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):

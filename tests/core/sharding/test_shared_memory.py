@@ -41,6 +41,12 @@ def scripted() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
 
 
+def with_frozen_script() -> nn.Module:
+    """Without parameters: they are constants of its code."""
+    frozen = torch.jit.freeze(torch.jit.script(nn.Linear(4, 4).eval()))
+    return nn.Sequential(nn.Linear(4, 4), frozen)
+
+
 class SideBySide(nn.Module):
     """Rows of one memory, columns of another, and a frozen copy of a frozen weight."""
 
@@ -64,7 +70,8 @@ def said_of(make: Callable[[], nn.Module], degree: int) -> str:
 def all_said() -> list[str]:
     made = (tied_by_data, wrapped_again, buffer_of_a_parameter, on_meta, scripted)
     said = [said_of(make, 2) for make in made]
-    return [*said, said_of(SideBySide, 2), said_of(tied_by_data, 1)]
+    kept = [said_of(make, 2) for make in (SideBySide, with_frozen_script)]
+    return [*said, said_of(scripted, 1), *kept, said_of(tied_by_data, 1)]
 
 
 def test_what_shards_cannot_stand_in_for_is_refused_on_all_ranks() -> None:
@@ -77,5 +84,6 @@ def test_what_shards_cannot_stand_in_for_is_refused_on_all_ranks() -> None:
     assert said[2].startswith("the buffer last has the memory of the parameter weight,")
     assert said[3].startswith("0.weight and 1.weight" + two)
     assert said[4].startswith("1 is TorchScript (torch.jit.script, trace or load)")
+    assert said[5] == said[4] and "torch.jit.freeze" in said[5]
     # Parameters that stay what they are go on sharing.
-    assert said[5:] == ["", ""]
+    assert said[6:] == [""] * 3
