@@ -13,7 +13,7 @@ _ATTACHED = "_smp_parallel"
 def attach(model: nn.Module, handle: ParallelModel) -> None:
     """Let ``model`` carry its handle; not as a submodule, whose tensors would be saved
     twice."""
-    object.__setattr__(model, _ATTACHED, handle)
+    object.__setattr__(uncompiled(model), _ATTACHED, handle)
 
 
 def parallel_of(model: nn.Module | None) -> ParallelModel | None:

@@ -254,8 +254,13 @@ def describe_place(
     if not loaders:
         return None
     # Counted by what was trained on, not by what was fetched: Lightning reads ahead.
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    batches = 0 if progress["is_last_batch"] else progress["current"]["processed"]
+    loop = checkpoint["loops"]["fit_loop"]
+    progress, epoch = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    # A run that was stopped within an epoch ended it: the next one goes on behind it.
+    is_over = epoch["current"]["processed"] == epoch["current"]["ready"]
+    batches = progress["current"]["processed"]
+    if progress["is_last_batch"] or is_over:
+        batches = 0
     sizes = [samples_per_batch(loader, data_size) for loader in loaders]
     samples = [None if size is None else size * batches for size in sizes]
     return {

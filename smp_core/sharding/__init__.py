@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from smp_core.sharding.rules import (
         SHARDING as SHARDING,
         require_plain_lookups as require_plain_lookups,
+        require_shardable as require_shardable,
         settle_precision as settle_precision,
     )
 else:

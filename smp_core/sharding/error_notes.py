@@ -58,6 +58,11 @@ _NO_MEMORY = (
     "what it is given, which a DTensor lacks: write float(x) for each x, on all ranks. For Lightning's grad_norm("
     "module, 2) write {name: float(p.grad.norm()) for name, p in module.named_parameters() if p.grad is not None}."
 )
+_NUMPY = (
+    "numpy has no shards. Write parameter.full_tensor().numpy(), on all ranks (add_histogram(name, "
+    "parameter.full_tensor()) of TensorBoard), and parameter.copy_(torch.from_numpy(values)) under torch.no_grad() to "
+    "write values back."
+)
 _HELD = (
     "parameters of a sharded model are freed behind its forward, and something had taken the memory of a gathered one: "
     "numpy(), DLPack, a hook of torch.autograd.graph.saved_tensors_hooks that calls one of them. Copy first: "
@@ -92,6 +97,7 @@ _NOTES = {
     "object has no attribute 'no_sync'": _NO_SYNC,
     "are out of bounds for storage of size 0": _FREED,
     "its data is not allocated yet": _NO_MEMORY,
+    r"numpy\(\) is not supported for tensor subclasses": _NUMPY,
     "Trying to resize storage that is not resizable": _HELD,
     "does not have a sharding strategy registered": _NO_STRATEGY,
     "Sharding propagation failed": _NO_STRATEGY,

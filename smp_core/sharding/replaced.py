@@ -59,6 +59,8 @@ class ReplacedParameters:
         # Weak references, so that whole parameters are freed while units are sharded.
         named = list(model.named_parameters(remove_duplicate=False))
         self._before = [(name, TensorWeakRef(parameter)) for name, parameter in named]
+        # What users have noted on parameters (groups of an optimizer, no weight decay).
+        self._noted = {name: dict(vars(parameter)) for name, parameter in named}
         self.hooked = {
             name: parameter for name, parameter in named if registered_hooks(parameter)
         }
@@ -81,8 +83,12 @@ class ReplacedParameters:
                 self._now[old] = new
                 if type(old) is nn.Parameter:
                     old.__class__ = _Replaced
+        for name, noted in self._noted.items():
+            if name in after:
+                vars(after[name]).update(noted | vars(after[name]))
         # No name is needed from here on: parameters are looked up by identity.
         self._before.clear()
+        self._noted.clear()
         _all.add(self)
         for name, old in self.hooked.items():
             if old in self._now:

@@ -5,11 +5,14 @@ their own (given_rules)."""
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp_core.cluster import INNER, PARTITION, Axis, SmpMesh
 from smp_core.config import SmpConfig
@@ -385,3 +388,76 @@ def require_plain_lookups(model: nn.Module, mesh: SmpMesh) -> None:
                 "not those of one process",
                 where,
             )
+
+
+def require_shardable(model: nn.Module, plan: Plan) -> None:
+    """Check a model for what shards, or masters over the world, cannot stand in for.
+
+    Raises:
+        ValueError: a module in TorchScript, or a trainable parameter whose memory
+            another tensor of the model has too.
+    """
+    for path, module in model.named_modules():
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"{path or 'the model'} is TorchScript (torch.jit.script, trace or load), whose parameters cannot be "
+                "trained here; prepare the module that it was made of, and script that after training; for one that is "
+                "not trained write torch.jit.freeze(scripted.eval()), which makes them constants"
+            )
+    # Parameters that stay what they are go on sharing memory.
+    if not plan.gathers and plan.knobs.optimizer_shard != "world":
+        return
+    # Tensors over the same memory, by where they begin.
+    stored: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():
+            storage = StorageWeakRef(tensor.untyped_storage()).cdata
+            stored[storage].append((*_span(tensor), name, tensor))
+    for together in stored.values():
+        together.sort(key=lambda each: each[:2])
+        for place, (_, end, name, tensor) in enumerate(together):
+            for begin, _, other_name, other in together[place + 1 :]:
+                if begin > end:
+                    break
+                trained = tensor.requires_grad or other.requires_grad
+                if trained and _overlap(tensor, other):
+                    _refuse_shared_memory(name, tensor, other_name, other)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first and the last byte of a tensor in its storage."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    begin = tensor.storage_offset() * tensor.itemsize
+    return begin, begin + last * tensor.itemsize
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors, of which neither ends before the other begins, have
+    an element in common: columns of a matrix do not."""
+    if one.dtype != other.dtype:
+        return True
+    last = max(_span(one)[1], _span(other)[1]) // one.itemsize
+    marks = torch.zeros(last + 1, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    where = marks.as_strided(other.shape, other.stride(), other.storage_offset())
+    return bool(where.any())
+
+
+def _refuse_shared_memory(
+    name: str, one: Tensor, other_name: str, other: Tensor
+) -> None:
+    if isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter):
+        raise ValueError(
+            f"{name} and {other_name} are two parameters over the same memory, which would go apart as shards; tie "
+            "them as one parameter (head.weight = embedding.weight), or give one of them memory of its own before the "
+            "model is prepared: parameter.data = parameter.data.clone()"
+        )
+    parameter, buffer = (
+        (name, other_name) if isinstance(one, nn.Parameter) else (other_name, name)
+    )
+    raise ValueError(
+        f"the buffer {buffer} has the memory of the parameter {parameter}, which moves into shards, and would not "
+        f"follow it; register a copy, {parameter}.detach().clone(), or read the parameter in forward"
+    )

@@ -112,7 +112,8 @@ def modules_that_look_up(
     among which it finds it."""
     found = []
     for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
+        # A class in TorchScript has none.
+        forward: Any = inspect.unwrap(getattr(type(module), "forward", None))  # type: ignore[arg-type]
         names = getattr(forward, "__globals__", {})
         if name in names and name in forward.__code__.co_names:
             found.append((module, names))

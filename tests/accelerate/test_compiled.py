@@ -62,6 +62,8 @@ def trained(way: str) -> tuple[list[float], list[float], list[int]]:
     if way == "blocks":
         for block in model.blocks:
             block.compile(backend="eager")
+    if way == "whole":
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
     if way == "knob":
         asked["compile"] = {"backend": "eager", "fullgraph": True}
     accelerator: Any = SmpAccelerator(
@@ -81,6 +83,17 @@ def trained(way: str) -> tuple[list[float], list[float], list[int]]:
         graphs.append(counters["stats"]["unique_graphs"])
     accelerator.free_memory()
     return losses, gathers, graphs
+
+
+def compiled_before() -> dict[str, tuple[list[float], list[float], list[int]]]:
+    return {way: trained(way) for way in ("not compiled", "whole")}
+
+
+def test_a_model_that_is_compiled_before_it_is_prepared_trains_alike() -> None:
+    for found in run_ranks(compiled_before, 2):
+        losses, gathers, _ = found["not compiled"]
+        assert found["whole"][:2] == (losses, gathers)
+        assert found["whole"][2][-1] > 0
 
 
 def all_ways() -> dict[str, tuple[list[float], list[float], list[int]]]:

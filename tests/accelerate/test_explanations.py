@@ -84,6 +84,7 @@ def explained() -> dict[str, str]:
         "mixed": masked,
         "norms": norms,
         "copy": lambda: copy.deepcopy(model),
+        "numpy": lambda: model.head.weight.detach().cpu().numpy(),
         "LocalSGD": local_sgd,
         "gradients": gradients,
         "cast": cast,
@@ -146,6 +147,7 @@ def test_errors_that_are_not_ours_say_what_to_type() -> None:
         )
         assert "write float(x) for each x" in said["norms"]
         assert "before it is prepared" in said["copy"]
+        assert "parameter.full_tensor().numpy(), on all ranks" in said["numpy"]
         assert "read parameter.grad" in said["gradients"]
         assert "Cast it before it is prepared" in said["cast"]
         assert "leave model.to(memory_format=...)" in said["layout"]

@@ -107,3 +107,46 @@ def test_two_optimizers_over_the_world_keep_their_gradients_apart(style: str) ->
     knobs = {"shard_degree": 2, "optimizer_shard": "world"}
     runs = together(fit, Adversaries, {"style": style}, knobs, **EXACT)
     assert_same(runs, fit(Adversaries, {"style": style}, **EXACT))
+
+
+class Marked(LanguageModule):
+    """Notes on its parameters which of them are not to decay, as Mamba does and S4."""
+
+    def build(self) -> None:
+        super().build()
+        for parameter in self.model.parameters():
+            if parameter.ndim < 2:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        groups: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        for parameter in self.parameters():
+            groups[getattr(parameter, "_no_weight_decay", False)].append(parameter)
+        decayed, others = groups[False], groups[True]
+        return torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": 5.0},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=0.01,
+        )
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"shard_degree": 2},
+        pytest.param(WORLD, marks=pytest.mark.slow),
+        pytest.param(
+            {"shard_degree": 2, "state_offload": "all"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_noted_on_a_parameter_is_there_when_its_optimizer_is_made(
+    knobs: dict[str, Any],
+) -> None:
+    options = {"batches": 2}
+    runs = together(fit, Marked, options, knobs, ranks=2, **EXACT)
+    assert_same(runs, fit(Marked, options, **EXACT))

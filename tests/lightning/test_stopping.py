@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from lightning.pytorch import Callback, Trainer
 
 from tests.harness import RanksFailed, run_ranks
 from tests.lightning.modules import LanguageModule
-from tests.lightning.running import fit, make_trainer
+from tests.lightning.running import (
+    Run,
+    assert_same,
+    fit,
+    make_trainer,
+    report,
+    together,
+)
 
 SAID = (
     r"(rank 0 is at trainer.should_stop = True and rank 1 at the next batch|"
@@ -34,6 +42,8 @@ class Stops(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._stop("last batch" if trainer.is_last_batch else "batch", trainer)
+        if trainer.global_step == 3:
+            self._stop("third", trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         self._stop("epoch", trainer)
@@ -132,3 +142,39 @@ def test_ranks_that_stop_together_stop() -> None:
         for hook in ("batch", "epoch")
     )
     assert at_batch == [1, 1] and len(set(at_epoch)) == 1 and at_epoch[0] > 1
+
+
+def stopped_and_gone_on(folder: str, knobs: dict[str, Any] | None = None) -> Run:
+    """Runs that are stopped behind the third of an epoch's four batches, saved when
+    they are over, and gone on from."""
+    losses = []
+    for name, limits in (
+        ("callback", {"callbacks": [Stops("third", (0, 1))]}),
+        ("steps", {"max_steps": 3}),
+    ):
+        path = f"{folder}/{name}.ckpt"
+        for start, more in ((None, limits), (path, {})):
+            module = LanguageModule()
+            trainer = make_trainer(
+                knobs, **{"precision": "64-true", "max_epochs": 2, **more}
+            )
+            trainer.fit(module, ckpt_path=start)
+            trainer.save_checkpoint(path)
+            losses += module.losses
+    module.losses = losses
+    return report(trainer, module)
+
+
+def test_a_run_that_was_stopped_within_an_epoch_goes_on_with_the_next_one(
+    tmp_path: Path,
+) -> None:
+    """As in one process, with all of its batches. 1e-6: one process loads weights
+    before it makes them float64."""
+    for folder in ("alone", "ours"):
+        (tmp_path / folder).mkdir()
+    expected = stopped_and_gone_on(str(tmp_path / "alone"))
+    runs = together(
+        stopped_and_gone_on, str(tmp_path / "ours"), {"shard_degree": 2}, ranks=2
+    )
+    assert len(expected.losses) == 2 * (3 + 4)
+    assert_same(runs, expected, 1e-6)

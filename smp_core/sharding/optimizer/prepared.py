@@ -293,10 +293,9 @@ class Homes:
                 for parameter in old
                 if parameter in optimizer.state
             ]
+            # The same list: LBFGS has the first one under a name of its own, too.
             for group in optimizer.param_groups:
-                group["params"] = [
-                    replaced.current(parameter) for parameter in group["params"]
-                ]
+                group["params"][:] = map(replaced.current, group["params"])
             if old:
                 optimizer.state.update(
                     replaced.current_states(states, model.mesh.device)

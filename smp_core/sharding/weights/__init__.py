@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from smp_core.sharding.weights.cast_parameters import (
         CastParameters as CastParameters,
     )
-    from smp_core.sharding.weights.delayed_init import materialize as materialize
+    from smp_core.sharding.weights.delayed_init import (
+        materialize as materialize,
+        warn_of_lost_writes as warn_of_lost_writes,
+    )
 else:
     __getattr__, __all__ = lazy_exports(__name__, __file__)

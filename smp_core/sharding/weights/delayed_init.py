@@ -35,6 +35,8 @@ with the child's values gathered from their shards.
 
 What a constructor does by itself can not be seen. A parameter or buffer that none of
 the levels writes is an error that names it; it is never left as uninitialised memory.
+One that a constructor wrote after them is named in a warning, by autograd's count of
+writes, which tensors on meta have too (`warn_of_lost_writes`).
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.sharding.weights.delayed_tensors import (
     Slot,
@@ -486,6 +489,71 @@ def _generators_restored() -> Iterator[None]:
         random.setstate(states[1])
         if numpy is not None:
             numpy.random.set_state(states[2])
+
+
+def warn_of_lost_writes(model: nn.Module) -> None:
+    """Name the weights that a constructor wrote again after the initialisers that
+    `materialize` runs, in a warning: what it wrote (zeros for a gate, a smaller spread)
+    is lost.
+
+    Args:
+        model: as it was built on meta, before anything replaces its parameters. It is
+            not changed. Writes into ``.data`` are not counted, and those into modules
+            that were copied afterwards neither.
+    """
+    built = {
+        tensor: tensor._version for tensor in model.parameters() if is_meta(tensor)
+    }
+    # What fails on meta, where there are no values to read, is not known.
+    unknown: set[Tensor] = set()
+    resets: dict[Tensor, int] = {}
+    with torch.no_grad(), torch.device("meta"), _generators_restored():
+        run = _Materialization(model, torch.device("meta"), 0, None)
+        for _, module, owner in _children_first(model):
+            # Initialisers may also assign parameters: each module gets its own back.
+            holders = [
+                (entries, dict(entries))
+                for each in module.modules()
+                for entries in (each._parameters, each._buffers)
+            ]
+            before = {tensor: tensor._version for tensor in module.parameters()}
+            try:
+                for step in run._steps(module, owner):
+                    step.call()
+                    if step.level == _RESET:
+                        for _, tensor in _own_tensors(module):
+                            resets[tensor] = tensor._version - before.get(tensor, 0)
+            except Exception:
+                unknown.update(before)
+            finally:
+                for entries, own in holders:
+                    entries.clear()
+                    entries.update(own)
+    lost = []
+    for name, module in model.named_modules():
+        # What a parametrization writes is made from what was there.
+        if isinstance(module, ParametrizationList):
+            continue
+        for own_name, tensor in module._parameters.items():
+            if tensor is None or tensor not in built or tensor in unknown:
+                continue
+            made = tensor._version - built[tensor]
+            extra = built.pop(tensor) - made
+            # A class of the user's own may reset itself twice, torch's do it once.
+            of_torch = type(module).__module__.startswith("torch.nn.")
+            once_more = not of_torch and extra % max(resets.get(tensor, 0), 1) == 0
+            if extra > 0 and not once_more:
+                lost.append(f"{name}.{own_name}" if name else own_name)
+    if lost:
+        shown = ", ".join(lost[:8]) + (
+            f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+        )
+        logger.warning(
+            "delayed_init: a constructor wrote into %s after reset_parameters() and _init_weights(module), which alone "
+            "are run again for shards; if initial values depend on it, write them there, pass init_fn, or use "
+            "delayed_init=False.",
+            shown,
+        )
 
 
 def _warn_of_unused_initialisers(model: nn.Module) -> None:

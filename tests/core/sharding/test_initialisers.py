@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp_core.config import SmpConfig
+from smp_core.entry import parallelize
 from smp_core.sharding.weights.delayed_init import materialize
 from tests.core.sharding.delayed_init_runs import (
     CPU,
@@ -169,6 +171,72 @@ def test_initialisers_called_by_constructors_only_are_reported(
     with caplog.at_level(logging.WARNING, logger="smp"):
         materialized(lambda: SelfMade(2, 2))
     assert "SelfMade.init_weights()" in caplog.text
+
+
+class Rescaled(nn.Module):
+    """As nanoGPT is written: what the constructor does last counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4, padding_idx=0)
+        self.project, self.out, self.twice = nn.Linear(4, 4), nn.Linear(4, 4), Twice()
+        self.apply(self._init_weights)
+        nn.init.normal_(self.out.weight, std=0.002)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        for gate in self.gates:
+            nn.init.zeros_(gate.weight)
+
+
+class Twice(nn.Linear):
+    """Calls its initialiser once more than torch's class does by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.reset_parameters()
+
+
+def layers_of_torch() -> nn.Module:
+    return nn.Sequential(
+        nn.Transformer(4, 2, 1, 1, 8),
+        nn.LSTM(4, 4, bidirectional=True),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 3)),
+        nn.BatchNorm1d(4),
+    )
+
+
+def warnings_of_delayed(make: Callable[[], nn.Module], init_fn: Any = None) -> str:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("smp")
+    logger.addHandler(handler)
+    try:
+        parallelize(on_meta(make), SmpConfig(delayed_init=True), init_fn=init_fn)
+    except ValueError as error:
+        # Weight norm on meta has no initialiser.
+        assert "no initialiser fills" in str(error)
+    finally:
+        logger.removeHandler(handler)
+    return "\n".join(line for line in records if "a constructor wrote into" in line)
+
+
+def test_what_a_constructor_wrote_last_is_named_where_it_is_lost() -> None:
+    wrote = "a constructor wrote into %s after reset_parameters()"
+    assert wrote % "out.weight" in run_ranks(warnings_of_delayed, 1, Rescaled)[0]
+    gates = "gates.0.weight, gates.1.weight"
+    assert wrote % gates in run_ranks(warnings_of_delayed, 1, Gated)[0]
+    assert run_ranks(warnings_of_delayed, 1, Rescaled, nn.Module.train) == [""]
+    for make in (Everything, gpt2, layers_of_torch):
+        assert run_ranks(warnings_of_delayed, 1, make) == [""]
 
 
 class LiveBytes(TorchDispatchMode):

@@ -300,22 +300,46 @@ def line_search(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     )
 
 
-def sharded_line_search() -> tuple[list[float], dict[str, torch.Tensor]]:
+class Even(nn.Module):
+    """Rows of which all ranks have as many, which torch asks for when LBFGS flattens
+    them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def sharded_line_searches() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Of an optimizer that was made after the model was sharded, and of one that was
+    made before and has kept its list of parameters."""
     parallel = sharded({"shard_degree": 1})
     optimizer = line_search(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)
-    return search_lines(parallel.module, optimizer, own_batch(parallel)), weights(
-        parallel.module
-    )
+    returned = search_lines(parallel.module, optimizer, own_batch(parallel))
+    found = [(returned, weights(parallel.module))]
+    model = Even().double()
+    optimizer = line_search(model.parameters())
+    parallel = parallel_model(model, shard_degree=2)
+    parallel.prepare_optimizer(optimizer)
+    returned = search_lines(parallel.module, optimizer, own_batch(parallel))
+    return [*found, (returned, weights(parallel.module))]
 
 
 def test_a_line_search_decides_by_the_loss_of_all_ranks() -> None:
     """1e-9: a search divides by small differences of losses."""
-    model = net()
-    expected = search_lines(model, line_search(model.parameters()), list(range(WORLD)))
-    for returned, found in run_ranks(sharded_line_search, WORLD):
-        assert returned == pytest.approx(expected, rel=0, abs=1e-9)
-        assert difference(found, weights(model)) <= 1e-9
+    models = (net(), Even().double())
+    expected = [
+        search_lines(model, line_search(model.parameters()), list(range(WORLD)))
+        for model in models
+    ]
+    for found in run_ranks(sharded_line_searches, WORLD):
+        for model, losses, (returned, own) in zip(models, expected, found, strict=True):
+            assert returned == pytest.approx(losses, rel=0, abs=1e-9)
+            assert difference(own, weights(model)) <= 1e-9
 
 
 def hooks_of_before() -> list[str]:
