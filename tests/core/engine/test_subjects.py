@@ -318,6 +318,27 @@ def test_a_subject_that_is_off_is_asked_nothing(
     assert asked == ["tensor parallelism"] * 2
 
 
+def test_what_is_known_of_a_subject_by_default_is_settled_without_asking_it() -> None:
+    by_default = plan_of({}).knobs
+    assert by_default.router_balance == "global"
+    assert by_default.why("router_balance") == "as in one process"
+    # With another of its knobs the subject itself comes to the same.
+    asked = plan_of({"router_bias_update_rate": 0.1}).knobs
+    assert asked.router_balance == "global"
+    assert plan_of({"router_balance": "rank"}).knobs.router_balance == "rank"
+
+
+@pytest.mark.parametrize(
+    "knobs", [EXPERT, {"expert_capacity_factor": 1.0}, {"router_bias_update_rate": 0.1}]
+)
+def test_experts_are_looked_for_where_a_knob_is_about_them(
+    knobs: dict[str, Any],
+) -> None:
+    found = Shapes.of(Tower(), SmpConfig(**knobs)).experts
+    assert [(each.name, each.experts) for each in found] == [("experts", 4)]
+    assert Shapes.of(Tower(), SmpConfig()).experts == ()
+
+
 @pytest.mark.parametrize(("capability", "state"), [((9, 0), "ok"), ((8, 0), "note")])
 def test_a_subject_looks_at_the_machine(
     capability: tuple[int, int], state: str, monkeypatch: pytest.MonkeyPatch
