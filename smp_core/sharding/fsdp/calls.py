@@ -96,12 +96,11 @@ def name_of_shard(parameter: torch.Tensor, memory: object = None) -> str | None:
     for calls in _all:
         for shown in calls._shown.values():
             for noted, shard, _ in shown._all():
-                if shard is parameter:
-                    return noted.name
-                if (
+                held: Any = shard
+                if shard is parameter or (
                     memory is not None
-                    and shard._local_tensor.untyped_storage() is memory
-                ):  # type: ignore
+                    and held._local_tensor.untyped_storage() is memory
+                ):
                     return noted.name
     return None
 
