@@ -429,8 +429,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the first and the last byte of a tensor in its storage."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
-    begin = tensor.storage_offset() * tensor.itemsize
-    return begin, begin + last * tensor.itemsize
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return begin, begin + int(last) * tensor.itemsize
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -511,12 +511,14 @@ def warn_of_lost_writes(model: nn.Module) -> None:
         run = _Materialization(model, torch.device("meta"), 0, None)
         for _, module, owner in _children_first(model):
             # Initialisers may also assign parameters: each module gets its own back.
-            holders = [
+            holders: list[tuple[dict[str, Any], dict[str, Any]]] = [
                 (entries, dict(entries))
                 for each in module.modules()
                 for entries in (each._parameters, each._buffers)
             ]
-            before = {tensor: tensor._version for tensor in module.parameters()}
+            before: dict[Tensor, int] = {
+                tensor: tensor._version for tensor in module.parameters()
+            }
             try:
                 for step in run._steps(module, owner):
                     step.call()
