@@ -162,6 +162,7 @@ class SmpTrainerMixin(
         # Targets are counted in whole batches first.
         self.accelerator.split_in_loader = False
         _refuse_arguments(self.args, self.accelerator.sharding)
+        _refuse_stages_of_trl(type(self), self.accelerator.stages)
         count_readers(self.args, self.accelerator)
 
     def _see_the_other_cpus(self) -> None:
@@ -553,6 +554,25 @@ def _refuse_arguments(args: TrainingArguments, sharding: bool) -> None:
         raise ValueError(
             f"auto_find_batch_size=True begins again on the rank that runs out of memory, for which the others of "
             f"{args.world_size} would wait; leave it out, and find per_device_train_batch_size with `smp plan`"
+        )
+
+
+def _refuse_stages_of_trl(kind: type, stages: int) -> None:
+    """Refuse pipeline stages where TRL computes the loss: it gathers metrics there, and
+    that code runs on the last stage alone.
+
+    Raises:
+        ValueError: names the trainer, and what to write.
+    """
+    own = (base for base in kind.__mro__ if "compute_loss" in vars(base))
+    computes = [
+        base for base in own if base.__module__.split(".")[0] != "accelerate_smp"
+    ]
+    if stages > 1 and computes[0].__module__.split(".")[0] == "trl":
+        raise ValueError(
+            f"pipeline_parallel_degree={stages}: TRL's {computes[0].__name__} gathers metrics in compute_loss, which "
+            "runs on the last stage alone; write pipeline_parallel_degree=1, and shard_degree or "
+            "tensor_parallel_degree where a rank needs less memory, or a compute_loss of your own that does not gather"
         )
 
 

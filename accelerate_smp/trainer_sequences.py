@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,8 @@ from transformers.trainer_utils import seed_worker
 
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
+from smp_core.checkpoint import iterate_tensors
+from smp_core.cluster import GRADIENTS, of_all_ranks
 from smp_core.context_parallel import (
     IGNORED,
     ContextParallel,
@@ -44,6 +46,7 @@ from smp_core.context_parallel import (
     smoothed,
 )
 from smp_core.outside import changed
+from smp_core.pipeline import digest_of
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -59,6 +62,7 @@ class SharedSequencesTrainerMixin(_Base):
     _split: SplitBatch | None = None
     _takes_micro_batches = False
     _predicts = False
+    _compared_in: tuple[Any, int] | None = None
 
     @property
     def _context(self) -> ContextParallel | None:
@@ -190,6 +194,41 @@ class SharedSequencesTrainerMixin(_Base):
             rank=self.accelerator.data_rank,
             drop_last=sampler.drop_last,
         )
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Take a batch as Trainer does; in each epoch the first is compared on the
+        ranks that share it, each of which draws the epoch's order by itself."""
+        epoch = (self.state, int(self.state.epoch or 0))
+        shared = self.accelerator.batch_degree > self.accelerator.context_degree
+        if shared and epoch != self._compared_in:
+            self._compared_in = epoch
+            self._require_same_batch(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _require_same_batch(self, inputs: dict[str, Any]) -> None:
+        """Compare a batch on the ranks that compute on it. Collective over the world.
+
+        Raises:
+            ValueError: some have another one; on all ranks.
+        """
+        layout = self.accelerator.layout
+        assert layout is not None
+        tensors = (tensor for _, tensor in iterate_tensors(inputs, mapping=Mapping))
+        # Context peers get the first one's batch, and are apart here.
+        digests: dict[int, dict[int, str]] = {}
+        for rank, digest in enumerate(of_all_ranks(digest_of(tensors))):
+            reader = layout.coordinate(rank, *GRADIENTS)
+            digests.setdefault(reader, {})[rank] = digest
+        for found in digests.values():
+            if len(set(found.values())) > 1:
+                raise ValueError(
+                    f"ranks {', '.join(map(str, found))} share a batch and read different ones in epoch "
+                    f"{int(self.state.epoch or 0) + 1}: their order of samples, or what changes samples, comes from "
+                    "random numbers that went apart; draw it from a generator with one seed (torch.Generator()."
+                    "manual_seed(seed + epoch) in the sampler), and take draws out of `if is_world_process_zero:`"
+                )
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -15,6 +15,7 @@ from smp_core import lazy_exports
 if TYPE_CHECKING:
     from smp_core.pipeline.batches import (
         SameBatches as SameBatches,
+        digest_of as digest_of,
         split_batch as split_batch,
     )
     from smp_core.pipeline.messages import Format as Format, Messages as Messages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -48,8 +48,8 @@ def split_batch(batch: Any, count: int) -> list[Any]:
             else "no tensors"
         )
         raise ValueError(
-            f"pipeline.microbatches={count}: a batch of {found} cannot be cut; its tensors need one first dim (TRL's "
-            "packing: packing_strategy='wrapped', padding_free=False), or write pipeline={'microbatches': 1}"
+            f"pipeline.microbatches={count}: a batch of {found} cannot be cut; its tensors need one first dim, or "
+            "write pipeline={'microbatches': 1}"
         )
     (length,) = lengths
     if length % count:
@@ -84,6 +84,22 @@ def _refuse_lists(batch: Any, length: int) -> None:
             )
         for value in batch:
             _refuse_lists(value, length)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return one digest of the bytes of all tensors, which are read to the host."""
+    read = xxhash.xxh3_64()
+    for tensor in tensors:
+        read.update(
+            tensor.detach()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
+    return read.hexdigest()
 
 
 class SameBatches:
@@ -146,19 +162,7 @@ class SameBatches:
         )
 
     def _require_values(self, tensors: list[Tensor]) -> None:
-        # Bytes of all tensors, in one hash.
-        read = xxhash.xxh3_64()
-        for tensor in tensors:
-            read.update(
-                tensor.detach()
-                .cpu()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
-        if len(set(of_all_ranks(read.hexdigest(), self._group))) > 1:
+        if len(set(of_all_ranks(digest_of(tensors), self._group))) > 1:
             raise ValueError(
                 f"pipeline stages read different batches; all ranks of a column ({', '.join(map(str, self._ranks))}) "
                 "have to read the same samples: leave use_distributed_sampler at True, and seed data that are made at "

@@ -303,8 +303,7 @@ class Stage:
             if Stage.in_step is not None:
                 raise ValueError(
                     f"{self._name} was called inside a step of {Stage.in_step._name}, and both have pipeline stages; "
-                    "call it before the step (TRL's DPOTrainer: precompute_ref_log_probs=True), or leave it "
-                    "unprepared: model.to(device)"
+                    "call it before the step, or leave it unprepared: model.to(device)"
                 )
             self._require_forward_only(kwargs)
             return

@@ -507,11 +507,16 @@ def test_groups_of_completions_that_ranks_of_one_batch_break_are_refused(
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_are_refused_before_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["context", "pipeline"])
+def test_ranks_that_share_sequences_or_layers_are_refused_before_a_step(
+    tmp_path: Path, axis: str
+) -> None:
+    """TRL's losses gather metrics, which ranks cannot inside a step in stages."""
     pytest.importorskip("trl")
-    shared = {"context_parallel_degree": 2}
-    with pytest.raises(RanksFailed, match="write context_parallel_degree=1, and"):
-        run_ranks(begin_to_generate, 4, str(tmp_path), shared)
+    knob = f"{axis}_parallel_degree"
+    with pytest.raises(RanksFailed, match=f"write {knob}=1, and"):
+        size = {"per_device_train_batch_size": 4}
+        run_ranks(begin_to_generate, 2, str(tmp_path), {knob: 2}, **size)
 
 
 def begin_to_generate(folder: str, knobs: dict[str, Any], **options: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from torch.utils.data import DataLoader
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import (
@@ -97,6 +97,56 @@ def test_workers_of_ranks_that_share_a_batch_draw_alike(tmp_path: Path) -> None:
     expected = masked(tmp_path / "alone", None)
     for seen in run_ranks(masked, 2, tmp_path / "ranks", KNOBS):
         assert seen == pytest.approx(expected, abs=2e-6)
+
+
+class Shuffled(torch.utils.data.Sampler):
+    """An order of torch's own random numbers."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(16).tolist())
+
+
+class Orders(Trainer):
+    def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+        return Shuffled()
+
+
+class Shows(TrainerCallback):
+    """Draws on one rank alone, as code does that shows some samples."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            torch.rand(1)
+
+
+def parted(folder: Path, layouts: list[dict[str, Any]]) -> list[str]:
+    said = []
+    for knobs in layouts:
+        flags = {"kind": Orders, "num_train_epochs": 2}
+        trainer, _ = make_trainer(folder, 2 * BATCH, 1, knobs, **flags)
+        trainer.add_callback(Shows())
+        try:
+            trainer.train()
+            said.append("trained")
+        except ValueError as error:
+            said.append(f"step {trainer.state.global_step}: {error}")
+    return said
+
+
+def test_ranks_that_share_a_batch_and_draw_another_order_are_told(
+    tmp_path: Path,
+) -> None:
+    """Tensor ranks computed on from other tokens, and stages compared the first batch
+    alone."""
+    stages = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}}
+    for seen in run_ranks(parted, 2, tmp_path, [KNOBS, stages]):
+        for said in seen:
+            assert said.startswith(
+                "step 2: ranks 0, 1 share a batch and read different"
+            )
 
 
 def bare_loop(micro_batches: int) -> Training:
