@@ -601,6 +601,8 @@ NO_CONVERSIONS = {
         "Calls",
         "ReplacedParameters",
         "require_plain_lookups",
+        "require_shardable",
+        "warn_of_lost_writes",
         "sync_over_samples",
         "ParallelModel",
         "DelayedInit",

@@ -41,10 +41,6 @@ FAILED_PASS = (
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 CLOSED = (Iterator, types.FunctionType, types.MethodType, functools.partial)
 
-# Returns whether the backward pass that is running keeps its graph (retain_graph), so
-# that another one may come through it. torch has no public name for that.
-_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
 # Returns a number for the backward pass that is running, to tell it from the one
 # before; -1 outside of one. Asked for with each collective of a unit, so it is torch's
 # function itself.
@@ -116,8 +112,8 @@ class Passes:
     forward.
 
     A pass whose gradients are differentiated again (``create_graph``) leaves all units
-    unsharded up to the end of the last pass that does so, of several (``retain_graph``)
-    the first one that keeps no graph: what it computed refers to their parameters.
+    unsharded up to the end of the pass that does so: what it computed refers to their
+    parameters.
 
     Attributes:
         is_open: from its first gather to its end. Still open between passes, it has
@@ -132,10 +128,8 @@ class Passes:
     is_differentiated: bool = False
     keep_unsharded: Callable[[bool], None] = lambda kept: None
     show_shards: Callable[[], None] = lambda: None
-    # Whether units stay gathered for a second differentiation, also behind the pass
-    # that runs.
+    # Whether units stay gathered for a second differentiation.
     _keeps: bool = False
-    _is_followed: bool = False
     # What reduces the units that are left for the end of the pass.
     _left: dict[object, Callable[[], None]] = dataclasses.field(default_factory=dict)
 
@@ -146,7 +140,6 @@ class Passes:
             return
         self.is_open = True
         self.is_differentiated = torch.is_grad_enabled() and not recomputes
-        self._is_followed = self.is_differentiated or _keeps_graph()
         at_end_of_backward(self._end)
         # Graph recording in backward means create_graph, except in a recomputed
         # forward.
@@ -155,8 +148,9 @@ class Passes:
             self.keep_unsharded(True)
 
     def _end(self) -> None:
-        # Gathered parameters stay until a pass that none follows has used them.
-        if self._is_followed and self._keeps:
+        # Gathered parameters stay until a pass that is not differentiated has used
+        # them.
+        if self.is_differentiated:
             self.show_shards()
         elif self._keeps:
             self._keeps = False

@@ -81,21 +81,8 @@ def adversarial(critic: nn.Module, number: int, rank: int) -> torch.Tensor:
     return loss + critic(x.detach() + 0.1 * gradient.sign()).square().mean()
 
 
-def kept_graph(critic: nn.Module, number: int, rank: int) -> torch.Tensor:
-    """Products with a Hessian, one pass for each, as torch.autograd.functional.hessian
-    makes them; the training pass keeps its graph, too."""
-    x = _samples(number, rank).requires_grad_(True)
-    (first,) = torch.autograd.grad(critic(x).square().sum(), x, create_graph=True)
-    rows = [
-        torch.autograd.grad(first[:, row].sum(), x, retain_graph=True)[0]
-        for row in range(3)
-    ]
-    return first.square().mean() + critic(x.detach() + sum(rows)).square().mean()
-
-
 LOSSES: dict[str, Callable[[nn.Module, int, int], torch.Tensor]] = {
-    each.__name__: each
-    for each in (gradient_penalty, r1, curvature, adversarial, kept_graph)
+    each.__name__: each for each in (gradient_penalty, r1, curvature, adversarial)
 }
 KNOBS: list[dict[str, Any]] = [
     {"shard_degree": 1},
@@ -116,13 +103,7 @@ KNOBS: list[dict[str, Any]] = [
     {"shard_degree": 2, "activations": "full"},
 ]
 ALL = [(name, place) for name in LOSSES for place in range(len(KNOBS))]
-NORMAL = [
-    ("gradient_penalty", 1),
-    ("r1", 3),
-    ("curvature", 6),
-    ("adversarial", 1),
-    ("kept_graph", 1),
-]
+NORMAL = [("gradient_penalty", 1), ("r1", 3), ("curvature", 6), ("adversarial", 1)]
 
 
 def _critic() -> nn.Module:
@@ -144,8 +125,7 @@ def _train(
             else parallel.window.accumulate()
         ):
             losses = [LOSSES[name](critic, number, rank) for rank in ranks]
-            total: Any = sum(losses) / len(ranks)
-            total.backward(retain_graph=name == "kept_graph")
+            (sum(losses) / len(ranks)).backward()  # type: ignore[union-attr]
         if last:
             optimizer.step()
             optimizer.zero_grad()
