@@ -196,7 +196,10 @@ class SharedSequencesTrainerMixin(_Base):
         )
 
     def training_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Take a batch as Trainer does; in each epoch the first is compared on the
         ranks that share it, each of which draws the epoch's order by itself."""
@@ -205,7 +208,7 @@ class SharedSequencesTrainerMixin(_Base):
         if shared and epoch != self._compared_in:
             self._compared_in = epoch
             self._require_same_batch(inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _require_same_batch(self, inputs: dict[str, Any]) -> None:
         """Compare a batch on the ranks that compute on it. Collective over the world.
