@@ -469,7 +469,6 @@ class _ShownUnit:
     ) -> None:
         self._group, self.unit = group, unit
         self._left_by_a_call = self._begins_forward = False
-        self._inputs: Any = None
         self._kept_versions: list[int] | None = None
         self._hidden = contextlib.ExitStack()
         self._parameters = []
@@ -491,8 +490,9 @@ class _ShownUnit:
         """Take note of a forward with these arguments, before FSDP2 gathers for it."""
         self._begins_forward = True
         # As FSDP2 sees them: the user's hooks, which come behind its own, may change
-        # whether they want gradients.
-        self._inputs = inputs
+        # whether they want gradients, also in place.
+        if self.unit is not None:
+            self.unit.note_use(inputs)
         # An earlier call left the unit gathered. Only within a window, and with no
         # shard written into since, may this one use it.
         if self._left_by_a_call and backward_pass() == -1:
@@ -516,11 +516,8 @@ class _ShownUnit:
             self._hidden.enter_context(_disable_current_modes())
 
     def gathered(self) -> None:
-        """Take note that FSDP2 has gathered for a forward, and shows copies."""
+        """Take note that FSDP2 has gathered, and shows copies."""
         self._begins_forward = False
-        inputs, self._inputs = self._inputs, None
-        if self.unit is not None:
-            self.unit.note_use(inputs)
         # Edits of the copy are found by a later version than this.
         for copy in self._group.copies():
             if copy is not None:
