@@ -405,8 +405,9 @@ def _nothing_fits(
     changes: list[tuple[str, Candidate]] = []
     # Each change is searched for, until three of them fit: what is offered does fit.
     for words, case in _changes(_Case(hardware, workload, fixed), name):
-        model = trace(case.model, case.workload.sequence) if case.model else traced
         try:
+            # Not every model has layers that get adapters.
+            model = trace(case.model, case.workload.sequence) if case.model else traced
             tried = search(model, case.hardware, case.workload, case.fixed)
         except ValueError:
             continue

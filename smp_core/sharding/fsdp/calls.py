@@ -191,8 +191,10 @@ class Calls:
                 self._of_module[id(module)] = self._shown[group.key]
             # FSDP2 has registered its own pair already: these go before and behind
             # both.
-            module.register_forward_pre_hook(self._before_gather, prepend=True)
-            module.register_forward_pre_hook(self._behind_gather, with_kwargs=True)
+            module.register_forward_pre_hook(
+                self._before_gather, prepend=True, with_kwargs=True
+            )
+            module.register_forward_pre_hook(self._behind_gather)
             module.register_forward_hook(self._before_reshard, prepend=True)
             module.register_forward_hook(self._behind_reshard, always_call=True)
 
@@ -209,7 +211,7 @@ class Calls:
         def gathered(*args: Any, **kwargs: Any) -> Any:
             if shown is None:
                 return method(*args, **kwargs)
-            shown.gathered((args, kwargs))
+            shown.gathered()
             result = method(*args, **kwargs)
             shown.check_copies()
             return result
@@ -224,7 +226,7 @@ class Calls:
             unit.refuse_after_failure()
             self._begin_with_root(module)
             if shown is not None:
-                shown.begin()
+                shown.begin((args, kwargs))
             with self._shown_in_call(this_call):
                 return _as_forward(module, gathered)(*args, **kwargs)
         finally:
@@ -306,20 +308,20 @@ class Calls:
         return True
 
     @torch.compiler.disable
-    def _before_gather(self, module: nn.Module, *_: Any) -> None:
+    def _before_gather(self, module: nn.Module, *inputs: Any) -> None:
         self._begins(module, module)
         # The outermost call of all, unless recomputed within a backward pass.
         self._begin_with_root(module)
         shown = self._of_module.get(id(module))
         if shown is not None:
-            shown.begin()
+            shown.begin(inputs)
 
     @torch.compiler.disable
-    def _behind_gather(self, module: nn.Module, *inputs: Any) -> None:
+    def _behind_gather(self, module: nn.Module, *_: Any) -> None:
         shown = self._of_module.get(id(module))
         if shown is not None:
             shown.show_to_modes()
-            shown.gathered(inputs)
+            shown.gathered()
 
     @torch.compiler.disable
     def _before_reshard(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -483,9 +485,13 @@ class _ShownUnit:
 
     # A call
 
-    def begin(self) -> None:
-        """Take note of a forward, before FSDP2 gathers for it."""
+    def begin(self, inputs: Any) -> None:
+        """Take note of a forward with these arguments, before FSDP2 gathers for it."""
         self._begins_forward = True
+        # As FSDP2 sees them: the user's hooks, which come behind its own, may change
+        # whether they want gradients, also in place.
+        if self.unit is not None:
+            self.unit.note_use(inputs)
         # An earlier call left the unit gathered. Only within a window, and with no
         # shard written into since, may this one use it.
         if self._left_by_a_call and backward_pass() == -1:
@@ -508,12 +514,9 @@ class _ShownUnit:
         if self.unit is not None and self.unit.is_recomputed:
             self._hidden.enter_context(_disable_current_modes())
 
-    def gathered(self, inputs: Any) -> None:
-        """Take note that FSDP2 has gathered for a forward with these arguments, and
-        shows copies."""
+    def gathered(self) -> None:
+        """Take note that FSDP2 has gathered, and shows copies."""
         self._begins_forward = False
-        if self.unit is not None:
-            self.unit.note_use(inputs)
         # Edits of the copy are found by a later version than this.
         for copy in self._group.copies():
             if copy is not None:

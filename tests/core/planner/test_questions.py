@@ -148,6 +148,23 @@ def test_what_does_not_fit_a_small_card_fits_with_adapters(
     assert not any("nodes" in said for said in words[:adapters])
 
 
+def test_models_without_layers_for_adapters_fit_by_other_changes(
+    full: ModelTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(words: str, tokens: int) -> ModelTrace:
+        if "+lora" in words:
+            raise ValueError(f"{words}: no nn.Linear that could get adapters")
+        return full
+
+    monkeypatch.setattr(planner, "trace", without)
+    room = FITTED.context_gib + 0.85 * 16 * full.parameters / 2**30
+    device = Device("small", room, 1e12, 1e11, 1e10, "no data sheet", 1e13)
+    fixed = {"state_offload": None, "chunked_cross_entropy": 8}
+    with pytest.raises(NothingFits, match="what would fit") as error:
+        plan("tiny", Hardware(1, 1, device, 0.0), Workload(TOKENS, 1), fixed=fixed)
+    assert not any("adapters" in said for said, _ in error.value.changes)
+
+
 def test_a_deadline_takes_the_fewest_nodes_that_keep_it(full: ModelTrace) -> None:
     # Computing is all of a step.
     slow = Device("slow", 80.0, 1e10, 1e11, 1e10, "no data sheet", 1e9)

@@ -249,3 +249,54 @@ def test_a_unit_may_be_called_by_itself_before_the_model() -> None:
     for part, all_of_it in run_ranks(called_by_itself, 2):
         assert torch.allclose(part, model.left(batch(0)), rtol=0, atol=1e-12)
         assert torch.allclose(all_of_it, model(batch(1), "l r"), rtol=0, atol=1e-12)
+
+
+# Inputs that want gradients on one rank alone
+
+
+class Part(nn.Linear):
+    """A unit."""
+
+
+class Chain(nn.Module):
+    """Two units between a frozen layer and a trained one, which are the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"bias": False, "dtype": torch.float64}
+        self.enter = nn.Linear(WIDTH, WIDTH, **sizes).requires_grad_(False)
+        self.parts = nn.Sequential(
+            Part(WIDTH, WIDTH, **sizes), Part(WIDTH, WIDTH, **sizes)
+        )
+        self.leave = nn.Linear(WIDTH, WIDTH, **sizes)
+        # As for saliency: what comes in gets a gradient, if it wanted one or not.
+        self.parts[0].register_forward_pre_hook(
+            lambda _, args: (args[0].requires_grad_(),)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.parts(self.enter(x)))
+
+
+def one_rank_wants_gradients_of_inputs() -> list[float]:
+    plain = Chain()
+    for rank in range(2):
+        (plain(batch(rank)).square().mean() / 2).backward()
+    config = SmpConfig(shard_degree=2, units=["Part"])
+    parallel = parallelize(Chain(), config)
+    x = batch(parallel.mesh.rank).requires_grad_(parallel.mesh.rank == 0)
+    parallel.module(x).square().mean().backward()
+    return [
+        float((own.grad.full_tensor() - of.grad).norm() / of.grad.norm())
+        for own, of in zip(
+            parallel.module.parameters(), plain.parameters(), strict=True
+        )
+        if of.grad is not None
+    ]
+
+
+def test_a_hook_that_lets_inputs_want_gradients_changes_no_order() -> None:
+    """Ranks reduce units in one order, by what FSDP2 saw before the hook."""
+    for off in run_ranks(one_rank_wants_gradients_of_inputs, 2):
+        assert off == pytest.approx([0.0] * 3, abs=1e-12)
