@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from smp_core.engine.parallel_model import ParallelModel
 from tests.core.fuzz.hooks import Cell
@@ -445,6 +446,14 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
         with pytest.raises(ValueError, match=r"into a row or slice of cells\.0\.layer"):
             model(torch.ones(2, 6, dtype=torch.float64))
         handle.remove()
+        # By index where no shard is in the way, as torch computes it.
+        everywhere = weight.redistribute(placements=[Replicate()] * weight.ndim)
+        everywhere = everywhere.clone()
+        everywhere[everywhere > 0] = 0.0
+        assert torch.equal(everywhere.to_local(), weight.full_tensor().clamp(max=0.0))
+        with implicit_replication():
+            everywhere[rows[:2]] = 1.0
+        assert everywhere.to_local()[rows[:2]].eq(1.0).all()
         with torch.enable_grad():
             recorded = weight * 1.0
             with pytest.raises(ValueError, match="into a row or slice of a tensor"):
