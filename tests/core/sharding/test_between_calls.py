@@ -511,3 +511,26 @@ def copies_zero_their_own() -> tuple[bool, bool]:
 
 def test_zero_grad_of_a_copy_is_the_copys_own() -> None:
     assert run_ranks(copies_zero_their_own, 1) == [(True, True)]
+
+
+class Scaled(nn.Linear):
+    """Reads in its forward what is noted on its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.weight.gain = 3.0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.weight.gain
+
+
+def read_in_forwards() -> bool:
+    model = nn.Sequential(Scaled(), Scaled()).double()
+    x = torch.ones(2, 6, dtype=torch.float64)
+    expected = model(x)
+    module = parallel_model(model, shard_degree=2).module
+    return all(torch.allclose(module(x), expected, atol=1e-12) for _ in range(2))
+
+
+def test_what_is_noted_on_a_parameter_is_there_in_forwards() -> None:
+    assert run_ranks(read_in_forwards, 2) == [True, True]
