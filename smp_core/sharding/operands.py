@@ -127,13 +127,24 @@ def write_into(
 ) -> Any:
     """Refuse what torch would do to a copy, or to a shard by an index of the whole."""
     refuse_copies(function, args[0])
-    if function.overloadpacket.__name__.startswith("index_") and _has_plain(args):
+    if _has_index_of_whole(function.overloadpacket.__name__, args):
         raise RuntimeError(
             f"{function} got mixed torch.Tensor and DTensor: the index is of the whole tensor, and "
             f"{name_of_shard(args[0]) or 'what is written into'} is sharded; {_WRITE_WHOLE}. What does so by itself "
             "(torch.nn.utils.prune) comes before the model is prepared"
         )
     return NotImplemented
+
+
+def _has_index_of_whole(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a plain index would be taken for one of a shard. Of ``index_put_``
+    torch knows which layouts an index or a mask leaves as they are."""
+    if name != "index_put_":
+        return name.startswith("index_") and _has_plain(args)
+    # What torch takes for replicated: numbers, and all inside implicit_replication().
+    return not DTensor._op_dispatcher._allow_implicit_replication and any(
+        each.numel() != 1 for each in _tensors(args) if not isinstance(each, DTensor)
+    )
 
 
 def write_out(

@@ -356,7 +356,8 @@ def step_alike(optimizer: torch.optim.Optimizer, models: Sequence[Any]) -> None:
         pairs = sorted(
             zip(here, group["params"], strict=True), key=lambda pair: place[pair[0]]
         )
-        group["params"] = [parameter for _, parameter in pairs]
+        # The same list: LBFGS has the first one under a name of its own, too.
+        group["params"][:] = [parameter for _, parameter in pairs]
 
 
 _Groups = Sequence[Sequence[str]]

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.checkpoint import iterate_tensors, map_tensors
 from smp_core.sharding.fsdp.data_attribute import (
+    carry_notes,
     is_noted,
     note_copy,
     require_unchanged,
@@ -518,8 +519,9 @@ class _ShownUnit:
         """Take note that FSDP2 has gathered, and shows copies."""
         self._begins_forward = False
         # Edits of the copy are found by a later version than this.
-        for copy in self._group.copies():
+        for _, shard, copy in self._all():
             if copy is not None:
+                carry_notes(shard, copy)
                 note_copy(copy)
         self.settle()
 

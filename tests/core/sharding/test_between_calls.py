@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from smp_core.engine.parallel_model import ParallelModel
 from tests.core.fuzz.hooks import Cell
@@ -445,6 +446,14 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
         with pytest.raises(ValueError, match=r"into a row or slice of cells\.0\.layer"):
             model(torch.ones(2, 6, dtype=torch.float64))
         handle.remove()
+        # By index where no shard is in the way, as torch computes it.
+        everywhere = weight.redistribute(placements=[Replicate()] * weight.ndim)
+        everywhere = everywhere.clone()
+        everywhere[everywhere > 0] = 0.0
+        assert torch.equal(everywhere.to_local(), weight.full_tensor().clamp(max=0.0))
+        with implicit_replication():
+            everywhere[rows[:2]] = 1.0
+        assert everywhere.to_local()[rows[:2]].eq(1.0).all()
         with torch.enable_grad():
             recorded = weight * 1.0
             with pytest.raises(ValueError, match="into a row or slice of a tensor"):
@@ -502,3 +511,26 @@ def copies_zero_their_own() -> tuple[bool, bool]:
 
 def test_zero_grad_of_a_copy_is_the_copys_own() -> None:
     assert run_ranks(copies_zero_their_own, 1) == [(True, True)]
+
+
+class Scaled(nn.Linear):
+    """Reads in its forward what is noted on its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.weight.gain = 3.0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.weight.gain
+
+
+def read_in_forwards() -> bool:
+    model = nn.Sequential(Scaled(), Scaled()).double()
+    x = torch.ones(2, 6, dtype=torch.float64)
+    expected = model(x)
+    module = parallel_model(model, shard_degree=2).module
+    return all(torch.allclose(module(x), expected, atol=1e-12) for _ in range(2))
+
+
+def test_what_is_noted_on_a_parameter_is_there_in_forwards() -> None:
+    assert run_ranks(read_in_forwards, 2) == [True, True]

@@ -315,14 +315,16 @@ class Even(nn.Module):
 
 def sharded_line_searches() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     """Of an optimizer that was made after the model was sharded, and of one that was
-    made before and has kept its list of parameters."""
+    made before and has kept its list of parameters, in another order on other
+    ranks."""
     parallel = sharded({"shard_degree": 1})
     optimizer = line_search(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)
     returned = search_lines(parallel.module, optimizer, own_batch(parallel))
     found = [(returned, weights(parallel.module))]
     model = Even().double()
-    optimizer = line_search(model.parameters())
+    listed = list(model.parameters())
+    optimizer = line_search(listed[::-1] if dist.get_rank() else listed)
     parallel = parallel_model(model, shard_degree=2)
     parallel.prepare_optimizer(optimizer)
     returned = search_lines(parallel.module, optimizer, own_batch(parallel))
