@@ -155,14 +155,12 @@ def write_out(
     return NotImplemented
 
 
-def detach(
-    kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
-) -> Any:
-    """Note a copy, of which nothing tells any more what it was made of."""
-    name = None if args[0]._base is None else _copied_from(args[0])
+def note_copy(view: DTensor) -> None:
+    """Note what a view was copied from, before it is detached: nothing tells of it
+    afterwards."""
+    name = _copied_from(view)
     if name is not None:
-        _copied[local_of(args[0]).untyped_storage()] = name
-    return NotImplemented
+        _copied[local_of(view).untyped_storage()] = name
 
 
 def refuse_copies(function: Any, written: Any) -> None:

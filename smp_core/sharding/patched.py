@@ -134,6 +134,14 @@ def _item(
     return function(args[0].full_tensor())
 
 
+def _detach(
+    kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None
+) -> Any:
+    if args[0]._base is not None:
+        operands.note_copy(args[0])
+    return NotImplemented
+
+
 def _tolist(before: Any, tensor: DTensor) -> Any:
     if is_absent(tensor):
         raise RuntimeError(ABSENT % list(tensor.shape))
@@ -214,7 +222,7 @@ OPERATIONS: tuple[tuple[Callable[..., Any], str], ...] = (
     (operands.compute, operands.ELEMENTWISE),
     (operands.compute_with_empty_parts, operands.LARGEST),
     (operands.compute_outside_of_forward, operands.PRODUCTS),
-    (operands.detach, "detach"),
+    (_detach, "detach"),
     (random_values.draw, random_values.DRAWN),
     # What calls item() follows it: float, bool, int; lists of numbers are read
     # elsewhere.

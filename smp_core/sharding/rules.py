@@ -408,21 +408,29 @@ def require_shardable(model: nn.Module, plan: Plan) -> None:
     # Parameters that stay what they are go on sharing memory.
     if not plan.gathers and plan.knobs.optimizer_shard != "world":
         return
-    # Tensors over the same memory, by where they begin.
-    stored: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
+    stored: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():
             storage = StorageWeakRef(tensor.untyped_storage()).cdata
-            stored[storage].append((*_span(tensor), name, tensor))
+            stored[storage].append((name, tensor))
     for together in stored.values():
-        together.sort(key=lambda each: each[:2])
-        for place, (_, end, name, tensor) in enumerate(together):
-            for begin, _, other_name, other in together[place + 1 :]:
-                if begin > end:
-                    break
-                trained = tensor.requires_grad or other.requires_grad
-                if trained and _overlap(tensor, other):
-                    _refuse_shared_memory(name, tensor, other_name, other)
+        if len(together) > 1:
+            _require_apart(together)
+
+
+def _require_apart(together: list[tuple[str, Tensor]]) -> None:
+    """Refuse tensors of one storage that have elements in common, where one of two is
+    trained."""
+    # By where they begin: those that begin behind the end of one are apart from it.
+    placed = sorted(together, key=lambda each: _span(each[1]))
+    for place, (name, tensor) in enumerate(placed):
+        end = _span(tensor)[1]
+        for other_name, other in placed[place + 1 :]:
+            if _span(other)[0] > end:
+                break
+            trained = tensor.requires_grad or other.requires_grad
+            if trained and _overlap(tensor, other):
+                _refuse_shared_memory(name, tensor, other_name, other)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

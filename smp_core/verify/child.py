@@ -148,7 +148,7 @@ def turn_off_functions() -> None:
 
 
 def _without(function: Any, training: bool) -> Any:
-    @functools.wraps(function)
+    # Not by functools.wraps(): TorchScript would compile the source of what is wrapped.
     def kept(
         input: Tensor,
         p: float = 0.5,

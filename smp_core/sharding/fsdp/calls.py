@@ -497,10 +497,7 @@ class _ShownUnit:
         # shard written into since, may this one use it.
         if self._left_by_a_call and backward_pass() == -1:
             self._left_by_a_call = False
-            if (
-                self._kept_versions is None
-                or self._kept_versions != self._shard_versions()
-            ):
+            if self._kept_versions != self._shard_versions():
                 self._group.drop_gather()
                 self._group.reshard()
             elif self._group.is_unsharded:

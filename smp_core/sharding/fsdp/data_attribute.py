@@ -46,9 +46,7 @@ def carry_notes(shard: nn.Parameter, copy: nn.Parameter) -> None:
     """Give a copy, when it is first gathered, what users noted on its parameter, which
     forwards read."""
     if not is_noted(copy):
-        # Of a DTensor this says that it is a parameter, which copies are by their class.
-        notes = {key: note for key, note in vars(shard).items() if key != "_is_param"}
-        vars(copy).update(notes | vars(copy))
+        vars(copy).update(vars(shard) | vars(copy))
 
 
 def is_noted(copy: nn.Parameter) -> bool:

@@ -317,6 +317,10 @@ def test_dropout_is_turned_off_in_layers_of_any_class_and_under_any_name() -> No
     assert (off.rate, model[1].p) == (0.4, 0.5)
 
 
+def _with_dropout(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(F.alpha_dropout(x, 0.3, True), p=0.5, training=True)
+
+
 def test_functions_drop_nothing_whatever_number_a_forward_gives_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -334,6 +338,7 @@ def test_functions_drop_nothing_whatever_number_a_forward_gives_them(
     assert torch.equal(F.dropout(x, 0.5), x)
     assert torch.equal(F.dropout(x, 1.0), torch.zeros_like(x))
     assert torch.equal(F.dropout(x, 1.0, False), x)
+    assert torch.equal(torch.jit.script(_with_dropout)(x), x)
 
 
 @pytest.mark.parametrize("centred", [False, True])
