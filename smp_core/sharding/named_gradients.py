@@ -9,6 +9,9 @@ place, whose gradients are reduced like any other.
 of whole parameters are of this rank's samples, as under DistributedDataParallel, which
 is said once; those of shards that a forward has gathered are an error, also where torch
 would give None or zeros for them (``allow_unused``, ``materialize_grads``), or a part.
+
+``torch.autograd.graph.register_multi_grad_hook(parameters, hook)`` waits for gradients in
+the graph, which never come to shards: an error, too.
 """
 
 from __future__ import annotations
@@ -48,6 +51,23 @@ def grad(
         _refuse_gathered(outputs, inputs)
         _say_whose()
     return before(outputs, inputs, *args, **kwargs)
+
+
+def register_multi_grad_hook(
+    before: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse shards, whose gradients are set behind the graph; in the place of the
+    function of that name in ``torch.autograd.graph``."""
+    tensors = list(tensors)
+    for each in _tensors(tensors):
+        name = name_of_shard(each)
+        if name is not None:
+            raise ValueError(
+                f"register_multi_grad_hook is given {name}, a parameter in shards, for which the hook would never be "
+                "called; write parameter.register_hook(hook), which is given the complete gradient, or read "
+                "parameter.grad behind backward"
+            )
+    return before(tensors, *args, **kwargs)
 
 
 def _with_copies(inputs: Any) -> Any:

@@ -205,6 +205,12 @@ def _reduce(tensor: DTensor) -> tuple[Any, ...]:
 CHANGES: tuple[tuple[str, str, str, Any], ...] = (
     ("torch.autograd", "", "backward", named_gradients.backward),
     ("torch.autograd", "", "grad", named_gradients.grad),
+    (
+        "torch.autograd.graph",
+        "",
+        "register_multi_grad_hook",
+        named_gradients.register_multi_grad_hook,
+    ),
     ("torch.distributed.tensor", "DTensor", "tolist", _tolist),
     ("torch.distributed.tensor", "DTensor", "data", property(_DATA.__get__, _set_data)),
     ("torch.nn", "Parameter", "data", DATA_OF_COPY),

@@ -87,6 +87,14 @@ def returned() -> list[str]:
                 retain_graph=True,
                 **options,
             )
+    # A hook would wait for a gradient that never comes to them.
+    with pytest.raises(ValueError, match=r"register_multi_grad_hook.* head.*weight"):
+        torch.autograd.graph.register_multi_grad_hook([module.head.weight], print)  # type: ignore[list-item, union-attr]
+    seen: list[Any] = []
+    y = module(batch(0, 0))
+    torch.autograd.graph.register_multi_grad_hook([y], seen.append)
+    y.sum().backward()
+    assert len(seen) == 1
     return [record.getMessage() for record in said]
 
 
