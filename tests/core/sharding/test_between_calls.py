@@ -406,6 +406,16 @@ WRITES_TO_A_ROW: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def write_by_index(weight: Any, rows: torch.Tensor) -> None:
+    """Where no shard is in the way, as torch computes it."""
+    everywhere = weight.redistribute(placements=[Replicate()] * weight.ndim).clone()
+    everywhere[everywhere > 0] = 0.0
+    assert torch.equal(everywhere.to_local(), weight.full_tensor().clamp(max=0.0))
+    with implicit_replication():
+        everywhere[rows[:2]] = 1.0
+    assert everywhere.to_local()[rows[:2]].eq(1.0).all()
+
+
 def written_between_calls() -> tuple[str, torch.Tensor]:
     """Shards that are assigned to, as prune.remove, vector_to_parameters and merged
     adapters do: weights may be saved, and no call follow that could find it. And a row
@@ -438,7 +448,6 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
         for kind, write in WRITES_TO_A_ROW.items():
             with pytest.raises(ValueError, match=f"{kind} into a row or slice of "):
                 write(weight)
-        weight[:1].squeeze_()
         inner = model.cells[0].layer.weight
         handle = model.enter.register_forward_pre_hook(
             lambda *_: inner.detach()[1].detach().neg_()
@@ -446,14 +455,10 @@ def written_between_calls() -> tuple[str, torch.Tensor]:
         with pytest.raises(ValueError, match=r"into a row or slice of cells\.0\.layer"):
             model(torch.ones(2, 6, dtype=torch.float64))
         handle.remove()
-        # By index where no shard is in the way, as torch computes it.
-        everywhere = weight.redistribute(placements=[Replicate()] * weight.ndim)
-        everywhere = everywhere.clone()
-        everywhere[everywhere > 0] = 0.0
-        assert torch.equal(everywhere.to_local(), weight.full_tensor().clamp(max=0.0))
-        with implicit_replication():
-            everywhere[rows[:2]] = 1.0
-        assert everywhere.to_local()[rows[:2]].eq(1.0).all()
+        # torch 2.11 computes neither of a sharded tensor.
+        if torch.__version__ >= (2, 12):
+            weight[:1].squeeze_()  # nothing is written
+            write_by_index(weight, rows)
         with torch.enable_grad():
             recorded = weight * 1.0
             with pytest.raises(ValueError, match="into a row or slice of a tensor"):
